@@ -1,0 +1,79 @@
+# Every target sets itself up in .venv; a machine needs python3 (3.11 or later) and make.
+# The GPU targets are the exception: they run under the machine's own python3, without network.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+TEST_TOOLS := .cache/test-tools
+GPU_TESTS ?= $(wildcard tests/kernels tests/test_kernels*.py tests/test_attend*.py)
+GPU_ENV := PYTHONPATH=src:$(TEST_TOOLS)
+GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider --require-gpu -m gpu $(GPU_TESTS)
+
+GLUON_TRITONS ?= 3.6.0 3.8.0
+GLUON_STAMPS := $(GLUON_TRITONS:%=.cache/triton-%/.installed)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench docs test-gpu sanitize-gpu test-tools gluon-compile clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# torch first and pinned: left free, it brings gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP) ## run the demonstration
+	$(BIN)/nearfield demo
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest -n 2 --timeout 300
+
+check: $(STAMP) ## lint, formatting, types, import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: $(STAMP) ## apply the formatting and the safe lint fixes
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## time attend on this machine
+	$(BIN)/nearfield bench attend
+
+docs: $(STAMP) ## build the pictures and pages of the documentation
+	$(BIN)/python docs/build.py
+
+gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU
+	@set -e; for version in $(GLUON_TRITONS); do \
+		echo "compile check under Triton $$version"; \
+		PYTHONPATH=.cache/triton-$$version:src $(BIN)/python -m nearfield.kernels.compile_check; \
+	done
+
+# Beside the virtual environment, not in it: constraints.txt pins the one Triton that lives there.
+.cache/triton-%/.installed: | $(STAMP)
+	rm -rf $(@D)
+	$(PIP) --no-deps --target $(@D) triton==$*
+	touch $@
+
+test-gpu: ## run the GPU tests under the machine's own python3
+	$(GPU_ENV) $(GPU_PYTEST)
+
+# The caching allocator would hide a read past the end of a tensor.
+sanitize-gpu: ## run the GPU tests under compute-sanitizer
+	$(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTEST)
+
+test-tools: $(STAMP) ## put pytest into .cache/test-tools, to carry to a GPU machine that lacks it
+	rm -rf $(TEST_TOOLS)
+	$(PIP) -c constraints.txt --target $(TEST_TOOLS) pytest
+
+clean: ## remove everything the targets made
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,273 @@
+"""Plan: who reads whom.
+
+An immutable list, for each block of queries, of the key blocks it reads. The lists are compressed rows: row `r` of
+head `h` owns `blocks[b, h, offsets[b, h, r] : offsets[b, h, r + 1]]`. `k_block`, the grain, is how many
+consecutive keys one id stands for. Everything that reads (the reference, the CPU path, the kernels, forward and
+backward) walks these lists and nothing else, so no two of them can disagree about which pairs exist.
+"""
+
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
+
+BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+"""Permitted block sizes. 192 is three warpgroups of 64 rows on Hopper; below 16 only as a grain of keys."""
+
+
+class Layout(NamedTuple):
+    """Everything about a plan that is known without reading its lists; hashable, so it can key a cache."""
+
+    batch: int
+    heads: int
+    capacity: int
+    q_block: int
+    k_block: int
+    num_queries: int
+    num_keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which key blocks each query block reads.
+
+    Args:
+        offsets: `[b, h, rows + 1]` int32, ascending from 0. `b` and `h` may be 1 and then serve every batch and head.
+        blocks: `[b, h, capacity]` int32 ids of key blocks, ascending inside a row. A repeated id is read twice.
+            Slots from `offsets[..., -1]` on are unused.
+        q_block: queries per row.
+        k_block: keys per id.
+        num_queries, num_keys: true lengths; the last block of either side may be ragged.
+        uniform: every row holds equally many ids. Builders know it; it spares a sort.
+        check: verify the lists themselves. This waits for the device, so builders, whose lists are right by
+            construction, pass False.
+    """
+
+    offsets: Tensor
+    blocks: Tensor
+    q_block: int
+    k_block: int
+    num_queries: int
+    num_keys: int
+    uniform: bool = field(default=False, repr=False)
+    check: InitVar[bool] = True
+    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self, check: bool) -> None:
+        _check_layout(self)
+        if check:
+            _check_lists(self)
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        return -(-self.num_queries // self.q_block)
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.num_keys // self.k_block)
+
+    @property
+    def device(self) -> torch.device:
+        return self.offsets.device
+
+    @property
+    def layout(self) -> Layout:
+        batch, heads, capacity = self.blocks.shape
+        return Layout(batch, heads, capacity, self.q_block, self.k_block, self.num_queries, self.num_keys)
+
+    @property
+    def counts(self) -> Tensor:
+        """Ids per row, `[b, h, rows]`."""
+        return self.offsets[..., 1:] - self.offsets[..., :-1]
+
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs read, summed over the plan's own batch and heads; ragged blocks count what they hold."""
+        row_sizes = _block_sizes(self.num_queries, self.q_block, self.device)
+        column_sizes = _block_sizes(self.num_keys, self.k_block, self.device)
+        row, used = self.entry_rows()
+        row, column = (torch.where(used, ids, 0).long() for ids in (row, self.blocks))
+        return int((row_sizes[row] * column_sizes[column] * used).sum())
+
+    @property
+    def density(self) -> float:
+        """Pairs read over all pairs (above 1 only if ids repeat)."""
+        batch, heads = self.blocks.shape[:2]
+        return self.num_pairs / (batch * heads * self.num_queries * self.num_keys)
+
+    # -- views ---------------------------------------------------------------------------------------------------
+
+    def entry_rows(self) -> tuple[Tensor, Tensor]:
+        """The row of every slot of `blocks` (`rows` for unused slots), and whether the slot is used."""
+        batch, heads, capacity = self.blocks.shape
+        slot = torch.arange(capacity, device=self.device, dtype=torch.int32).expand(batch, heads, capacity)
+        row = torch.searchsorted(
+            self.offsets[..., 1:].contiguous(), slot.contiguous(), right=True, out_int32=True
+        )
+        return row, slot < self.offsets[..., -1:]
+
+    def block_counts(self) -> Tensor:
+        """How often each row reads each column, `[b, h, rows, columns]` int32."""
+        batch, heads = self.blocks.shape[:2]
+        row, used = self.entry_rows()
+        cell = row.long() * self.num_columns + self.blocks.long()
+        spare = self.num_rows * self.num_columns
+        counts = torch.zeros(batch, heads, spare + 1, device=self.device, dtype=torch.int32)
+        counts.scatter_add_(-1, torch.where(used, cell, spare), torch.ones_like(cell, dtype=torch.int32))
+        return counts[..., :spare].reshape(batch, heads, self.num_rows, self.num_columns)
+
+    def pair_counts(self) -> Tensor:
+        """How often each query reads each key, `[b, h, num_queries, num_keys]`: the oracle of every test."""
+        rows = self.block_counts().repeat_interleave(self.q_block, -2)[..., : self.num_queries, :]
+        return rows.repeat_interleave(self.k_block, -1)[..., : self.num_keys]
+
+    def to_mask(self) -> Tensor:
+        """Which query reads which key, `[b, h, num_queries, num_keys]` bool."""
+        return self.pair_counts() > 0
+
+    def preview(self, width: int = 64, height: int = 24) -> str:
+        """The plan as text: one line per group of rows, darker where more is read (first batch and head)."""
+        cells = (self.block_counts()[:1, :1] > 0).float()
+        size = (min(height, self.num_rows), min(width, self.num_columns))
+        shares = torch.nn.functional.adaptive_avg_pool2d(cells, size)[0, 0]
+        shades = " ░▒▓█"
+        levels = (shares * (len(shades) - 1)).ceil().long().tolist()
+        return "\n".join("│" + "".join(shades[level] for level in line) + "│" for line in levels)
+
+    def __str__(self) -> str:
+        batch, heads = self.blocks.shape[:2]
+        return (
+            f"Plan: {self.num_queries} queries x {self.num_keys} keys, blocks {self.q_block} x {self.k_block}, "
+            f"lists for {batch} x {heads} (batch x heads), density {self.density:.4f}, {self.num_pairs:,} pairs"
+        )
+
+    # -- derived plans -------------------------------------------------------------------------------------------
+
+    def transpose(self) -> "Plan":
+        """The same pairs with the roles exchanged: for each key block, the query blocks that read it."""
+        return self.transposition()[0]
+
+    def transposition(self) -> tuple["Plan", Tensor]:
+        """`transpose()`, and for each of its slots the slot of this plan it came from. Never waits for the device."""
+        if "transposition" in self._derived:
+            return self._derived["transposition"]  # type: ignore[no-any-return]
+        row, used = self.entry_rows()
+        column = torch.where(used, self.blocks, self.num_columns)
+        # A stable sort keeps the rows of one column ascending, so the result is again a valid plan.
+        ordered, source = torch.sort(column, dim=-1, stable=True)
+        batch, heads = self.blocks.shape[:2]
+        column_ids = torch.arange(self.num_columns + 1, device=self.device, dtype=torch.int32)
+        offsets = torch.searchsorted(
+            ordered, column_ids.expand(batch, heads, -1).contiguous(), out_int32=True
+        )
+        blocks = torch.gather(torch.where(used, row, 0), -1, source)
+        transposed = Plan(
+            offsets, blocks, self.k_block, self.q_block, self.num_keys, self.num_queries, check=False
+        )
+        result = transposed, source.to(torch.int32)
+        if not torch.compiler.is_compiling():
+            self._derived["transposition"] = result
+        return result
+
+    def longest_first(self, batch: int, heads: int) -> Tensor | None:
+        """The order in which to start rows so that no long one starts last.
+
+        Flat ids `(b * heads + h) * rows + row` as int32, or None where every row is equally long. Rows of similar
+        length stay grouped by head, so that programs that run together share keys in the cache.
+        """
+        if self.uniform:
+            return None
+        if ("order", batch, heads) in self._derived:
+            return self._derived["order", batch, heads]  # type: ignore[no-any-return]
+        counts = self.counts.expand(batch, heads, self.num_rows).flatten()
+        similar = (counts.clamp(min=1).float().log2() * 2).round().to(torch.int32)
+        order = torch.argsort(similar, descending=True, stable=True).to(torch.int32)
+        if not torch.compiler.is_compiling():
+            self._derived["order", batch, heads] = order
+        return order
+
+    def to(self, device: torch.device | str) -> "Plan":
+        """The same plan with its lists on `device`; itself if they are there already."""
+        lists = self.offsets.to(device), self.blocks.to(device)
+        if lists[0] is self.offsets:  # torch knows that "cuda" and "cuda:0" may be one device
+            return self
+        sizes = self.q_block, self.k_block, self.num_queries, self.num_keys
+        return Plan(*lists, *sizes, uniform=self.uniform, check=False)
+
+    # -- equality ------------------------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        """Same sizes and same lists, whatever the unused capacity and the device."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        if self.layout._replace(capacity=0) != other.layout._replace(capacity=0):
+            return False
+        if not torch.equal(self.offsets.cpu(), other.offsets.cpu()):
+            return False
+        used = int(self.offsets[..., -1].max())
+        mine, theirs = (
+            torch.where(plan.entry_rows()[1], plan.blocks, -1)[..., :used].cpu() for plan in (self, other)
+        )
+        return torch.equal(mine, theirs)
+
+    def __hash__(self) -> int:
+        return hash(self.layout._replace(capacity=0))
+
+
+def _block_sizes(length: int, block: int, device: torch.device) -> Tensor:
+    starts = torch.arange(0, length, block, device=device)
+    return (length - starts).clamp(max=block)
+
+
+def _check_layout(plan: Plan) -> None:
+    check_member("q_block", plan.q_block, BLOCKS)
+    check_member("k_block", plan.k_block, BLOCKS)
+    check_int("num_queries", plan.num_queries, at_least=1)
+    check_int("num_keys", plan.num_keys, at_least=1)
+    for name, lists in (("offsets", plan.offsets), ("blocks", plan.blocks)):
+        check_tensor(name, lists, dims=3)
+        if lists.dtype != torch.int32:
+            wrong_type(name, "be int32", lists.dtype, "Convert it with `.to(torch.int32)`.")
+    if plan.offsets.shape[:2] != plan.blocks.shape[:2]:
+        shapes = f"{list(plan.offsets.shape)} and {list(plan.blocks.shape)}"
+        wrong_value("offsets", "have the batch and heads of `blocks`", shapes)
+    if plan.offsets.shape[2] != plan.num_rows + 1:
+        wrong_value(
+            "offsets",
+            f"end in ceil(num_queries / q_block) + 1 = {plan.num_rows + 1}",
+            list(plan.offsets.shape),
+        )
+    if plan.offsets.device != plan.blocks.device:
+        wrong_value("offsets", f"be on the device of `blocks` ({plan.blocks.device})", plan.offsets.device)
+
+
+def _check_lists(plan: Plan) -> None:
+    capacity = plan.blocks.shape[2]
+    if bool((plan.offsets[..., 0] != 0).any()) or bool((plan.counts < 0).any()):
+        wrong_value("offsets", "ascend from 0", plan.offsets.flatten()[:8].tolist(), "First values shown.")
+    if bool((plan.offsets[..., -1] > capacity).any()):
+        last = int(plan.offsets[..., -1].max())
+        wrong_value("offsets", f"end within `blocks` (capacity {capacity})", last)
+    row, used = plan.entry_rows()
+    outside = used & ((plan.blocks < 0) | (plan.blocks >= plan.num_columns))
+    if bool(outside.any()):
+        wrong_value(
+            "blocks",
+            f"hold ids from 0 to {plan.num_columns - 1} (ceil(num_keys / k_block) - 1)",
+            int(plan.blocks[outside][0]),
+        )
+    descends = (
+        (plan.blocks[..., 1:] < plan.blocks[..., :-1]) & (row[..., 1:] == row[..., :-1]) & used[..., 1:]
+    )
+    if bool(descends.any()):
+        wrong_value(
+            "blocks",
+            "ascend inside each row",
+            f"a descent in row {int(row[..., 1:][descends][0])}",
+            "Sort each row's ids; reading order does not change the result.",
+        )

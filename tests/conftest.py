@@ -1,0 +1,54 @@
+"""What every test process shares: Triton's interpreter where there is no GPU, the `gpu` marker, the device."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+# Triton reads this when a kernel is declared, so it is set before any test module is imported.
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# One worker per core: threads inside the workers would only compete.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+# A GPU machine may have pytest alone; the GPU tests do without hypothesis.
+try:
+    import hypothesis
+except ModuleNotFoundError:
+    pass
+else:
+    # Times vary with the machine's load: a slow example is not a failure.
+    hypothesis.settings.register_profile("nearfield", deadline=None)
+    hypothesis.settings.load_profile("nearfield")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="fail, instead of skipping the GPU tests, without a CUDA device",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--require-gpu") and not HAS_GPU:
+        raise pytest.UsageError("--require-gpu needs a CUDA device; torch.cuda.is_available() is False.")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: the GPU, or the CPU under Triton's interpreter."""
+    return torch.device("cuda" if HAS_GPU else "cpu")

@@ -1,0 +1,101 @@
+"""The project's own papers agree with each other and speak of nothing but the project."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import nearfield
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# `make x` in a code span, or a line of a code block that starts with it; prose such as "make sure" is neither.
+MAKE_COMMAND = re.compile(r"(?:`|^\s*(?:\$ )?)make ([a-z][a-z-]*)(?=[`\s]|$)", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+# Folders that exist on somebody's machine, and places packages were fetched from.
+FORBIDDEN = {
+    "machine path": re.compile(r"(?<![\w.~>}\])-])/(?:work|home|root|Users|mnt|scratch)/\w"),
+    "package index": re.compile(
+        r"--(?:extra-)?index-url[= ]|^\s*(?:extra-)?index-url\s*=|https?://[^\s\"')]*/simple\b"
+        r"|https?://(?:localhost|10\.|192\.168\.)|file:///\w",
+        re.MULTILINE | re.IGNORECASE,
+    ),
+}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def make_commands(text: str) -> set[str]:
+    spans = set(re.findall(r"`make ([a-z][a-z-]*)", text))
+    blocks = "\n".join(FENCED.findall(text))
+    return spans | set(MAKE_COMMAND.findall(blocks))
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_named_make_targets_exist(name: str) -> None:
+    assert make_commands(read(name)) <= make_targets()
+
+
+def test_readme_says_how_to_start() -> None:
+    assert {"demo", "test"} <= make_commands(read("README.md"))
+
+
+def test_make_commands_are_found() -> None:
+    text = "Run `make demo` and make sure.\n\n```sh\n$ make test\nmake docs  # pages\n```\n"
+    assert make_commands(text) == {"demo", "test", "docs"}
+
+
+def test_versions_agree() -> None:
+    changelog = re.search(r"^## \[?(\d+\.\d+\.\d+)", read("CHANGELOG.md"), re.MULTILINE)
+    project = re.search(r'^version = "(.+)"$', read("pyproject.toml"), re.MULTILINE)
+    assert changelog is not None
+    assert project is not None
+    assert changelog[1] == project[1] == nearfield.__version__
+
+
+def project_files() -> list[Path]:
+    """Files in the repository or about to be: tracked, or new and not ignored."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_files_name_no_machine() -> None:
+    found = []
+    for path in project_files():
+        content = path.read_bytes()
+        if b"\0" in content:
+            continue
+        text = content.decode("utf-8")
+        for kind, pattern in FORBIDDEN.items():
+            for match in pattern.finditer(text):
+                line = text.count("\n", 0, match.start()) + 1
+                found.append(f"{path.relative_to(ROOT)}:{line}: {kind}: {match[0].strip()}")
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("machine path", "see {0}home{0}someone"),
+        ("machine path", "cd {0}work{0}main"),
+        ("machine path", "path='{0}root{0}x'"),
+        ("package index", "pip install --{1}-url https:{0}{0}a.b"),
+        ("package index", "https:{0}{0}mirror.example{0}pypi{0}simple{0}"),
+        ("package index", "file:{0}{0}{0}wheels"),
+    ],
+)
+def test_machine_facts_are_found(kind: str, text: str) -> None:
+    # Filled in here so that this file does not contain what it forbids.
+    assert FORBIDDEN[kind].search(text.format("/", "index"))
