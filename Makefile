@@ -10,9 +10,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_TOOLS := .cache/test-tools
 GPU_TESTS ?= $(wildcard tests/kernels tests/test_kernels*.py tests/test_attend*.py)
 GPU_ENV := PYTHONPATH=src:$(TEST_TOOLS)
-GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider --require-gpu -m gpu $(GPU_TESTS)
+GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --require-gpu $(GPU_TESTS)
 
-GLUON_TRITONS ?= 3.6.0 3.8.0
+GLUON_TRITONS ?= 3.6.0 3.9.0
 GLUON_STAMPS := $(GLUON_TRITONS:%=.cache/triton-%/.installed)
 
 .DEFAULT_GOAL := help

@@ -140,26 +140,9 @@ def test_transpose_twice_is_the_same_plan(example):
     assert plan.transpose().transpose() == plan
 
 
-@given(examples())
-@property_test
-def test_transposition_names_the_slot_each_entry_came_from(example):
-    plan, lists = example
-    transposed, source = plan.transposition()
-    plan_rows, _ = plan.entry_rows()
-    columns, used = transposed.entry_rows()
-    assert source.dtype == torch.int32
-    for b, batch in enumerate(lists):
-        for h, head in enumerate(batch):
-            slots = source[b, h][used[b, h]].long()
-            assert sorted(slots.tolist()) == list(range(sum(map(len, head))))
-            assert torch.equal(plan.blocks[b, h][slots], columns[b, h][used[b, h]])
-            assert torch.equal(plan_rows[b, h][slots], transposed.blocks[b, h][used[b, h]])
-
-
-def test_transposition_is_made_once():
+def test_transpose_is_made_once():
     plan = plan_of([[[[0], [1]]]], num_queries=128, num_keys=128)
     assert plan.transpose() is plan.transpose()
-    assert plan.transposition()[1] is plan.transposition()[1]
 
 
 # -- equality, device, immutability ------------------------------------------------------------------------------------

@@ -380,7 +380,7 @@ def test_topk_never_waits_for_the_device():
     with FakeTensorMode():
         scores = torch.randn(2, 3, 4, 5)
         plan = planning.topk(scores, 3, **sizes_of(scores))
-        transposed, _ = plan.transposition()
+        transposed = plan.transpose()
     assert plan.layout.capacity == transposed.layout.capacity == 12
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
 
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
-"""Permitted block sizes. 192 is three warpgroups of 64 rows on Hopper; below 16 only as a grain of keys."""
+"""Permitted block sizes. 192 is three warpgroups of 64 rows on Hopper; below 16 is meant for the grain of keys."""
 
 
 class Layout(NamedTuple):
@@ -149,38 +149,35 @@ class Plan:
     # -- derived plans -------------------------------------------------------------------------------------------
 
     def transpose(self) -> "Plan":
-        """The same pairs with the roles exchanged: for each key block, the query blocks that read it."""
-        return self.transposition()[0]
+        """The same pairs with the roles exchanged: for each key block, the query blocks that read it.
 
-    def transposition(self) -> tuple["Plan", Tensor]:
-        """`transpose()`, and for each of its slots the slot of this plan it came from. Never waits for the device."""
-        if "transposition" in self._derived:
-            return self._derived["transposition"]  # type: ignore[no-any-return]
+        Never waits for the device; computed once per plan.
+        """
+        if "transpose" in self._derived:
+            return self._derived["transpose"]  # type: ignore[no-any-return]
         row, used = self.entry_rows()
         column = torch.where(used, self.blocks, self.num_columns)
         # A stable sort keeps the rows of one column ascending, so the result is again a valid plan.
         ordered, source = torch.sort(column, dim=-1, stable=True)
         batch, heads = self.blocks.shape[:2]
-        column_ids = torch.arange(self.num_columns + 1, device=self.device, dtype=torch.int32)
-        offsets = torch.searchsorted(
-            ordered, column_ids.expand(batch, heads, -1).contiguous(), out_int32=True
-        )
+        columns = torch.arange(self.num_columns + 1, device=self.device, dtype=torch.int32)
+        offsets = torch.searchsorted(ordered, columns.expand(batch, heads, -1).contiguous(), out_int32=True)
         blocks = torch.gather(torch.where(used, row, 0), -1, source)
         transposed = Plan(
             offsets, blocks, self.k_block, self.q_block, self.num_keys, self.num_queries, check=False
         )
-        result = transposed, source.to(torch.int32)
         if not torch.compiler.is_compiling():
-            self._derived["transposition"] = result
-        return result
+            self._derived["transpose"] = transposed
+        return transposed
 
     def longest_first(self, batch: int, heads: int) -> Tensor | None:
         """The order in which to start rows so that no long one starts last.
 
-        Flat ids `(b * heads + h) * rows + row` as int32, or None where every row is equally long. Rows of similar
-        length stay grouped by head, so that programs that run together share keys in the cache.
+        Flat ids `(b * heads + h) * rows + row` as int32. Rows of similar length stay grouped by head, so that programs
+        that run together share keys in the cache. None where every row is equally long, and where a head (of keys)
+        serves several lists and so has no one length to go by.
         """
-        if self.uniform:
+        if self.uniform or self.blocks.shape[1] not in (1, heads):
             return None
         if ("order", batch, heads) in self._derived:
             return self._derived["order", batch, heads]  # type: ignore[no-any-return]

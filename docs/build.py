@@ -1,0 +1,34 @@
+"""Make the pictures of the documentation: `python docs/build.py`.
+
+Everything is drawn from the library itself, so a picture cannot show a pattern that the code does not compute.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from nearfield import plots  # noqa: E402
+from nearfield.bench import demo  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def main() -> None:
+    """The overview, the same for a grid of odd sides, and bars for every committed benchmark result."""
+    demo.draw(IMAGES / "overview.png", demo.preset_for((64, 64)), tiles=16)
+    demo.draw(IMAGES / "any-grid.png", demo.preset_for((45, 80)), tiles=9)
+    for path in sorted(RESULTS.glob("attend-*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        gpus = document["machine"]["gpus"]
+        name = gpus[0]["name"] if gpus else document["machine"]["cpu"]["name"]
+        plots.benchmark_bars(IMAGES / f"{path.stem}.png", document["results"], name)
+    for picture in sorted(IMAGES.glob("*.png")):
+        print(f"{picture.relative_to(ROOT)}  {picture.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

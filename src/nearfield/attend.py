@@ -1,0 +1,375 @@
+"""The public operation: check the call, choose an implementation, run it, differentiate it.
+
+One call travels like this: `attend` checks the arguments and hands the plan's lists to the registered operator
+`nearfield::attend`, which is opaque to torch.compile. Inside it `choose` picks an implementation for the real
+tensors. Its gradient is the operator `nearfield::attend_backward` over the same lists.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from nearfield import grouped, kernels
+from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
+from nearfield._types import Attended, Gradients, Impl, Positions
+from nearfield.plan import Plan
+from nearfield.reference import attend as reference
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LAYOUT_HINT = "Expected [batch, heads, tokens, head_dim]."
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    *,
+    key_bias: Tensor | None = None,
+    positions: Positions | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Attended:
+    """Every query reads the keys its plan lists: softmax(scale * q.k + key_bias) over them, times the values.
+
+    Args:
+        query: `[B, H, N, D]`, any strides.
+        key, value: `[B, G, M, D]`; `G` divides `H` (grouped-query attention).
+        plan: who reads whom, for `N` queries and `M` keys, on the same device.
+        key_bias: added to the logits of each key; broadcastable to `[B, H, M]`; `-inf` hides a key. Gradients flow.
+        positions: `Positions(query, key)`; a key is visible where its position is not after the query's.
+        scale: defaults to `1 / sqrt(D)`.
+        impl: "auto" picks the fastest that can run these tensors; any other name runs exactly that or raises.
+
+    Returns:
+        `out` like `query`, and `lse` `[B, H, N]`, the natural log of the summed weights. Both are differentiable.
+        A query that reads nothing gives zeros and `-inf`.
+    """
+    _check_call(query, key, value, plan, impl)
+    batch, heads = query.shape[:2]
+    if key_bias is not None:
+        key_bias = _expanded_bias(key_bias, query, key)
+    if positions is not None:
+        positions = _checked_positions(positions, query, key)
+    scale = _checked_scale(scale, query)
+    wants_gradient = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (query, key, value, key_bias)
+    )
+    transposed = plan.transpose() if wants_gradient else None
+    order, transposed_order = None, None
+    if query.is_cuda:
+        order = plan.longest_first(batch, heads)
+        transposed_order = transposed.longest_first(batch, key.shape[1]) if transposed else None
+    out, lse = torch.ops.nearfield.attend(
+        query,
+        key,
+        value,
+        plan.offsets,
+        plan.blocks,
+        order,
+        transposed.offsets if transposed else None,
+        transposed.blocks if transposed else None,
+        transposed_order,
+        key_bias,
+        positions.query if positions else None,
+        positions.key if positions else None,
+        plan.q_block,
+        plan.k_block,
+        plan.uniform,
+        scale,
+        impl,
+    )
+    return Attended(out, lse)
+
+
+class Choice(NamedTuple):
+    """Which implementation runs, why, and for each faster one why it does not."""
+
+    impl: str
+    reason: str
+    rejected: dict[str, str]
+
+
+_REASONS = {
+    "gluon": "Hopper GPU: warp-specialised kernels",
+    "triton": "a GPU that Triton runs on",
+    "grouped": "plain torch: gathers once per group of equal rows, then dense attention",
+    "reference": "asked for: the specification, slow and exact",
+}
+
+_OFF_DEVICE = {
+    "gluon": "the tensors are not on a GPU",
+    "triton": "the tensors are not on a GPU, and the interpreter runs only when asked for",
+    "grouped": "on a GPU a missing kernel is an error, not a reason to crawl",
+}
+
+
+def explain_choice(
+    query: Tensor,
+    key: Tensor,
+    plan: Plan,
+    *,
+    key_bias: Tensor | None = None,
+    positions: Positions | None = None,
+    backward: bool = False,
+    impl: Impl = "auto",
+) -> Choice:
+    """The implementation that would run this call. Reads only shapes, strides, dtypes and devices."""
+    rejected: dict[str, str] = {}
+    candidates = ("gluon", "triton", "grouped") if impl == "auto" else (impl,)
+    for name in candidates:
+        reason = _unsupported(name, query, key, plan, key_bias, positions, backward)
+        if reason is None and impl == "auto" and (name == "grouped") == query.is_cuda:
+            reason = _OFF_DEVICE[name]
+        if reason is None:
+            return Choice(name, _REASONS[name], rejected)
+        rejected[name] = reason
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+    hint = "Use impl='grouped' for plain torch." if impl != "grouped" else ""
+    raise NotImplementedError(
+        f"`impl` must be able to run this call; got {impl!r}. {reasons}. {hint}".rstrip()
+    )
+
+
+def _unsupported(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    plan: Plan,
+    key_bias: Tensor | None,
+    positions: Positions | None,
+    backward: bool,
+) -> str | None:
+    if name in ("grouped", "reference"):
+        return None
+    return kernels.unsupported(name, query, key, plan, key_bias, positions, backward)
+
+
+def _implementation(name: str) -> Any:
+    """The module that holds `attend_forward` and `attend_backward` of an implementation."""
+    if name == "reference":
+        return reference
+    return grouped if name == "grouped" else kernels.load(name)
+
+
+# -- the operator ------------------------------------------------------------------------------------------------
+
+
+def _rebuilt_plan(
+    query: Tensor,
+    key: Tensor,
+    lists: tuple[Tensor, Tensor],
+    order: Tensor | None,
+    transposed_lists: Sequence[Tensor | None],
+    q_block: int,
+    k_block: int,
+    uniform: bool,
+) -> Plan:
+    """The plan on the inner side of the operator, with what was already derived from it outside."""
+    batch, heads, num_queries = query.shape[:3]
+    num_keys = key.shape[2]
+    plan = Plan(*lists, q_block, k_block, num_queries, num_keys, uniform=uniform, check=False)
+    if order is not None:
+        plan._derived["order", batch, heads] = order
+    offsets, blocks, key_order = transposed_lists
+    if offsets is not None and blocks is not None:
+        transposed = Plan(offsets, blocks, k_block, q_block, num_keys, num_queries, check=False)
+        transposed._derived["order", batch, key.shape[1]] = key_order
+        plan._derived["transpose"] = transposed
+    return plan
+
+
+def _paired(query_positions: Tensor | None, key_positions: Tensor | None) -> Positions | None:
+    if query_positions is None or key_positions is None:
+        return None
+    return Positions(query_positions, key_positions)
+
+
+@torch.library.custom_op("nearfield::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    blocks: Tensor,
+    order: Tensor | None,
+    transposed_offsets: Tensor | None,
+    transposed_blocks: Tensor | None,
+    transposed_order: Tensor | None,
+    key_bias: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    q_block: int,
+    k_block: int,
+    uniform: bool,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    plan = _rebuilt_plan(query, key, (offsets, blocks), order, (None, None, None), q_block, k_block, uniform)
+    positions = _paired(query_positions, key_positions)
+    name = explain_choice(query, key, plan, key_bias=key_bias, positions=positions, impl=impl).impl  # type: ignore[arg-type]
+    out, lse = _implementation(name).attend_forward(query, key, value, plan, key_bias, positions, scale)
+    return out, lse
+
+
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=_lse_dtype(query))
+
+
+@torch.library.custom_op("nearfield::attend_backward", mutates_args=())
+def _attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    blocks: Tensor,
+    order: Tensor | None,
+    transposed_offsets: Tensor | None,
+    transposed_blocks: Tensor | None,
+    transposed_order: Tensor | None,
+    key_bias: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    q_block: int,
+    k_block: int,
+    uniform: bool,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    transposed_lists = (transposed_offsets, transposed_blocks, transposed_order)
+    plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed_lists, q_block, k_block, uniform)
+    positions = _paired(query_positions, key_positions)
+    name = explain_choice(
+        query,
+        key,
+        plan,
+        key_bias=key_bias,
+        positions=positions,
+        backward=True,
+        impl=impl,  # type: ignore[arg-type]
+    ).impl
+    gradients: Gradients = _implementation(name).attend_backward(
+        grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale
+    )
+    bias_gradient = gradients.key_bias
+    if bias_gradient is None:
+        bias_gradient = lse.new_empty(0)
+    return gradients.query, gradients.key, gradients.value, bias_gradient
+
+
+@_attend_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    key_bias = rest[6]
+    shape = (*query.shape[:2], key.shape[2]) if key_bias is not None else (0,)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), lse.new_empty(shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:12], *output)
+    ctx.statics = inputs[12:]
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, *lists_and_bias, out, lse = ctx.saved_tensors
+    *gradients, bias_gradient = torch.ops.nearfield.attend_backward(
+        grad_out, grad_lse, query, key, value, out, lse, *lists_and_bias, *ctx.statics
+    )
+    has_bias = lists_and_bias[6] is not None
+    return (*gradients, *[None] * 6, bias_gradient if has_bias else None, *[None] * (2 + len(ctx.statics)))
+
+
+_attend.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+# -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _check_call(query: Tensor, key: Tensor, value: Tensor, plan: Plan, impl: str) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, dims=4, hint=_LAYOUT_HINT)
+    if query.dtype not in _DTYPES:
+        wrong_type("query", "be float16, bfloat16, float32 or float64", query.dtype)
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            wrong_type(name, f"have the dtype of `query` ({query.dtype})", x.dtype)
+        check_same_device(name, x, "query", query.device)
+    if value.shape != key.shape:
+        wrong_value("value", f"have the shape of `key` ({list(key.shape)})", shape_of(value))
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        rule = f"have the batch ({query.shape[0]}) and head dimension ({query.shape[3]}) of `query`"
+        wrong_value("key", rule, shape_of(key), _LAYOUT_HINT)
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        wrong_value("key", f"have a number of heads that divides `query`'s ({query.shape[1]})", key.shape[1])
+    check_member("impl", impl, get_args(Impl))
+    _check_plan(plan, query, key)
+
+
+def _check_plan(plan: Plan, query: Tensor, key: Tensor) -> None:
+    if not isinstance(plan, Plan):
+        wrong_type("plan", "be a Plan", type(plan).__name__, "Build one with `nearfield.planning`.")
+    if (plan.num_queries, plan.num_keys) != (query.shape[2], key.shape[2]):
+        sizes = f"{query.shape[2]} queries and {key.shape[2]} keys"
+        wrong_value("plan", f"be made for {sizes}", f"{plan.num_queries} and {plan.num_keys}")
+    for side, size, wanted in zip(("batch", "heads"), plan.blocks.shape[:2], query.shape[:2], strict=True):
+        if size not in (1, wanted):
+            wrong_value("plan", f"have {side} 1 or {wanted} (that of `query`)", size)
+    check_same_device("plan", plan.offsets, "query", query.device)
+
+
+def _expanded_bias(key_bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    if not isinstance(key_bias, Tensor):
+        wrong_type("key_bias", "be a tensor", type(key_bias).__name__)
+    if not key_bias.is_floating_point():
+        wrong_type("key_bias", "be floating point", key_bias.dtype, "For a mask use 0 and -inf.")
+    check_same_device("key_bias", key_bias, "query", query.device)
+    wanted = (query.shape[0], query.shape[1], key.shape[2])
+    shape = (1,) * (3 - key_bias.dim()) + tuple(key_bias.shape)
+    if len(shape) != 3 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
+        wrong_value("key_bias", f"broadcast to [batch, heads, keys] = {list(wanted)}", shape_of(key_bias))
+    return key_bias.to(_lse_dtype(query)).expand(wanted)
+
+
+def _checked_positions(positions: Positions, query: Tensor, key: Tensor) -> Positions:
+    if not isinstance(positions, tuple) or len(positions) != 2:
+        wrong_type("positions", "be a pair (query positions, key positions)", type(positions).__name__)
+    checked = []
+    for name, x, like in zip(("positions.query", "positions.key"), positions, (query, key), strict=True):
+        check_tensor(name, x, dims=2, hint="Expected [batch or 1, tokens].")
+        if x.is_floating_point() or x.dtype == torch.bool:
+            wrong_type(name, "be integers", x.dtype)
+        check_same_device(name, x, "query", query.device)
+        if x.shape[0] not in (1, query.shape[0]) or x.shape[1] != like.shape[2]:
+            wrong_value(name, f"have shape [1 or {query.shape[0]}, {like.shape[2]}]", shape_of(x))
+        checked.append(x.to(torch.int32))
+    return Positions(*checked)
+
+
+def _checked_scale(scale: float | None, query: Tensor) -> float:
+    if scale is None:
+        return float(query.shape[3] ** -0.5)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        wrong_type("scale", "be a number", type(scale).__name__)
+    if not math.isfinite(scale):
+        wrong_value("scale", "be finite", scale)
+    return float(scale)

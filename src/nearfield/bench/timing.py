@@ -1,0 +1,87 @@
+"""Median times of functions measured in turns, so that a warm chip or a busy neighbour is shared by all of them."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+Function = Callable[[], object]
+_FLUSH_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: `rounds` turns, in which every function runs for about `seconds`/`rounds`."""
+
+    rounds: int
+    seconds: float
+    most: int = 50
+
+    @classmethod
+    def of(cls, device: torch.device, quick: bool) -> "Effort":
+        if device.type == "cuda":
+            return cls(rounds=3, seconds=0.06) if quick else cls(rounds=7, seconds=0.6)
+        return cls(rounds=3, seconds=0.1, most=5) if quick else cls(rounds=5, seconds=2.0, most=5)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call: the median, the quartiles around it, and of how many samples."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Timing":
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high, len(samples))
+
+
+def measure(functions: Mapping[str, Function], device: torch.device, effort: Effort) -> dict[str, Timing]:
+    """Time every function, in turns."""
+    repeat = _repeat_on_cuda if device.type == "cuda" else _repeat_on_cpu
+    counts = {}
+    for name, function in functions.items():
+        first = repeat(function, 1, device)[0]
+        is_long = device.type == "cpu" and first > 300  # on a GPU the first call may have compiled
+        estimate = (first if is_long else min(repeat(function, 2, device))) / 1000
+        counts[name] = max(1, min(effort.most, round(effort.seconds / effort.rounds / max(estimate, 1e-6))))
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(effort.rounds):
+        for name, function in functions.items():
+            samples[name] += repeat(function, counts[name], device)
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def _repeat_on_cpu(function: Function, count: int, device: torch.device) -> list[float]:
+    samples = []
+    for _ in range(count):
+        start = time.perf_counter()
+        function()
+        samples.append((time.perf_counter() - start) * 1000)
+    return samples
+
+
+def _repeat_on_cuda(function: Function, count: int, device: torch.device) -> list[float]:
+    """Event times. Before each call a large buffer is cleared: it empties the caches and, being slow, lets the
+    processor run ahead, so that launch overhead does not stand between the events."""
+    flush = _flush_buffer(device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, stop in events:
+        flush.zero_()
+        start.record()
+        function()
+        stop.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(stop) for start, stop in events]
+
+
+@cache
+def _flush_buffer(device: torch.device) -> torch.Tensor:
+    total = torch.cuda.get_device_properties(device).total_memory
+    return torch.empty(min(_FLUSH_BYTES, total // 16), dtype=torch.int8, device=device)

@@ -1,0 +1,78 @@
+"""Triton kernels, the only part of the library that imports triton.
+
+`unsupported` says why an implementation cannot run a call, `load` gives its module. Nothing here imports triton
+until one of them is asked, so the library works where triton does not exist.
+"""
+
+import importlib
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearfield._types import Positions
+from nearfield.plan import Plan
+
+_MODULES = {"triton": "nearfield.kernels.attend", "gluon": "nearfield.kernels.hopper"}
+OLDEST_TRITON = (3, 6)
+KNOWN_GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
+"""Versions of Triton whose Gluon the Hopper kernels were compiled with; see `gluon_names.py`."""
+
+
+def load(impl: str) -> Any:
+    """The module with `attend_forward` and `attend_backward` of "triton" or "gluon"."""
+    return importlib.import_module(_MODULES[impl])
+
+
+def unsupported(
+    impl: str,
+    query: Tensor,
+    key: Tensor,
+    plan: Plan,
+    key_bias: Tensor | None,
+    positions: Positions | None,
+    backward: bool,
+) -> str | None:
+    """Why `impl` cannot run this call, or None if it can."""
+    reason = _missing(impl)
+    if reason is None:
+        reason = load(impl).unsupported(query, key, plan, key_bias, positions, backward)
+    return reason
+
+
+@lru_cache
+def triton_version() -> tuple[int, int] | None:
+    """(major, minor) of the installed Triton, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@lru_cache
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which needs no GPU."""
+    if triton_version() is None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache
+def _missing(impl: str) -> str | None:
+    version = triton_version()
+    if version is None:
+        return "Triton is not installed"
+    if version < OLDEST_TRITON:
+        return f"Triton {version[0]}.{version[1]} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
+    if impl == "gluon" and version not in KNOWN_GLUON:
+        known = ", ".join(f"{major}.{minor}" for major, minor in KNOWN_GLUON)
+        return f"Gluon of Triton {version[0]}.{version[1]} is not known (known: {known})"
+    if not is_interpreted() and not torch.cuda.is_available():
+        return "there is no GPU"
+    return None

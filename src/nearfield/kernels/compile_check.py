@@ -1,0 +1,75 @@
+"""Compile every variant of the Hopper kernel for sm_90 without a GPU: `python -m nearfield.kernels.compile_check`.
+
+Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes ours.
+"""
+
+import os
+import sys
+from itertools import product
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from nearfield.kernels import hopper
+
+_POINTERS = {
+    "key": "*bf16",
+    "value": "*bf16",
+    "lse": "*fp32",
+    "key_bias": "*fp32",
+    "offsets": "*i32",
+    "blocks": "*i32",
+    "order": "*i32",
+    "counter": "*i32",
+}
+
+
+def compile_forward(dim: int, q_block: int, k_block: int, has_bias: bool, is_ragged: bool) -> str:
+    """Compile one variant and return its PTX."""
+    launch = hopper.launch_for(q_block, k_block)
+    constants = hopper.constants(
+        launch, dim, q_block, k_block, is_ragged=is_ragged, has_order=is_ragged, has_bias=has_bias
+    )
+    names = hopper._forward_kernel.arg_names
+    signature = {name: _type_of(name, dim, launch.box(k_block), constants) for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    # The launcher finds out by itself that pointers and strides are multiples of 16; cp.async needs to know.
+    aligned = [
+        name for name in names if name in ("key", "value") or name.startswith(("stride_k", "stride_v"))
+    ]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(hopper._forward_kernel, signature, values, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return str(compiled.asm["ptx"])
+
+
+def _type_of(name: str, dim: int, box: int, constants: dict[str, object]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name.endswith("_desc"):
+        rows = box if name in ("k_desc", "v_desc") else 64
+        return f"tensordesc<bf16[1, 1, {rows}, {dim}],{hopper._shared_layout(rows, dim, torch.bfloat16)!r}>"
+    return _POINTERS.get(name, "fp32" if name == "scale" else "i32")
+
+
+def main() -> int:
+    # Triton 3.9 wants this said; it is what every earlier version did.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    print(f"Triton {triton.__version__}: compiling the Hopper kernels for sm_90")
+    for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64)):
+        for has_bias, is_ragged in ((False, False), (True, True)) if q_block == 192 else ((False, True),):
+            ptx = compile_forward(dim, q_block, k_block, has_bias, is_ragged)
+            copies = "cp.async.cg" if k_block == 1 else "cp.async.bulk.tensor"
+            if "wgmma.mma_async" not in ptx or copies not in ptx:
+                print(f"missing wgmma or {copies}: {dim=} {q_block=} {k_block=}", file=sys.stderr)
+                return 1
+            print(
+                f"  head dim {dim:3d}, blocks {q_block:3d} x {k_block:2d}, bias {has_bias!s:5}, ragged {is_ragged}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

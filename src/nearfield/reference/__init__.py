@@ -1,0 +1,1 @@
+"""Plain torch, dense, safe in float64: the specification the kernels are held to."""

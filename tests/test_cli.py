@@ -1,0 +1,289 @@
+"""The commands: what they print, write and return, and what they say when they cannot."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nearfield import cli, kernels
+from nearfield._types import Attended
+from nearfield.attend import attend
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = ["bench", "attend", "--quick", "--impl", "grouped"]
+
+
+@pytest.fixture(autouse=True)
+def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same machine everywhere: no GPU, and no kernels in Triton's slow interpreter."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(kernels, "unsupported", lambda *_: "switched off by the test")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that succeeds prints."""
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    assert code == 0, captured.err + captured.out
+    return captured.out
+
+
+# -- help and errors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["explain"], ["bench"], ["bench", "attend"], ["demo"]])
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: nearfield")
+    if command != ["bench"]:
+        assert "examples:\n  nearfield " in text
+        assert "exit codes: 0 done" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("nearfield 0.")
+
+
+PRESET_NAMES = (
+    "flux-1024, flux-2048, flux-4096, wan-480p, pixel-128, pixel-256, cpu-flux-1024, cpu-pixel-64, cpu-small"
+)
+BAD_CALLS = {
+    "explain flux-1024 --grid 0x7": "`--grid` must be one to three positive sides joined by x; got '0x7'. "
+    "Example: --grid 90x160",
+    "explain flux-1024 --grid 2048x2048": "`--grid` must hold at most 1,048,576 tokens; got 4,194,304.",
+    "explain flux-1024 --tiles none": "`--tiles` must be an integer of at least 1; got 'none'.",
+    "explain flux-1024 --layer -1": "`--layer` must be an integer of at least 0; got '-1'.",
+    "explain flux-1024 --q-block 48": "`--q-block` must be one of 16, 32, 64, 128, 192; got '48'.",
+    "explain flux-3": f"`PRESET` must be one of {PRESET_NAMES}; got 'flux-3'.",
+    "bench attend --grains 64,3": "`--grains` must be one of 1, 2, 4, 8, 16, 32, 64, 128; got '3'.",
+    "bench attend --impl fast": "`--impl` must be one of auto, gluon, triton, grouped, reference; got 'fast'.",
+    "demo --grid 2x3x4": "`--grid` must have two sides to be drawn; got 2x3x4. Example: --grid 64x64",
+    "demo --colour": "unrecognized arguments: --colour. See `nearfield --help`.",
+    "": "the following arguments are required: COMMAND. See `nearfield --help`.",
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(call.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"nearfield: error: {BAD_CALLS[call]}\n"
+    assert captured.out == ""
+
+
+def test_missing_matplotlib_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main([*BENCH, "--png", "never.png"]) == 2
+    assert "Install it with `pip install 'nearfield[bench]'`." in capsys.readouterr().err
+
+
+def test_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nearfield.bench.doctor.examine", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "\nnearfield: interrupted\n"
+
+
+def test_command_runs_as_a_program() -> None:
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "nearfield.cli", "explain", "flux-9"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("nearfield: error: `PRESET` must be one of")
+
+
+# -- doctor and explain ------------------------------------------------------------------------------------------------
+
+
+def test_doctor_reports_versions_choices_and_a_passed_check(capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(run(capsys, "doctor", "--json"))
+    assert report["ok"] is True
+    assert report["machine"]["versions"]["torch"] == str(torch.__version__)
+    cpu = report["devices"]["cpu"]
+    assert cpu["forward"]["impl"] == "grouped"
+    assert set(cpu["forward"]["others"]) == {"gluon", "triton", "reference"}
+    assert cpu["self_check"]["relative_error"] < 1e-5
+
+
+def test_doctor_text_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "doctor")
+    assert "grouped runs: " in text
+    assert "not triton: switched off by the test" in text
+    assert "self-check passed" in text
+
+
+def test_doctor_fails_when_the_answer_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*tensors: torch.Tensor, impl: str) -> Attended:
+        out, lse = attend(*tensors, impl=impl)
+        return Attended(out * (1.001 if impl == "auto" else 1.0), lse)
+
+    monkeypatch.setattr("nearfield.bench.doctor.attend", broken)
+    assert cli.main(["doctor"]) == 1
+    assert "self-check FAILED: relative error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("grid", "text", "tokens"), [("90x160", 512, 14912), ("21x30x52", 0, 32760), ("1x7", 0, 7), ("5", 3, 8)]
+)
+def test_explain_any_grid(grid: str, text: int, tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", "flux-1024", "--grid", grid, "--text", str(text), "--layer", "1"]
+    report = json.loads(run(capsys, *arguments, "--json"))
+    assert report["shape"]["N"] == tokens
+    assert 0 < report["density"] <= 1
+    assert report["bound_over_dense"] == pytest.approx(1 / report["density"])
+    assert report["bound_over_dense"] <= report["exact_bound_over_dense"] * (1 + 1e-9)
+    assert report["pairs"] <= report["dense_pairs"]
+    assert report["forward"]["impl"] == "grouped"
+    assert {"variant", "closed", "score", "reason"} <= set(report["curve"])
+
+
+def test_explain_prints_a_preview_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "explain", "flux-1024", "--heads", "2")
+    assert "flux-1024: batch 1, 2 heads, 4,608 tokens, head dimension 128 (grid 64x64, 512 text)" in text
+    assert "16 of 256 tokens; layer 0 slides them by 0" in text
+    assert "bound     3.86x over dense" in text
+    assert text.count("│") == 48
+    assert "forward and backward: grouped runs: " in text
+
+
+# -- bench -------------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_lists_without_measuring(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("nearfield.bench.attend.run_all")
+    text = run(capsys, "bench", "attend", "--presets", "flux-2048,wan-480p", "--dry-run", "--backward")
+    assert text.startswith("9 measurements on ")
+    assert "  wan-480p forward, random, blocks 192 x 1, auto\n" in text
+    assert "  flux-2048 backward, random, blocks 192 x 64, auto\n" in text
+
+
+def test_bench_writes_table_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    document, picture = tmp_path / "results.json", tmp_path / "results.png"
+    files = ["--json", str(document), "--png", str(picture)]
+    text = run(capsys, *BENCH, "--grains", "64,1", "--backward", "--ragged", *files)
+    assert "over the sum of its parts" in text
+    written = json.loads(document.read_text())
+    assert {"date", "commit", "versions", "cpu", "gpus", "system"} <= set(written["machine"])
+    results = written["results"]
+    assert [(r["pattern"], r["direction"]) for r in results] == [
+        ("random", "forward"),
+        ("random", "forward"),
+        ("ragged", "forward"),
+        ("random", "backward"),
+    ]
+    for result in results:
+        assert result["status"] == "ok"
+        assert result["impl"] == "grouped"
+        assert result["check"]["passed"]
+        assert result["milliseconds"]["median"] > 0
+        assert result["dense_survey_milliseconds"]["sdpa"] > 0
+        assert result["fraction_of_dense_rate"] == pytest.approx(result["speed_up"] * result["density"])
+    assert is_a_picture(picture)
+
+
+def broken_attend(*tensors: torch.Tensor, impl: str) -> Attended:
+    """Right everywhere but in the last query block of the last head, where a key too few was read."""
+    out, lse = attend(*tensors, impl=impl)
+    out[-1, -1, -1] *= 0.99
+    return Attended(out, lse)
+
+
+def unwritten_attend(*tensors: torch.Tensor, impl: str) -> Attended:
+    out, lse = attend(*tensors, impl=impl)
+    out[0, 0, 100] = torch.empty_like(out[0, 0, 100])
+    return Attended(out, lse)
+
+
+def raising_attend(*tensors: torch.Tensor, impl: str) -> Attended:
+    raise RuntimeError("the kernel is lost")
+
+
+@pytest.mark.parametrize(
+    ("broken", "status", "message"),
+    [
+        (broken_attend, "check failed", "relative error"),
+        (unwritten_attend, "check failed", "out holds values that are not finite"),
+        (raising_attend, "broke", "RuntimeError: the kernel is lost"),
+    ],
+)
+def test_a_wrong_answer_gets_no_figure(
+    broken,
+    status: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("nearfield.bench.attend.attend", broken)
+    document, picture = tmp_path / "results.json", tmp_path / "results.png"
+    assert cli.main([*BENCH, "--grains", "16", "--json", str(document), "--png", str(picture)]) == 1
+    text = capsys.readouterr().out
+    assert f"cpu-small forward, random, blocks 64 x 16, grouped: {status}: {message}" in text
+    for result in json.loads(document.read_text())["results"]:
+        assert result["status"] == status
+        for figure in ("milliseconds", "tflops", "speed_up", "fraction_of_dense_rate"):
+            assert result[figure] is None
+    assert not picture.exists()
+
+
+def test_an_implementation_that_cannot_run_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "attend", "--quick", "--impl", "triton", "--grains", "16"]) == 1
+    assert "triton: not run: " in capsys.readouterr().out
+
+
+# -- demo and example --------------------------------------------------------------------------------------------------
+
+
+def test_demo_draws_and_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "demo.png"
+    text = run(capsys, "demo", "--grid", "18x20", "--tiles", "5", "--out", str(picture))
+    assert text.startswith(f"wrote {picture}\n")
+    assert text.count("grouped") == 2
+    assert is_a_picture(picture)
+
+
+def test_demo_fails_when_the_answer_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("nearfield.bench.demo.attend", lambda *tensors: broken_attend(*tensors, impl="auto"))
+    assert cli.main(["demo", "--grid", "8x8", "--out", str(tmp_path / "demo.png")]) == 1
+    assert "FAILED: relative error" in capsys.readouterr().out
+
+
+def is_a_picture(path: Path) -> bool:
+    """Whether the file decodes and shows more than a few colours."""
+    from matplotlib.image import imread
+
+    pixels = torch.from_numpy(imread(path))[..., :3]
+    colours = pixels.flatten(0, 1).mul(255).round().unique(dim=0)
+    return min(pixels.shape[:2]) > 100 and len(colours) > 8
+
+
+def test_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "first_attend.py"))
+    assert "largest difference to masked dense attention" in capsys.readouterr().out

@@ -1,0 +1,236 @@
+"""Mutants that the suite must kill: one line of the library changed, one named identity that then fails.
+
+A mutant is a copy of one module with a text replaced, put in the place of the original. The same identities pass on
+the library as it is (test_attend.py runs them all, and the ones used here run once more below), so what a mutant
+fails at is its change.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.attending import IDENTITIES, INTERPRETER_WARNINGS, NEEDS_TRITON
+
+import nearfield
+from nearfield import kernels, planning
+from nearfield.plan import Plan
+
+PACKAGE = Path(nearfield.__file__).parent
+ATTEND = importlib.import_module("nearfield.attend")  # the package's attribute of that name is the function
+
+pytestmark = [
+    *INTERPRETER_WARNINGS,
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+
+class Mutant(NamedTuple):
+    module: str
+    old: str
+    new: str
+    identity: str
+
+    @property
+    def impl(self) -> str:
+        """The implementation that shows the change; the transpose is read by the kernels alone."""
+        return {KERNELS: "triton", PLAN: "triton", GROUPED: "grouped"}.get(self.module, "reference")
+
+
+REFERENCE, GROUPED, KERNELS, PLAN, PLANNING = (
+    "reference/attend.py",
+    "grouped.py",
+    "kernels/attend.py",
+    "plan.py",
+    "planning.py",
+)
+
+MUTANTS = {
+    # The specification.
+    "reference forgets the bias": Mutant(
+        REFERENCE, "logits = logits + key_bias[:, :, None, :]", "pass", "repeated_block_is_bias_log_2"
+    ),
+    "reference counts repeated ids once": Mutant(
+        REFERENCE, "plan.pair_counts()", "plan.to_mask()", "repeated_block_is_bias_log_2"
+    ),
+    "reference forgets grad_lse": Mutant(
+        REFERENCE, "(delta - grad_lse)", "delta", "lse_alone_differentiates"
+    ),
+    "reference deals key heads round": Mutant(
+        REFERENCE,
+        ".repeat_interleave(query.shape[1] // key.shape[1], 1)",
+        ".repeat(1, query.shape[1] // key.shape[1], 1, 1)",
+        "grouped_query_heads",
+    ),
+    "reference hides the present": Mutant(
+        REFERENCE,
+        "positions.key[:, None, None, :] <= ",
+        "positions.key[:, None, None, :] < ",
+        "positions_hide_later_keys",
+    ),
+    "reference lets empty rows be NaN": Mutant(
+        REFERENCE, "lse.masked_fill(lse == -torch.inf, 0)[..., None]", "lse[..., None]", "empty_rows_are_zero"
+    ),
+    # The CPU path.
+    "grouped drops the last list entry": Mutant(
+        GROUPED, "tuple(blocks[start:stop])", "tuple(blocks[start : stop - 1])", "full_plan_is_dense"
+    ),
+    "grouped reads repeated blocks once": Mutant(
+        GROUPED,
+        "_runs(ids, plan.k_block",
+        "_runs(sorted(set(ids)), plan.k_block",
+        "repeated_block_is_bias_log_2",
+    ),
+    "grouped trims the ragged tail too far": Mutant(
+        GROUPED,
+        "< plan.num_keys % plan.k_block)]",
+        "< plan.num_keys % plan.k_block - 1)]",
+        "lists_per_head_and_batch",
+    ),
+    "grouped forgets grad_lse": Mutant(
+        GROUPED, ".sum(-1) - grad_lse", ".sum(-1)", "lse_alone_differentiates"
+    ),
+    "grouped scatters a key's gradient once": Mutant(
+        GROUPED,
+        "x.index_add_(0, rows, values)",
+        "x.index_copy_(0, rows, values)",
+        "lists_per_head_and_batch",
+    ),
+    "grouped trusts the operator with empty rows": Mutant(
+        GROUPED, "lse.masked_fill(empty, -torch.inf)", "lse", "empty_rows_are_zero"
+    ),
+    "grouped mixes key heads": Mutant(
+        GROUPED,
+        "heads[some] // (query.shape[1] // key.shape[1])",
+        "heads[some] % key.shape[1]",
+        "lists_per_head_and_batch",
+    ),
+    "grouped keeps stale keys": Mutant(
+        GROUPED,
+        "sorted(wanted - self.content)",
+        "sorted(wanted)[len(self.content) :]",
+        "ring_is_masked_dense",
+    ),
+    # The kernels.
+    "kernels drop the last list entry": Mutant(
+        KERNELS,
+        "count = tl.load(offsets + 1) - start",
+        "count = tl.load(offsets + 1) - start - 1",
+        "full_plan_is_dense",
+    ),
+    "kernels forget the bias": Mutant(
+        KERNELS, "        logits += bias\n", "        logits += 0.0\n", "repeated_block_is_bias_log_2"
+    ),
+    "kernels forget the ragged tail": Mutant(
+        KERNELS,
+        "        logits = tl.where(exists, logits, -_INF)\n",
+        "        logits = logits\n",
+        "odd_sizes",
+    ),
+    "kernels mix key heads": Mutant(
+        KERNELS,
+        "key_head = head // heads_per_key",
+        "key_head = head % (num_heads // heads_per_key)",
+        "grouped_query_heads",
+    ),
+    "kernels forget grad_lse": Mutant(
+        KERNELS,
+        "products -= tl.load(grad_lse",
+        "products -= 0 * tl.load(grad_lse",
+        "lse_alone_differentiates",
+    ),
+    "kernels subtract a maximum of -inf": Mutant(
+        KERNELS, "tl.where(new_max == -_INF, 0.0, new_max)", "new_max", "empty_rows_are_zero"
+    ),
+    # Who reads whom.
+    "the ring does not wrap": Mutant(
+        PLANNING,
+        "(torch.full_like(wrapped, curve[0]), curve[0] + wrapped)",
+        "(torch.full_like(wrapped, curve[0]), torch.full_like(wrapped, curve[0]))",
+        "ring_is_masked_dense",
+    ),
+    "the transpose forgets the order of its sort": Mutant(
+        PLAN,
+        "torch.gather(torch.where(used, row, 0), -1, source)",
+        "torch.where(used, row, 0)",
+        "lists_per_head_and_batch",
+    ),
+    "the transpose keeps unused slots": Mutant(
+        PLAN,
+        "column = torch.where(used, self.blocks, self.num_columns)",
+        "column = self.blocks",
+        "lists_per_head_and_batch",
+    ),
+}
+
+
+def load(mutant: Mutant, folder: Path) -> ModuleType:
+    """The module with its text replaced. Written to a file, since Triton reads the source of its kernels."""
+    source = (PACKAGE / mutant.module).read_text(encoding="utf-8")
+    assert mutant.old in source, f"{mutant.module} has changed; write this mutant anew"
+    path = folder / "mutant.py"
+    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("nearfield_mutant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def replace(mutant: Mutant, module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Put the mutant where the library looks for the original."""
+    if mutant.module == REFERENCE:
+        patch.setattr(ATTEND, "reference", module)
+    elif mutant.module == GROUPED:
+        patch.setattr(ATTEND, "grouped", module)
+    elif mutant.module == KERNELS:
+        patch.setattr(kernels, "load", lambda impl: module)
+    elif mutant.module == PLANNING:
+        patch.setattr(planning, "ring", module.ring)
+    else:
+        patch.setattr(Plan, "transpose", module.Plan.transpose)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors are tiny here: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setitem(sys.modules, "nearfield_mutant", None)
+    yield
+    torch.set_num_threads(threads)
+
+
+def where(impl: str, device: torch.device) -> torch.device:
+    """The plain implementations are changed in what they do on the CPU."""
+    return device if impl == "triton" else torch.device("cpu")
+
+
+def marked(*case: str) -> Any:
+    """The last of a case is its implementation."""
+    return pytest.param(*case, marks=[NEEDS_TRITON] if case[-1] == "triton" else [])
+
+
+@pytest.mark.parametrize(("name", "impl"), [marked(name, mutant.impl) for name, mutant in MUTANTS.items()])
+def test_mutant_is_killed(
+    name: str, impl: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = MUTANTS[name]
+    replace(mutant, load(mutant, tmp_path), monkeypatch)
+    with pytest.raises(AssertionError):
+        IDENTITIES[mutant.identity](impl, where(impl, device))
+
+
+@pytest.mark.parametrize(
+    ("identity", "impl"), [marked(*case) for case in sorted({(m.identity, m.impl) for m in MUTANTS.values()})]
+)
+def test_identity_holds_without_mutants(identity: str, impl: str, device: torch.device) -> None:
+    IDENTITIES[identity](impl, where(impl, device))
