@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from nearfield.kernels import hopper
+from nearfield.kernels.hopper_kernel import forward_kernel
 
 _POINTERS = {
     "key": "*bf16",
@@ -32,7 +33,7 @@ def compile_forward(dim: int, q_block: int, k_block: int, has_bias: bool, is_rag
     constants = hopper.constants(
         launch, dim, q_block, k_block, is_ragged=is_ragged, has_order=is_ragged, has_bias=has_bias
     )
-    names = hopper._forward_kernel.arg_names
+    names = forward_kernel.arg_names
     signature = {name: _type_of(name, dim, launch.box(k_block), constants) for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     # The launcher finds out by itself that pointers and strides are multiples of 16; cp.async needs to know.
@@ -40,7 +41,7 @@ def compile_forward(dim: int, q_block: int, k_block: int, has_bias: bool, is_rag
         name for name in names if name in ("key", "value") or name.startswith(("stride_k", "stride_v"))
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = GluonASTSource(hopper._forward_kernel, signature, values, attributes)
+    source = GluonASTSource(forward_kernel, signature, values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     return str(compiled.asm["ptx"])
 
@@ -50,7 +51,7 @@ def _type_of(name: str, dim: int, box: int, constants: dict[str, object]) -> str
         return "constexpr"
     if name.endswith("_desc"):
         rows = box if name in ("k_desc", "v_desc") else 64
-        return f"tensordesc<bf16[1, 1, {rows}, {dim}],{hopper._shared_layout(rows, dim, torch.bfloat16)!r}>"
+        return f"tensordesc<bf16[1, 1, {rows}, {dim}],{hopper.shared_layout(rows, dim, torch.bfloat16)!r}>"
     return _POINTERS.get(name, "fp32" if name == "scale" else "i32")
 
 

@@ -1,701 +1,25 @@
-"""The list kernels in Gluon for Hopper: the same sum with the work split among specialised warps.
-
-A program stays on its multiprocessor and takes one row of the plan after another. One group of warps, the producer,
-walks the row's list and copies keys and values into a ring of shared-memory stages; one to three warpgroups, the
-consumers, own 64 queries each and do the matrix products and the softmax. They meet at memory barriers only:
-
-    items         which row comes next, and where its list is
-    queries       two buffers per consumer: the next row's queries arrive while this row is read; a row's
-                  result leaves through the buffer its queries came in
-    keys, values  stages of the ring, filled and freed one tile at a time
-
-A consumer issues the products of the next tile before the softmax of this one, across the end of a row too, so the
-tensor cores do not wait. Blocks of 8 keys and more travel by the copy engine (TMA), smaller ones are gathered row
-by row with cp.async. A row that reads nothing is given one tile whose keys are all masked.
-"""
+"""Launching the Hopper kernel (`hopper_kernel.py`): what it can run, how its programs are built, and the call."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from torch import Tensor
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nearfield._types import Attended, Gradients, Positions
-from nearfield.kernels import attend as plain
-from nearfield.kernels.gluon_names import (
-    aggregate,
-    constexpr_function,
-    gather_load,
-    tma_load,
-    tma_store,
+from nearfield.kernels import backward
+from nearfield.kernels.hopper_kernel import forward_kernel
+from nearfield.kernels.launch import (
+    LOG2_E,
+    compute_capability,
+    descriptor_strides,
+    list_strides,
+    nonnegative,
+    suits_copy_engine,
 )
 from nearfield.plan import Plan
-
-GROUP = gl.constexpr(64)  # queries of one warpgroup
-_INF = gl.constexpr(float("inf"))
-_LN_2 = gl.constexpr(0.6931471805599453)
-_LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-# -- what every warp knows ---------------------------------------------------------------------------------------
-
-
-@aggregate
-class _Shape:
-    """The constants a kernel is compiled for."""
-
-    D: gl.constexpr
-    Q_BLOCK: gl.constexpr
-    K_BLOCK: gl.constexpr
-    TILE: gl.constexpr
-    STAGES: gl.constexpr
-    CONSUMERS: gl.constexpr
-    GATHER_WARPS: gl.constexpr  # 0: the copy engine loads
-    RAGGED: gl.constexpr
-    HAS_ORDER: gl.constexpr
-    DYNAMIC: gl.constexpr
-    HAS_BIAS: gl.constexpr
-
-    @constexpr_function
-    def __init__(
-        self, D, Q_BLOCK, K_BLOCK, TILE, STAGES, CONSUMERS, GATHER_WARPS, RAGGED, HAS_ORDER, DYNAMIC, HAS_BIAS,
-    ):  # fmt: skip
-        self.D = gl.constexpr(D)
-        self.Q_BLOCK = gl.constexpr(Q_BLOCK)
-        self.K_BLOCK = gl.constexpr(K_BLOCK)
-        self.TILE = gl.constexpr(TILE)
-        self.STAGES = gl.constexpr(STAGES)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.GATHER_WARPS = gl.constexpr(GATHER_WARPS)
-        self.RAGGED = gl.constexpr(RAGGED)
-        self.HAS_ORDER = gl.constexpr(HAS_ORDER)
-        self.DYNAMIC = gl.constexpr(DYNAMIC)
-        self.HAS_BIAS = gl.constexpr(HAS_BIAS)
-
-
-@aggregate
-class _Lists:
-    """The plan: where its lists are and how large it is."""
-
-    offsets: gl.tensor
-    blocks: gl.tensor
-    order: gl.tensor
-    stride_offsets_b: gl.tensor
-    stride_offsets_h: gl.tensor
-    stride_blocks_b: gl.tensor
-    stride_blocks_h: gl.tensor
-    num_items: gl.tensor
-    num_heads: gl.tensor
-    num_rows: gl.tensor
-    num_queries: gl.tensor
-    num_keys: gl.tensor
-
-    @constexpr_function
-    def __init__(
-        self, offsets, blocks, order, stride_offsets_b, stride_offsets_h, stride_blocks_b, stride_blocks_h,
-        num_items, num_heads, num_rows, num_queries, num_keys,
-    ):  # fmt: skip
-        self.offsets = offsets
-        self.blocks = blocks
-        self.order = order
-        self.stride_offsets_b = stride_offsets_b
-        self.stride_offsets_h = stride_offsets_h
-        self.stride_blocks_b = stride_blocks_b
-        self.stride_blocks_h = stride_blocks_h
-        self.num_items = num_items
-        self.num_heads = num_heads
-        self.num_rows = num_rows
-        self.num_queries = num_queries
-        self.num_keys = num_keys
-
-
-@aggregate
-class _Pipe:
-    """Shared memory and the barriers at which its two sides meet: full (may be read) and empty (may be filled)."""
-
-    queries: gl.shared_memory_descriptor
-    keys: gl.shared_memory_descriptor
-    values: gl.shared_memory_descriptor
-    items: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
-    item_full: gl.shared_memory_descriptor
-    item_empty: gl.shared_memory_descriptor
-
-    @constexpr_function
-    def __init__(
-        self, queries, keys, values, items, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full,
-        item_empty,
-    ):  # fmt: skip
-        self.queries = queries
-        self.keys = keys
-        self.values = values
-        self.items = items
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.k_full = k_full
-        self.k_empty = k_empty
-        self.v_full = v_full
-        self.v_empty = v_empty
-        self.item_full = item_full
-        self.item_empty = item_empty
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
-def _pipe(shape, DTYPE: gl.constexpr):
-    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([shape.TILE, shape.D], DTYPE)
-    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, shape.D], DTYPE)
-    # Every thread of a gathering producer reports its own copies; the copy engine reports once, in bytes.
-    FILLS: gl.constexpr = shape.GATHER_WARPS * 32 if shape.GATHER_WARPS > 0 else 1
-    pipe = _Pipe(
-        gl.allocate_shared_memory(DTYPE, [2 * shape.CONSUMERS, GROUP, shape.D], QUERIES),
-        gl.allocate_shared_memory(DTYPE, [shape.STAGES, shape.TILE, shape.D], ROWS),
-        gl.allocate_shared_memory(DTYPE, [shape.STAGES, shape.TILE, shape.D], ROWS),
-        gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        _barriers(2 * shape.CONSUMERS, 1),
-        _barriers(2 * shape.CONSUMERS, 1),
-        _barriers(shape.STAGES, FILLS),
-        _barriers(shape.STAGES, shape.CONSUMERS),
-        _barriers(shape.STAGES, FILLS),
-        _barriers(shape.STAGES, shape.CONSUMERS),
-        _barriers(2, 1),
-        _barriers(2, shape.CONSUMERS),
-    )
-    fence_async_shared()
-    return pipe
-
-
-# -- which row, which tokens -------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _row(flat, lists):
-    """Batch, head and row of an item."""
-    row = flat % lists.num_rows
-    head = flat // lists.num_rows % lists.num_heads
-    batch = flat // lists.num_rows // lists.num_heads
-    return batch, head, row
-
-
-@gluon.jit
-def _entries(batch, head, start, lists):
-    """Where a row's list begins."""
-    return (
-        lists.blocks
-        + batch.to(gl.int64) * lists.stride_blocks_b
-        + head.to(gl.int64) * lists.stride_blocks_h
-        + start
-    )
-
-
-@gluon.jit
-def _num_tiles(count, shape):
-    if shape.K_BLOCK >= shape.TILE:
-        tiles = count * (shape.K_BLOCK // shape.TILE)
-    else:
-        tiles = (count + shape.TILE // shape.K_BLOCK - 1) // (shape.TILE // shape.K_BLOCK)
-    return gl.maximum(tiles, 1)
-
-
-@gluon.jit
-def _num_whole(entries, count, num_keys, shape):
-    """Tiles that surely reach no key past the end: ids ascend, so the ragged block can only stand last."""
-    whole = count
-    if shape.RAGGED:
-        ragged_block = num_keys // shape.K_BLOCK
-        last = gl.load(entries + whole - 1, mask=whole > 0, other=-1)
-        while last == ragged_block:
-            whole -= 1
-            last = gl.load(entries + whole - 1, mask=whole > 0, other=-1)
-    if shape.K_BLOCK >= shape.TILE:
-        tiles = whole * (shape.K_BLOCK // shape.TILE)
-    else:
-        tiles = whole // (shape.TILE // shape.K_BLOCK)
-    return tiles
-
-
-@gluon.jit
-def _tokens(entries, count, tile, lane, num_keys, shape):
-    """The keys of a tile and which of them exist. Places past the list's end repeat its last block."""
-    if shape.K_BLOCK >= shape.TILE:
-        slot = tile // (shape.K_BLOCK // shape.TILE)
-        block = gl.load(entries + gl.minimum(slot, count - 1), mask=count > 0, other=0)
-        token = block * shape.K_BLOCK + tile % (shape.K_BLOCK // shape.TILE) * shape.TILE + lane
-    else:
-        slot = tile * (shape.TILE // shape.K_BLOCK) + lane // shape.K_BLOCK
-        block = gl.load(entries + gl.minimum(slot, count - 1), mask=count > lane * 0, other=0)
-        token = block * shape.K_BLOCK + lane % shape.K_BLOCK
-    return token, (slot < count) & (token < num_keys)
-
-
-# -- producers ---------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _post(item, turn, lists, pipe, shape, WARPS: gl.constexpr):
-    """Tell the consumers which row comes next; -1 ends the work."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    is_row = item < lists.num_items
-    flat = item
-    if shape.HAS_ORDER:
-        flat = gl.load(lists.order + item, mask=is_row, other=0)
-    batch, head, row = _row(flat, lists)
-    offsets = (
-        lists.offsets + batch.to(gl.int64) * lists.stride_offsets_b + head * lists.stride_offsets_h + row
-    )
-    start = gl.load(offsets, mask=is_row, other=0)
-    count = gl.load(offsets + 1, mask=is_row, other=0) - start
-    slot = turn % 2
-    mbarrier.wait(pipe.item_empty.index(slot), (turn // 2 & 1) ^ 1)
-    pipe.items.index(3 * slot).store(gl.full([1], gl.where(is_row, flat, -1), gl.int32, layout))
-    pipe.items.index(3 * slot + 1).store(gl.full([1], start, gl.int32, layout))
-    pipe.items.index(3 * slot + 2).store(gl.full([1], count, gl.int32, layout))
-    mbarrier.arrive(pipe.item_full.index(slot), count=1)
-    return batch, head, row, _entries(batch, head, start, lists), count
-
-
-@gluon.jit
-def _next_item(item, counter, shape):
-    if shape.DYNAMIC:
-        following = gl.atomic_add(counter, 1) + gl.num_programs(0)
-    else:
-        following = item + gl.num_programs(0)
-    return following
-
-
-@gluon.jit
-def _load_queries(q_desc, batch, head, first, turn, pipe, shape):
-    for member in gl.static_range(shape.CONSUMERS):
-        buffer = turn % 2 * shape.CONSUMERS + member
-        mbarrier.wait(pipe.q_empty.index(buffer), (turn // 2 & 1) ^ 1)
-        mbarrier.expect(pipe.q_full.index(buffer), GROUP * shape.D * 2)
-        tma_load(
-            q_desc,
-            [batch, head, first + member * GROUP, 0],
-            pipe.q_full.index(buffer),
-            pipe.queries.index(buffer),
-        )
-
-
-@gluon.jit
-def _box_tokens(entries, count, tile, shape, BOXES: gl.constexpr):
-    """The first key of each of a tile's boxes."""
-    tokens = ()
-    for box in gl.static_range(BOXES):
-        if BOXES == 1:
-            slot = tile // (shape.K_BLOCK // shape.TILE)
-            part = tile % (shape.K_BLOCK // shape.TILE) * shape.TILE
-        else:
-            slot = tile * BOXES + box
-            part = 0
-        block = gl.load(entries + gl.minimum(slot, count - 1), mask=count > 0, other=0)
-        tokens = tokens + (block * shape.K_BLOCK + part,)  # type: ignore[assignment]
-    return tokens
-
-
-@gluon.jit
-def _copy_tile(desc, batch, key_head, tokens, barrier, smem, BOXES: gl.constexpr, BOX: gl.constexpr):
-    """One tile by the copy engine: a box of consecutive rows for each id."""
-    if BOXES == 1:
-        tma_load(desc, [batch, key_head, tokens[0], 0], barrier, smem)
-    else:
-        for box in gl.static_range(BOXES):
-            tma_load(desc, [batch, key_head, tokens[box], 0], barrier, smem.slice(box * BOX, BOX))
-
-
-@gluon.jit
-def _copying_producer(q_desc, k_desc, v_desc, counter, heads_per_key, lists, pipe, shape):
-    BOXES: gl.constexpr = shape.TILE // shape.K_BLOCK if shape.K_BLOCK < shape.TILE else 1
-    BOX: gl.constexpr = shape.TILE // BOXES
-    BYTES: gl.constexpr = shape.TILE * shape.D * 2
-    item = gl.program_id(0)
-    turn = 0
-    filled = 0
-    while item < lists.num_items:
-        batch, head, row, entries, count = _post(item, turn, lists, pipe, shape, 1)
-        key_head = head // heads_per_key
-        _load_queries(q_desc, batch, head, row * shape.Q_BLOCK, turn, pipe, shape)
-        for tile in range(_num_tiles(count, shape)):
-            # Read the ids first: their latency passes while this warp waits for a free stage.
-            tokens = _box_tokens(entries, count, tile, shape, BOXES)
-            stage = filled % shape.STAGES
-            phase = (filled // shape.STAGES & 1) ^ 1
-            mbarrier.wait(pipe.k_empty.index(stage), phase)
-            full = pipe.k_full.index(stage)
-            mbarrier.expect(full, BYTES)
-            _copy_tile(k_desc, batch, key_head, tokens, full, pipe.keys.index(stage), BOXES, BOX)
-            mbarrier.wait(pipe.v_empty.index(stage), phase)
-            full = pipe.v_full.index(stage)
-            mbarrier.expect(full, BYTES)
-            _copy_tile(v_desc, batch, key_head, tokens, full, pipe.values.index(stage), BOXES, BOX)
-            filled += 1
-        item = _next_item(item, counter, shape)
-        turn += 1
-    _post(item, turn, lists, pipe, shape, 1)
-
-
-@gluon.jit
-def _gather_rows(base, tokens, stride_n, smem, D: gl.constexpr, LAYOUT: gl.constexpr):
-    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    gather_load(smem, base + tokens.to(gl.int64)[:, None] * stride_n + column[None, :])
-
-
-@gluon.jit
-def _gathering_producer(
-    q_desc, key, value, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, counter, heads_per_key,
-    lists, pipe, shape,
-):  # fmt: skip
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // shape.D, shape.D // 8], [shape.GATHER_WARPS, 1], [1, 0]
-    )
-    lane = gl.arange(0, shape.TILE, gl.SliceLayout(1, LAYOUT))
-    item = gl.program_id(0)
-    turn = 0
-    filled = 0
-    while item < lists.num_items:
-        batch, head, row, entries, count = _post(item, turn, lists, pipe, shape, shape.GATHER_WARPS)
-        key_head = (head // heads_per_key).to(gl.int64)
-        head_key = key + batch.to(gl.int64) * stride_kb + key_head * stride_kh
-        head_value = value + batch.to(gl.int64) * stride_vb + key_head * stride_vh
-        upcoming, _ = _tokens(entries, count, 0, lane, lists.num_keys, shape)
-        _load_queries(q_desc, batch, head, row * shape.Q_BLOCK, turn, pipe, shape)
-        for tile in range(_num_tiles(count, shape)):
-            # A key past the end belongs to this row's ragged block: read its last key instead, masked later.
-            tokens = gl.minimum(upcoming, lists.num_keys - 1)
-            upcoming, _ = _tokens(entries, count, tile + 1, lane, lists.num_keys, shape)
-            stage = filled % shape.STAGES
-            phase = (filled // shape.STAGES & 1) ^ 1
-            mbarrier.wait(pipe.k_empty.index(stage), phase)
-            _gather_rows(head_key, tokens, stride_kn, pipe.keys.index(stage), shape.D, LAYOUT)
-            async_copy.mbarrier_arrive(pipe.k_full.index(stage), increment_count=False)
-            mbarrier.wait(pipe.v_empty.index(stage), phase)
-            _gather_rows(head_value, tokens, stride_vn, pipe.values.index(stage), shape.D, LAYOUT)
-            async_copy.mbarrier_arrive(pipe.v_full.index(stage), increment_count=False)
-            filled += 1
-        item = _next_item(item, counter, shape)
-        turn += 1
-    async_copy.wait_group(0)
-    _post(item, turn, lists, pipe, shape, shape.GATHER_WARPS)
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, key, value, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    counter, heads_per_key, lists, pipe, shape,
-):  # fmt: skip
-    if shape.GATHER_WARPS > 0:
-        _gathering_producer(
-            q_desc, key, value, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-            counter, heads_per_key, lists, pipe, shape,
-        )  # fmt: skip
-    else:
-        _copying_producer(q_desc, k_desc, v_desc, counter, heads_per_key, lists, pipe, shape)
-
-
-# -- consumers ---------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _receive(turn, pipe):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    slot = turn % 2
-    mbarrier.wait(pipe.item_full.index(slot), turn // 2 & 1)
-    flat = gl.max(pipe.items.index(3 * slot).load(layout), 0)
-    start = gl.max(pipe.items.index(3 * slot + 1).load(layout), 0)
-    count = gl.max(pipe.items.index(3 * slot + 2).load(layout), 0)
-    mbarrier.arrive(pipe.item_empty.index(slot), count=1)
-    return flat, start, count
-
-
-@gluon.jit
-def _weigh(
-    scores, tile, running_max, scale, entries, count, key_bias, stride_bias, num_keys, lane, shape,
-    FIRST: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Scores to weights: the new maximum, the weights, and the factor by which older sums shrink."""
-    if shape.HAS_BIAS:
-        token, exists = _tokens(entries, count, tile, lane, num_keys, shape)
-        bias = gl.load(key_bias + token.to(gl.int64) * stride_bias, mask=exists, other=-_INF)
-        scores = scores * scale + (bias * _LOG2_E)[None, :]
-        new_max = gl.maximum(running_max, gl.max(scores, 1))
-    elif MASKED:
-        token, exists = _tokens(entries, count, tile, lane, num_keys, shape)
-        # Scaled before masked: a scale of zero would turn -inf into NaN.
-        scores = gl.where(exists[None, :], scores * scale, -_INF)
-        new_max = gl.maximum(running_max, gl.max(scores, 1))
-    elif FIRST:
-        scores = gl.where(count > 0, scores * scale, -_INF)
-        new_max = gl.maximum(running_max, gl.max(scores, 1))
-    else:
-        new_max = gl.maximum(running_max, gl.max(scores, 1) * scale)
-        scores = scores * scale
-    anchor = new_max
-    if FIRST or shape.HAS_BIAS:
-        # A row that has seen nothing yet has maximum -inf; subtracting it would give NaN.
-        anchor = gl.where(new_max == -_INF, 0.0, new_max)
-    return new_max, gl.exp2(scores - anchor[:, None]), gl.exp2(running_max - anchor)
-
-
-@gluon.jit
-def _see_gathered(shape):
-    """cp.async wrote through the generic proxy, the matrix unit reads through the asynchronous one."""
-    if shape.GATHER_WARPS > 0:
-        fence_async_shared()
-
-
-@gluon.jit
-def _wait_filled(used, pipe, shape, has_keys=True):
-    """The keys of tile `used` and the values of the tile before it are in shared memory."""
-    mbarrier.wait(pipe.k_full.index(used % shape.STAGES), used // shape.STAGES & 1, pred=has_keys)
-    mbarrier.wait(pipe.v_full.index((used - 1) % shape.STAGES), (used - 1) // shape.STAGES & 1)
-    _see_gathered(shape)
-
-
-@gluon.jit
-def _step(
-    tile, used, queries, accumulator, packed, running_max, running_sum, zero, scale, entries, count,
-    key_bias, stride_bias, num_keys, lane, pipe, shape, MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Issue the scores of this tile and the values of the tile before it; the softmax runs under the latter."""
-    _wait_filled(used, pipe, shape)
-    k_stage = used % shape.STAGES
-    v_stage = (used - 1) % shape.STAGES
-    scores = warpgroup_mma(
-        queries, pipe.keys.index(k_stage).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    accumulator = warpgroup_mma(packed, pipe.values.index(v_stage), accumulator, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(pipe.k_empty.index(k_stage), count=1)
-    running_max, weights, shrink = _weigh(
-        scores,
-        tile,
-        running_max,
-        scale,
-        entries,
-        count,
-        key_bias,
-        stride_bias,
-        num_keys,
-        lane,
-        shape,
-        False,
-        MASKED,
-    )
-    running_sum = running_sum * shrink + gl.sum(weights, 1)
-    accumulator = warpgroup_mma_wait(0, deps=[accumulator])
-    mbarrier.arrive(pipe.v_empty.index(v_stage), count=1)
-    accumulator = accumulator * gl.convert_layout(shrink, gl.SliceLayout(1, P_LAYOUT.parent))[:, None]
-    packed = gl.convert_layout(weights.to(queries.dtype), P_LAYOUT)
-    return accumulator, packed, running_max, running_sum
-
-
-@gluon.jit
-def _consumer(
-    member: gl.constexpr, o_desc, lse, key_bias, stride_bias_b, stride_bias_h, stride_bias, scale, lists, pipe, shape,
-):  # fmt: skip
-    DTYPE: gl.constexpr = o_desc.dtype
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.TILE, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, k_width=2)
-    # Only ragged ends and lists that fill no whole number of tiles need masks; a bias brings its own.
-    TAILS: gl.constexpr = (shape.RAGGED or shape.K_BLOCK < shape.TILE) and not shape.HAS_BIAS
-    num_keys = lists.num_keys
-    lane = gl.arange(0, shape.TILE, gl.SliceLayout(0, S_LAYOUT))
-    zero = gl.zeros([GROUP, shape.TILE], gl.float32, S_LAYOUT)
-    turn = 0
-    used = 0
-    flat, start, count = _receive(turn, pipe)
-    mbarrier.wait(pipe.q_full.index(member), 0)
-    mbarrier.wait(pipe.k_full.index(0), 0)
-    _see_gathered(shape)
-    scores = warpgroup_mma(
-        pipe.queries.index(member), pipe.keys.index(0).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(pipe.k_empty.index(0), count=1)
-    while flat >= 0:
-        # Scores of the row's first tile are there: they were issued with the last values of the row before.
-        batch, head, row = _row(flat, lists)
-        entries = _entries(batch, head, start, lists)
-        head_bias = key_bias + batch.to(gl.int64) * stride_bias_b + head.to(gl.int64) * stride_bias_h
-        buffer = turn % 2 * shape.CONSUMERS + member
-        queries = pipe.queries.index(buffer)
-        tiles = _num_tiles(count, shape)
-        accumulator = gl.zeros([GROUP, shape.D], gl.float32, O_LAYOUT)
-        unseen = gl.full([GROUP], -_INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        running_max, weights, _ = _weigh(
-            scores,
-            0,
-            unseen,
-            scale,
-            entries,
-            count,
-            head_bias,
-            stride_bias,
-            num_keys,
-            lane,
-            shape,
-            True,
-            TAILS,
-        )
-        running_sum = gl.sum(weights, 1)
-        packed = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
-        used += 1
-        # By now the row before has left its buffer, which may take the queries of the row after this.
-        tma.store_wait(0)
-        mbarrier.arrive(pipe.q_empty.index((turn + 1) % 2 * shape.CONSUMERS + member), count=1, pred=turn > 0)
-        whole = tiles
-        if TAILS:
-            whole = gl.maximum(_num_whole(entries, count, num_keys, shape), 1)
-        for tile in range(1, whole):
-            accumulator, packed, running_max, running_sum = _step(
-                tile, used, queries, accumulator, packed, running_max, running_sum, zero, scale, entries, count,
-                head_bias, stride_bias, num_keys, lane, pipe, shape, False, P_LAYOUT,
-            )  # fmt: skip
-            used += 1
-        if TAILS:
-            for tile in range(whole, tiles):
-                accumulator, packed, running_max, running_sum = _step(
-                    tile, used, queries, accumulator, packed, running_max, running_sum, zero, scale, entries, count,
-                    head_bias, stride_bias, num_keys, lane, pipe, shape, True, P_LAYOUT,
-                )  # fmt: skip
-                used += 1
-
-        turn += 1
-        next_flat, next_start, next_count = _receive(turn, pipe)
-        has_next = next_flat >= 0
-        next_buffer = turn % 2 * shape.CONSUMERS + member
-        mbarrier.wait(pipe.q_full.index(next_buffer), turn // 2 & 1, pred=has_next)
-        _wait_filled(used, pipe, shape, has_next)
-        k_stage = used % shape.STAGES
-        v_stage = (used - 1) % shape.STAGES
-        # After the last row these scores are of stale keys and are never looked at.
-        scores = warpgroup_mma(
-            pipe.queries.index(next_buffer),
-            pipe.keys.index(k_stage).permute((1, 0)),
-            zero,
-            use_acc=False,
-            is_async=True,
-        )
-        accumulator = warpgroup_mma(packed, pipe.values.index(v_stage), accumulator, is_async=True)
-        scores, accumulator = warpgroup_mma_wait(0, deps=[scores, accumulator])
-        mbarrier.arrive(pipe.k_empty.index(k_stage), count=1, pred=has_next)
-        mbarrier.arrive(pipe.v_empty.index(v_stage), count=1)
-
-        # A sum of exactly zero means nothing was read; a NaN sum must stay NaN.
-        read_nothing = running_sum == 0.0
-        divisor = gl.where(read_nothing, 1.0, running_sum)
-        log_sum = gl.where(read_nothing, -_INF, (running_max + gl.log2(divisor)) * _LN_2)
-        first_query = row * shape.Q_BLOCK + member * GROUP
-        token = first_query + gl.arange(0, GROUP, gl.SliceLayout(1, S_LAYOUT))
-        flat_head = (batch * lists.num_heads + head).to(gl.int64)
-        gl.store(lse + flat_head * lists.num_queries + token, log_sum, mask=token < lists.num_queries)
-        factor = gl.convert_layout(gl.where(read_nothing, 0.0, 1.0 / divisor), gl.SliceLayout(1, O_LAYOUT))[
-            :, None
-        ]
-        # Values that may not be read, yet were multiplied by zero, may be NaN.
-        queries.store(gl.where(factor == 0.0, 0.0, accumulator * factor).to(DTYPE))
-        fence_async_shared()
-        tma_store(o_desc, [batch, head, first_query, 0], queries)
-        flat = next_flat
-        start = next_start
-        count = next_count
-    tma.store_wait(0)
-
-
-# -- the kernel --------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, key, value, lse, offsets, blocks, order, counter, key_bias,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_offsets_b, stride_offsets_h, stride_blocks_b, stride_blocks_h, stride_bias_b, stride_bias_h, stride_bias,
-    num_items, num_heads, heads_per_key, num_rows, num_queries, num_keys, scale,
-    D: gl.constexpr, Q_BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, GATHER_WARPS: gl.constexpr, RAGGED: gl.constexpr,
-    HAS_ORDER: gl.constexpr, DYNAMIC: gl.constexpr, HAS_BIAS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    shape = _Shape(
-        D, Q_BLOCK, K_BLOCK, TILE, STAGES, CONSUMERS, GATHER_WARPS, RAGGED, HAS_ORDER, DYNAMIC, HAS_BIAS
-    )
-    lists = _Lists(
-        offsets, blocks, order, gl.to_tensor(stride_offsets_b), gl.to_tensor(stride_offsets_h),
-        gl.to_tensor(stride_blocks_b), gl.to_tensor(stride_blocks_h), gl.to_tensor(num_items), gl.to_tensor(num_heads),
-        gl.to_tensor(num_rows), gl.to_tensor(num_queries), gl.to_tensor(num_keys),
-    )  # fmt: skip
-    pipe = _pipe(shape, q_desc.dtype)
-    PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if GATHER_WARPS > 0 else 1
-    producer_args = (
-        q_desc, k_desc, v_desc, key, value, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-        counter, heads_per_key, lists, pipe, shape,
-    )  # fmt: skip
-    consumer_args = (
-        o_desc,
-        lse,
-        key_bias,
-        stride_bias_b,
-        stride_bias_h,
-        stride_bias,
-        scale,
-        lists,
-        pipe,
-        shape,
-    )
-    if CONSUMERS == 1:
-        gl.warp_specialize(
-            [(_consumer, (gl.constexpr(0),) + consumer_args), (_producer, producer_args)],
-            [PRODUCER_WARPS],
-            [PRODUCER_REGISTERS],
-        )
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (gl.constexpr(0),) + consumer_args),
-                (_consumer, (gl.constexpr(1),) + consumer_args),
-                (_producer, producer_args),
-            ],
-            [4, PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (gl.constexpr(0),) + consumer_args),
-                (_consumer, (gl.constexpr(1),) + consumer_args),
-                (_consumer, (gl.constexpr(2),) + consumer_args),
-                (_producer, producer_args),
-            ],
-            [4, 4, PRODUCER_WARPS],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-
-
-# -- launching ---------------------------------------------------------------------------------------------------
 
 
 class Launch(NamedTuple):
@@ -725,7 +49,7 @@ def launch_for(q_block: int, k_block: int) -> Launch:
 def constants(
     launch: Launch, dim: int, q_block: int, k_block: int, *, is_ragged: bool, has_order: bool, has_bias: bool
 ) -> dict[str, object]:
-    """What `_forward_kernel` is compiled for."""
+    """What `forward_kernel` is compiled for."""
     return {
         "D": dim,
         "Q_BLOCK": q_block,
@@ -755,7 +79,7 @@ def unsupported(
     """Why the Hopper kernels cannot run this call, or None."""
     if not query.is_cuda:
         return f"the tensors are on {query.device}"
-    if plain.compute_capability(query.device) != (9, 0):
+    if compute_capability(query.device) != (9, 0):
         return "the GPU is not a Hopper (compute capability 9.0)"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"the tensor cores take float16 and bfloat16, not {query.dtype}"
@@ -766,7 +90,7 @@ def unsupported(
     if positions is not None:
         return "positions are not built in"
     for name, x in (("query", query), ("key", key)):
-        if not plain.suits_copy_engine(x):
+        if not suits_copy_engine(x):
             return f"`{name}`'s strides {tuple(x.stride())} do not suit the copy engine (16-byte rows)"
     return None
 
@@ -774,12 +98,12 @@ def unsupported(
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     block = [1, 1, rows, x.shape[-1]]
     return TensorDescriptor(
-        x, list(x.shape), plain.descriptor_strides(x), block, _shared_layout(rows, x.shape[-1], x.dtype)
+        x, list(x.shape), descriptor_strides(x), block, shared_layout(rows, x.shape[-1], x.dtype)
     )
 
 
 @lru_cache
-def _shared_layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def shared_layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(
         [1, 1, rows, dim], gl.float16 if dtype == torch.float16 else gl.bfloat16
     )
@@ -801,23 +125,23 @@ def attend_forward(
     launch: Launch | None = None,
 ) -> Attended:
     batch, heads, num_queries, dim = query.shape
-    if not plain.suits_copy_engine(value):
+    if not suits_copy_engine(value):
         value = value.contiguous()
     out = torch.empty_like(query)
     lse = torch.empty(batch, heads, num_queries, device=query.device, dtype=torch.float32)
-    query, scale = plain._nonnegative(query, scale)
+    query, scale = nonnegative(query, scale)
     order = plan.longest_first(batch, heads)
     launch = launch or launch_for(plan.q_block, plan.k_block)
     counter = torch.zeros(1, device=query.device, dtype=torch.int32) if order is not None else plan.offsets
     num_items = batch * heads * plan.num_rows
     box = launch.box(plan.k_block)
-    _forward_kernel[(min(num_items, _num_processors(query.device)),)](
+    forward_kernel[(min(num_items, _num_processors(query.device)),)](
         _descriptor(query, 64), _descriptor(key, box), _descriptor(value, box), _descriptor(out, 64), key, value, lse,
         plan.offsets, plan.blocks, plan.offsets if order is None else order, counter,
         lse if key_bias is None else key_bias,
-        *key.stride()[:3], *value.stride()[:3], *plain._list_strides(plan),
+        *key.stride()[:3], *value.stride()[:3], *list_strides(plan),
         *((0, 0, 0) if key_bias is None else key_bias.stride()),
-        num_items, heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, scale * plain.LOG2_E,
+        num_items, heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, scale * LOG2_E,
         **constants(
             launch, dim, plan.q_block, plan.k_block, is_ragged=plan.num_keys % plan.k_block != 0,
             has_order=order is not None, has_bias=key_bias is not None,
@@ -841,6 +165,6 @@ def attend_backward(
     scale: float,
 ) -> Gradients:
     """The plain kernels' backward: it has not been specialised for Hopper."""
-    return plain.attend_backward(
+    return backward.attend_backward(
         grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale
     )

@@ -1,0 +1,137 @@
+"""What the host decides before a launch: tile shapes, how tokens are loaded, and the arguments all kernels share."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nearfield._types import Positions
+from nearfield.kernels import is_interpreted
+from nearfield.plan import Plan
+
+LOG2_E = 1.4426950408889634
+
+
+class Tiles(NamedTuple):
+    """The shape of one program: rows it owns, columns per step, warps, pipeline stages, registers per thread."""
+
+    own: int
+    other: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+def _fit(block: int, wanted: int) -> int:
+    """The largest power-of-two tile up to `wanted` that cuts `block` evenly; at least 16, the least a dot takes."""
+    return max(16, min(block & -block, wanted))
+
+
+def _other_tile(block: int, wanted: int) -> int:
+    """A tile that cuts blocks evenly, or gathers several small ones."""
+    return min(block & -block, wanted) if block >= wanted else wanted
+
+
+def forward_tiles(query: Tensor, key: Tensor, q_block: int, k_block: int) -> Tiles:
+    if query.dtype == torch.float32:
+        return Tiles(_fit(q_block, 64), _other_tile(k_block, 32), 4, 2)
+    if q_block % 128 == 0 and query.shape[-1] == 128 and k_block >= 64 and suits_copy_engine(key):
+        # Half the registers for two programs per processor: one multiplies while the other exponentiates.
+        return Tiles(128, 64, 8, 2, registers=128)
+    return Tiles(_fit(q_block, 64), _other_tile(k_block, 64), 4, 3)
+
+
+def query_gradient_tiles(query: Tensor, q_block: int, k_block: int) -> Tiles:
+    if query.dtype == torch.float32:
+        return Tiles(_fit(q_block, 32), _other_tile(k_block, 32), 4, 1)
+    return Tiles(_fit(q_block, 64), _other_tile(k_block, 64), 4, 3)
+
+
+def key_gradient_tiles(query: Tensor, q_block: int, k_block: int) -> Tiles:
+    if query.dtype == torch.float32:
+        return Tiles(_fit(k_block, 32), _other_tile(q_block, 32), 4, 1)
+    return Tiles(_fit(k_block, 64), _other_tile(q_block, 64), 4, 2)
+
+
+def padded(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def options_for(query: Tensor, tiles: Tiles, own_block: int) -> dict[str, object]:
+    dim = query.shape[-1]
+    return {
+        "DIM": dim,
+        "PAD": padded(dim),
+        "PARTS": max(1, own_block // tiles.own),
+        # The tensor cores' tf32 would cost float32 users three digits.
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        "maxnreg": tiles.registers,
+    }
+
+
+def list_strides(plan: Plan) -> tuple[int, ...]:
+    """Strides of offsets and blocks over batch and heads; 0 where one list serves all."""
+    strides = []
+    for lists in (plan.offsets, plan.blocks):
+        strides += [
+            0 if size == 1 else stride
+            for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)
+        ]
+    return tuple(strides)
+
+
+def optional_inputs(
+    query: Tensor, key_bias: Tensor | None, positions: Positions | None
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Pointers and strides of the optional inputs; `query` stands in where there is none and is never read."""
+    bias = query if key_bias is None else key_bias
+    bias_strides = (0, 0, 0) if key_bias is None else key_bias.stride()
+    if positions is None:
+        return (bias, query, query), (*bias_strides, 0, 0)
+    position_strides = tuple(0 if x.shape[0] == 1 else x.stride(0) for x in positions)
+    return (bias, *(x.contiguous() for x in positions)), (*bias_strides, *position_strides)
+
+
+def nonnegative(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The forward takes maxima before it scales, which a negative scale would turn into minima."""
+    return (query, scale) if scale >= 0 else (-query, -scale)
+
+
+@lru_cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """NVIDIA's number for a GPU; (0, 0) for those of others, which count differently."""
+    return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+
+
+def suits_copy_engine(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator of Hopper and later can walk `x`: half types, rows of whole 16 bytes."""
+    has_engine = is_interpreted() or compute_capability(x.device) >= (9, 0)
+    aligned = all(
+        size == 1 or (stride > 0 and stride * x.element_size() % 16 == 0)
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
+    whole_rows = x.stride(-1) == 1 and x.shape[-1] == padded(x.shape[-1]) and x.data_ptr() % 16 == 0
+    return has_engine and aligned and whole_rows and x.element_size() == 2
+
+
+def descriptor_strides(x: Tensor) -> list[int]:
+    """Strides for the copy engine, which checks even those of single elements, though it never uses them."""
+    return [
+        stride if size > 1 else x.shape[-1]
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ] + [1]
+
+
+def tile_sources(first: Tensor, second: Tensor, block: int, tile: int) -> tuple[bool, object, object]:
+    """Whether the copy engine loads these two by whole tiles, and what it needs for that (else the tensors)."""
+    if block < tile or not (suits_copy_engine(first) and suits_copy_engine(second)):
+        return False, first, second
+    return True, *(
+        TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, tile, x.shape[-1]])
+        for x in (first, second)
+    )

@@ -1,0 +1,116 @@
+"""Walking a row's list inside a kernel: which tokens a tile holds, and how they are loaded.
+
+A tile is TILE consecutive places of a row's list, counted in tokens: part of one block where blocks are at least a tile
+long, several gathered blocks otherwise. Tiles that may reach past the end (the last, and those with the ragged last
+block) run in a second, masked loop; the first loop has no masks at all. The same functions serve both directions:
+queries that walk keys, and keys that walk the transposed plan's queries.
+"""
+
+import triton
+import triton.language as tl
+
+# Logits are kept in powers of two: the exponential the hardware has.
+LOG2E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def row_of_program(program, order, num_rows, HAS_ORDER: tl.constexpr, PARTS: tl.constexpr):
+    """The (head of all batches, row, part of the row) a program works on."""
+    flat = program // PARTS
+    if HAS_ORDER:
+        flat = tl.load(order + flat)
+    return flat // num_rows, flat % num_rows, program % PARTS
+
+
+@triton.jit
+def tile_counts(entries, count, length, BLOCK: tl.constexpr, TILE: tl.constexpr, RAGGED: tl.constexpr):
+    """How many tiles are surely whole, and how many there are.
+
+    Ids ascend, so the ragged last block can only stand at the end of the list (more than once if repeated).
+    """
+    whole = count
+    if RAGGED:
+        ragged_block = length // BLOCK
+        last = tl.load(entries + whole - 1, mask=whole > 0, other=-1)
+        while last == ragged_block:
+            whole -= 1
+            last = tl.load(entries + whole - 1, mask=whole > 0, other=-1)
+    if BLOCK >= TILE:
+        return whole * (BLOCK // TILE), count * (BLOCK // TILE)
+    else:
+        return whole // (TILE // BLOCK), tl.cdiv(count, TILE // BLOCK)
+
+
+@triton.jit
+def tile_tokens(entries, count, tile, length, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """The first token of a tile, the tokens relative to it, and which of them exist."""
+    lane = tl.arange(0, TILE)
+    if BLOCK >= TILE:
+        block = tl.load(entries + tile // (BLOCK // TILE))
+        first = block * BLOCK + tile % (BLOCK // TILE) * TILE
+        exists = first + lane < length
+        return first.to(tl.int64), lane, exists
+    else:
+        slot = tile * (TILE // BLOCK) + lane // BLOCK
+        if MASKED:
+            block = tl.load(entries + slot, mask=slot < count, other=0)
+        else:
+            block = tl.load(entries + slot)
+        token = block * BLOCK + lane % BLOCK
+        exists = (slot < count) & (token < length)
+        return tl.full([], 0, tl.int64), token.to(tl.int64), exists
+
+
+@triton.jit
+def load_rows(
+    base, first, token, exists, stride_n, stride_d, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr
+):
+    """Rows of a [tokens, DIM] matrix, zero where they do not exist, padded to PAD columns."""
+    column = tl.arange(0, PAD)
+    pointer = (base + first * stride_n) + token[:, None] * stride_n + column[None, :] * stride_d
+    if MASKED and PAD != DIM:
+        return tl.load(pointer, mask=exists[:, None] & (column < DIM)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(pointer, mask=exists[:, None], other=0.0)
+    elif PAD != DIM:
+        return tl.load(pointer, mask=(column < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def copy_rows(descriptor, batch, head, first, TILE: tl.constexpr, PAD: tl.constexpr):
+    """Consecutive rows by the copy engine (TMA), zero past the end."""
+    return tl.reshape(
+        descriptor.load([batch.to(tl.int32), head.to(tl.int32), first.to(tl.int32), 0]), [TILE, PAD]
+    )
+
+
+@triton.jit
+def store_rows(base, token, exists, stride_n, stride_d, values, DIM: tl.constexpr, PAD: tl.constexpr):
+    column = tl.arange(0, PAD)
+    pointer = base + token.to(tl.int64)[:, None] * stride_n + column[None, :] * stride_d
+    tl.store(pointer, values.to(base.dtype.element_ty), mask=exists[:, None] & (column < DIM)[None, :])
+
+
+@triton.jit
+def dot(a, b, accumulator, PRECISION: tl.constexpr):
+    return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def masked_logits(
+    logits, scale, bias, exists, query_position, key_position,
+    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """Scaled logits; every argument is already shaped to broadcast against `logits`."""
+    logits = logits * scale
+    if HAS_BIAS:
+        logits += bias
+    if MASKED:
+        logits = tl.where(exists, logits, -INF)
+    if HAS_POSITIONS:
+        logits = tl.where(key_position <= query_position, logits, -INF)
+    return logits
