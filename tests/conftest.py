@@ -11,9 +11,14 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-# One worker per core: threads inside the workers would only compete.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+# Tensors are small here: threads would only wait for each other, and for those of other workers.
+torch.set_num_threads(1)
+
+# NumPy's remarks on Triton's interpreter, which makes loop bounds of arrays and takes the maximum of NaNs.
+INTERPRETER_WARNINGS = (
+    "ignore:Conversion of an array with ndim:DeprecationWarning",
+    "ignore:All-NaN slice encountered:RuntimeWarning",
+)
 
 # A GPU machine may have pytest alone; the GPU tests do without hypothesis.
 try:
@@ -35,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for line in INTERPRETER_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
     if config.getoption("--require-gpu") and not HAS_GPU:
         raise pytest.UsageError("--require-gpu needs a CUDA device; torch.cuda.is_available() is False.")
 

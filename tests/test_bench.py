@@ -16,7 +16,7 @@ from nearfield.bench.cases import Case, Result, cases
 from nearfield.bench.check import Checked, check_backward, check_forward, poisoned_memory
 from nearfield.bench.presets import PRESETS, Preset
 from nearfield.bench.timing import Effort, Timing, measure
-from nearfield.plan import Plan
+from nearfield.plan import BLOCKS, Plan
 
 CPU = torch.device("cpu")
 SMALL = Preset("small", 2, 2, 16, (10, 13), text=20, kept=0.4, q_block=32)
@@ -63,10 +63,35 @@ def test_few_kept_keys_still_give_a_list() -> None:
     assert layouts.kept_ids(replace(SMALL, kept=1.0), 1) <= SMALL.tokens
 
 
+@pytest.mark.parametrize("grain", BLOCKS)
+def test_kept_share_is_that_of_the_preset_at_every_grain(grain: int) -> None:
+    preset = PRESETS["flux-2048"]
+    assert layouts.kept_ids(preset, grain) * grain / preset.tokens == pytest.approx(preset.kept, abs=0.01)
+
+
 def test_tiles_with_centre_have_the_known_bound() -> None:
     """1024 pixels, 16 tiles, text and two-way centre: 2.87 times fewer pairs than dense."""
     plan = layouts.tiles(PRESETS["flux-1024"], 16, centre=True, q_block=16, k_block=16)
     assert 1 / plan.density == pytest.approx(2.87, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "run", "tiles"),
+    [("flux-1024", 768, 256, 15), ("flux-2048", 1536, 1024, 15), ("flux-4096", 4608, 3840, 16)],
+)
+def test_tiles_on_a_gpu_are_whole_blocks(name: str, shared: int, run: int, tiles: int) -> None:
+    """Every row reads exactly its tile, the text and the centre, or everything: blocks round nothing up."""
+    (case,) = (
+        case
+        for case in cases([PRESETS[name]], [], ["auto"], None, torch.device("cuda"))
+        if case.pattern == "tiles"
+    )
+    plan = case.plan(CPU)
+    assert shared + run * tiles == plan.num_keys
+    counts = plan.counts[0, 0] * plan.k_block
+    assert counts[: shared // plan.q_block].unique().tolist() == [plan.num_keys]
+    assert counts[shared // plan.q_block :].unique().tolist() == [shared + run]
+    assert plan.num_pairs == shared * plan.num_keys + run * tiles * (shared + run)
 
 
 def test_layers_slide_by_a_quarter_tile_over_a_cycle_of_four() -> None:
@@ -158,7 +183,7 @@ def test_cases_cover_grains_tiles_and_backward() -> None:
     assert kinds == [
         ("random", 64, 192, False),
         ("random", 1, 192, False),
-        ("ragged", 64, 192, False),
+        ("ragged", 64, 128, False),
         ("random", 64, 192, True),
     ]
 
@@ -176,6 +201,7 @@ def measured_result() -> Result:
         timing=timing,
         dense_name="cudnn",
         dense_timing=replace(timing, median=6.0),
+        dense_survey={"cudnn": 5.0, "flash": 7.5},
         parts={"rows that read all": 1.0, "rows that read tiles": 0.9},
     )
 
@@ -189,6 +215,18 @@ def test_figures_follow_from_the_times() -> None:
         result.tflops / result.dense_tflops * (4 * 150**2 * 0.25) / 1000
     )
     assert result.overhead == pytest.approx(2 / 1.9 - 1)
+
+
+def test_every_dense_implementation_has_its_fraction() -> None:
+    """Flash takes half as long again as cuDNN, so the same time is half as much again of its rate."""
+    record = report.as_json([measured_result()], {})["results"][0]
+    assert record["dense_survey_milliseconds"] == {"cudnn": 5.0, "flash": 7.5}
+    assert record["fraction_of_dense_rate"] == pytest.approx(0.75)
+    assert record["fraction_of_cudnn_rate"] == pytest.approx(0.75)
+    assert record["fractions_of_dense_rates"] == pytest.approx({"cudnn": 0.75, "flash": 1.125})
+    slower = replace(measured_result(), dense_name="flash", dense_survey={"cudnn": 6.0, "flash": 4.0})
+    assert slower.rate_fraction_of("cudnn") == pytest.approx(1.125)
+    assert replace(slower, dense_survey={"flash": 4.0}).rate_fraction_of("cudnn") is None
 
 
 def test_table_names_what_did_not_run() -> None:

@@ -2,17 +2,20 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from nearfield import cli, kernels
-from nearfield._types import Attended
+from nearfield._types import Attended, Impl
 from nearfield.attend import attend
+from nearfield.bench import presets
+from nearfield.bench.attend import dense_attention
+from nearfield.plan import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ["bench", "attend", "--quick", "--impl", "grouped"]
@@ -49,6 +52,34 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         assert "exit codes: 0 done" in text
 
 
+def test_choices_are_those_of_the_library() -> None:
+    """Written out in the command line, which reads its arguments without torch."""
+    assert get_args(Impl) == cli.IMPLS
+    assert cli.GRAINS == BLOCKS
+    assert tuple(block for block in BLOCKS if block >= 16) == cli.QUERY_BLOCKS
+
+
+def test_arguments_are_read_without_torch() -> None:
+    """The package's own `__init__`, which gathers the public names, is left out here."""
+    program = f"""
+import sys, types
+package = types.ModuleType("nearfield")
+package.__path__ = [{str(ROOT / "src" / "nearfield")!r}]
+sys.modules["nearfield"] = package
+from nearfield import cli
+assert cli.main(["bench", "attend", "--grains", "3"]) == 2
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_help_names_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--help"])
+    assert set(presets.PRESETS) <= set(capsys.readouterr().out.replace(",", " ").split())
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
@@ -67,7 +98,7 @@ BAD_CALLS = {
     "explain flux-1024 --layer -1": "`--layer` must be an integer of at least 0; got '-1'.",
     "explain flux-1024 --q-block 48": "`--q-block` must be one of 16, 32, 64, 128, 192; got '48'.",
     "explain flux-3": f"`PRESET` must be one of {PRESET_NAMES}; got 'flux-3'.",
-    "bench attend --grains 64,3": "`--grains` must be one of 1, 2, 4, 8, 16, 32, 64, 128; got '3'.",
+    "bench attend --grains 64,3": "`--grains` must be one of 1, 2, 4, 8, 16, 32, 64, 128, 192; got '3'.",
     "bench attend --impl fast": "`--impl` must be one of auto, gluon, triton, grouped, reference; got 'fast'.",
     "demo --grid 2x3x4": "`--grid` must have two sides to be drawn; got 2x3x4. Example: --grid 64x64",
     "demo --colour": "unrecognized arguments: --colour. See `nearfield --help`.",
@@ -103,7 +134,7 @@ def test_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_command_runs_as_a_program() -> None:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "nearfield.cli", "explain", "flux-9"],
+        [sys.executable, "-W", "error", "-m", "nearfield", "explain", "flux-9"],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -206,6 +237,35 @@ def test_bench_writes_table_json_and_picture(capsys: pytest.CaptureFixture[str],
     assert is_a_picture(picture)
 
 
+def test_bench_compares_with_every_dense_implementation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a GPU, where there is a choice; one that refuses the tensors is left out."""
+
+    def refusing(inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        raise RuntimeError("no kernel for these tensors")
+
+    dense = dense_attention(torch.device("cpu"))["sdpa"]
+    offered = {"cudnn": dense, "flash": dense, "other": refusing}
+    monkeypatch.setattr("nearfield.bench.attend.dense_attention", lambda device: offered)
+    document = tmp_path / "results.json"
+    run(capsys, *BENCH, "--grains", "64,16,1", "--json", str(document))
+    results = json.loads(document.read_text())["results"]
+    assert [(r["pattern"], r["grain"]) for r in results] == [
+        ("random", 64),
+        ("random", 16),
+        ("random", 1),
+        ("tiles", 16),
+    ]
+    for result in results:
+        assert result["dense_backend"] in ("cudnn", "flash")
+        assert set(result["dense_survey_milliseconds"]) == {"cudnn", "flash"}
+        fractions = result["fractions_of_dense_rates"]
+        assert set(fractions) == {"cudnn", "flash"}
+        assert fractions["cudnn"] == result["fraction_of_cudnn_rate"]
+        assert fractions[result["dense_backend"]] == pytest.approx(result["fraction_of_dense_rate"])
+
+
 def broken_attend(*tensors: torch.Tensor, impl: str) -> Attended:
     """Right everywhere but in the last query block of the last head, where a key too few was read."""
     out, lse = attend(*tensors, impl=impl)
@@ -256,7 +316,7 @@ def test_an_implementation_that_cannot_run_says_why(capsys: pytest.CaptureFixtur
     assert "triton: not run: " in capsys.readouterr().out
 
 
-# -- demo and example --------------------------------------------------------------------------------------------------
+# -- demo --------------------------------------------------------------------------------------------------
 
 
 def test_demo_draws_and_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -282,8 +342,3 @@ def is_a_picture(path: Path) -> bool:
     pixels = torch.from_numpy(imread(path))[..., :3]
     colours = pixels.flatten(0, 1).mul(255).round().unique(dim=0)
     return min(pixels.shape[:2]) > 100 and len(colours) > 8
-
-
-def test_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(ROOT / "examples" / "first_attend.py"))
-    assert "largest difference to masked dense attention" in capsys.readouterr().out

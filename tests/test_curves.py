@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,15 +21,6 @@ AWKWARD_GRIDS = [
 # may show on grids of aspect at most 2. Measured over every such grid up to 33 x 33 and 12 x 12 x 12 and 45 run
 # lengths from 2 to 256, the worst are 8.0 and 42.7; raster order has no bound.
 SPREAD_BOUND = {2: 9, 3: 48}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many small operations: on busy cores a second thread costs more than it saves (23 s instead of 4 s)."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 sides = st.integers(1, 20)

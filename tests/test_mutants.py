@@ -1,6 +1,7 @@
 """Mutants that the suite must kill: one line of the library changed, one named identity that then fails.
 
-A mutant is a copy of one module with a text replaced, put in the place of the original. The same identities pass on
+A mutant is a copy of one module with a text replaced, put in the place of the original, and with it copies of the
+modules that hold its functions. The same identities pass on
 the library as it is (test_attend.py runs them all, and the ones used here run once more below), so what a mutant
 fails at is its change.
 """
@@ -8,14 +9,13 @@ fails at is its change.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.attending import IDENTITIES, INTERPRETER_WARNINGS, NEEDS_TRITON
+from tests.attending import IDENTITIES, NEEDS_TRITON, SMALL
 
 import nearfield
 from nearfield import kernels, planning
@@ -25,7 +25,6 @@ PACKAGE = Path(nearfield.__file__).parent
 ATTEND = importlib.import_module("nearfield.attend")  # the package's attribute of that name is the function
 
 pytestmark = [
-    *INTERPRETER_WARNINGS,
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
@@ -40,16 +39,14 @@ class Mutant(NamedTuple):
     @property
     def impl(self) -> str:
         """The implementation that shows the change; the transpose is read by the kernels alone."""
-        return {KERNELS: "triton", PLAN: "triton", GROUPED: "grouped"}.get(self.module, "reference")
+        if self.module in (*KERNELS, PLAN):
+            return "triton"
+        return "grouped" if self.module == GROUPED else "reference"
 
 
-REFERENCE, GROUPED, KERNELS, PLAN, PLANNING = (
-    "reference/attend.py",
-    "grouped.py",
-    "kernels/attend.py",
-    "plan.py",
-    "planning.py",
-)
+REFERENCE, GROUPED, PLAN, PLANNING = "reference/attend.py", "grouped.py", "plan.py", "planning.py"
+WALK, FORWARD, BACKWARD = "kernels/walk.py", "kernels/forward.py", "kernels/backward.py"
+KERNELS = WALK, FORWARD, BACKWARD, "kernels/attend.py"  # each imports from those before it
 
 MUTANTS = {
     # The specification.
@@ -60,7 +57,16 @@ MUTANTS = {
         REFERENCE, "plan.pair_counts()", "plan.to_mask()", "repeated_block_is_bias_log_2"
     ),
     "reference forgets grad_lse": Mutant(
-        REFERENCE, "(delta - grad_lse)", "delta", "lse_alone_differentiates"
+        REFERENCE,
+        "(grad_out * out_wide).sum(-1) - grad_lse)",
+        "(grad_out * out_wide).sum(-1))",
+        "lse_alone_differentiates",
+    ),
+    "reference lets the gradient of an empty row spread": Mutant(
+        REFERENCE,
+        "grad_lse).masked_fill(lse == -torch.inf, 0)",
+        "grad_lse)",
+        "empty_rows_in_both_plans_merge",
     ),
     "reference deals key heads round": Mutant(
         REFERENCE,
@@ -119,34 +125,43 @@ MUTANTS = {
     ),
     # The kernels.
     "kernels drop the last list entry": Mutant(
-        KERNELS,
+        FORWARD,
+        "count = tl.load(offsets + 1) - start",
+        "count = tl.load(offsets + 1) - start - 1",
+        "full_plan_is_dense",
+    ),
+    "kernels drop the last list entry backwards": Mutant(
+        BACKWARD,
         "count = tl.load(offsets + 1) - start",
         "count = tl.load(offsets + 1) - start - 1",
         "full_plan_is_dense",
     ),
     "kernels forget the bias": Mutant(
-        KERNELS, "        logits += bias\n", "        logits += 0.0\n", "repeated_block_is_bias_log_2"
+        WALK, "        logits += bias\n", "        logits += 0.0\n", "repeated_block_is_bias_log_2"
     ),
     "kernels forget the ragged tail": Mutant(
-        KERNELS,
-        "        logits = tl.where(exists, logits, -_INF)\n",
+        WALK,
+        "        logits = tl.where(exists, logits, -INF)\n",
         "        logits = logits\n",
         "odd_sizes",
     ),
     "kernels mix key heads": Mutant(
-        KERNELS,
+        FORWARD,
         "key_head = head // heads_per_key",
         "key_head = head % (num_heads // heads_per_key)",
         "grouped_query_heads",
     ),
     "kernels forget grad_lse": Mutant(
-        KERNELS,
+        BACKWARD,
         "products -= tl.load(grad_lse",
         "products -= 0 * tl.load(grad_lse",
         "lse_alone_differentiates",
     ),
+    "kernels let the gradient of an empty row spread": Mutant(
+        BACKWARD, "tl.where(read_nothing, 0.0, products)", "products", "empty_rows_in_both_plans_merge"
+    ),
     "kernels subtract a maximum of -inf": Mutant(
-        KERNELS, "tl.where(new_max == -_INF, 0.0, new_max)", "new_max", "empty_rows_are_zero"
+        FORWARD, "tl.where(new_max == -INF, 0.0, new_max)", "new_max", "empty_rows_are_zero"
     ),
     # Who reads whom.
     "the ring does not wrap": Mutant(
@@ -170,43 +185,46 @@ MUTANTS = {
 }
 
 
-def load(mutant: Mutant, folder: Path) -> ModuleType:
-    """The module with its text replaced. Written to a file, since Triton reads the source of its kernels."""
-    source = (PACKAGE / mutant.module).read_text(encoding="utf-8")
-    assert mutant.old in source, f"{mutant.module} has changed; write this mutant anew"
-    path = folder / "mutant.py"
-    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("nearfield_mutant", path)
+def load(name: str, path: Path, patch: pytest.MonkeyPatch) -> ModuleType:
+    """A module made from a file under a name of its own choosing, until the test ends."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    patch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
 
 
-def replace(mutant: Mutant, module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+def write(mutant: Mutant, folder: Path) -> Path:
+    """The module with its text replaced, as a file, since Triton reads the source of its kernels."""
+    source = (PACKAGE / mutant.module).read_text(encoding="utf-8")
+    assert mutant.old in source, f"{mutant.module} has changed; write this mutant anew"
+    path = folder / Path(mutant.module).name
+    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    return path
+
+
+def replace(mutant: Mutant, path: Path, patch: pytest.MonkeyPatch) -> None:
     """Put the mutant where the library looks for the original."""
+    if mutant.module in KERNELS:
+        kernels.load("triton")  # the originals are there, to come back
+        for file in KERNELS:
+            name = Path(file).stem
+            module = load(
+                f"nearfield.kernels.{name}", path if file == mutant.module else PACKAGE / file, patch
+            )
+            patch.setattr(kernels, name, module)
+        return
+    module = load("nearfield_mutant", path, patch)
     if mutant.module == REFERENCE:
         patch.setattr(ATTEND, "reference", module)
     elif mutant.module == GROUPED:
         patch.setattr(ATTEND, "grouped", module)
-    elif mutant.module == KERNELS:
-        patch.setattr(kernels, "load", lambda impl: module)
     elif mutant.module == PLANNING:
         patch.setattr(planning, "ring", module.ring)
     else:
         patch.setattr(Plan, "transpose", module.Plan.transpose)
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors are tiny here: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setitem(sys.modules, "nearfield_mutant", None)
-    yield
-    torch.set_num_threads(threads)
 
 
 def where(impl: str, device: torch.device) -> torch.device:
@@ -224,13 +242,13 @@ def test_mutant_is_killed(
     name: str, impl: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant = MUTANTS[name]
-    replace(mutant, load(mutant, tmp_path), monkeypatch)
+    replace(mutant, write(mutant, tmp_path), monkeypatch)
     with pytest.raises(AssertionError):
-        IDENTITIES[mutant.identity](impl, where(impl, device))
+        IDENTITIES[mutant.identity](impl, SMALL, where(impl, device))
 
 
 @pytest.mark.parametrize(
     ("identity", "impl"), [marked(*case) for case in sorted({(m.identity, m.impl) for m in MUTANTS.values()})]
 )
 def test_identity_holds_without_mutants(identity: str, impl: str, device: torch.device) -> None:
-    IDENTITIES[identity](impl, where(impl, device))
+    IDENTITIES[identity](impl, SMALL, where(impl, device))

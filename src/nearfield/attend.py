@@ -1,7 +1,7 @@
 """The public operation: check the call, choose an implementation, run it, differentiate it.
 
 One call travels like this: `attend` checks the arguments and hands the plan's lists to the registered operator
-`nearfield::attend`, which is opaque to torch.compile. Inside it `choose` picks an implementation for the real
+`nearfield::attend`, which is opaque to torch.compile. Inside it `explain_choice` picks an implementation for the real
 tensors. Its gradient is the operator `nearfield::attend_backward` over the same lists.
 """
 

@@ -67,12 +67,11 @@ def attend_backward(
     positions: Positions | None,
     scale: float,
 ) -> Gradients:
-    # A row that reads nothing has logits of -inf; any finite lse makes its weights zero.
-    known = _Known(
-        grad_out,
-        lse.masked_fill(lse == -torch.inf, 0),
-        (_wide(grad_out) * _wide(out)).sum(-1) - grad_lse,
-    )
+    # A row that reads nothing has logits of -inf; any finite lse makes its weights zero. The log of nothing has no
+    # gradient; merging two of them by lse gives NaN, which must not spread.
+    nothing = lse == -torch.inf
+    delta = (_wide(grad_out) * _wide(out)).sum(-1) - grad_lse
+    known = _Known(grad_out, lse.masked_fill(nothing, 0), delta.masked_fill(nothing, 0))
     grad_query = torch.zeros_like(query)
     grad_key, grad_value = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))
     grad_bias = None if key_bias is None else lse.new_zeros(key_bias.shape)

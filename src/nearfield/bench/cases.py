@@ -72,6 +72,13 @@ class Result:
         """Our rate on the kept pairs over the dense rate: the same number as the speed-up over its pair-count bound."""
         return self.speed_up * self.density if self.speed_up and self.density else None
 
+    def rate_fraction_of(self, backend: str) -> float | None:
+        """The same for any dense implementation of the survey: its time over the best one's is from the survey's turns,
+        the best one's over ours from this case's."""
+        if self.rate_fraction is None or self.dense_name is None or backend not in self.dense_survey:
+            return None
+        return self.rate_fraction * self.dense_survey[backend] / self.dense_survey[self.dense_name]
+
     def _work(self) -> int:
         return (BACKWARD_WORK if self.case.backward else FORWARD_WORK) * self.case.preset.head_dim
 
@@ -124,8 +131,9 @@ def _cases_of(
     for grain in grains:
         yield Case(preset, "random", grain, rows, impl)
     if preset.text:
-        # On the CPU small blocks cost nothing and fit tiles of any length; kernels want whole compute tiles.
-        tile_rows, tile_grain = (rows, 64) if on_cuda else (q_block or 16, 16)
+        # On the CPU small blocks cost nothing and fit tiles of any length; kernels want whole compute tiles. Text,
+        # centre and tiles are multiples of 128 tokens, not of 192.
+        tile_rows, tile_grain = (q_block or 128, 64) if on_cuda else (q_block or 16, 16)
         yield Case(preset, "ragged" if ragged else "tiles", tile_grain, tile_rows, impl)
     if backward:
         yield Case(preset, "random", 64, rows, impl, backward=True)

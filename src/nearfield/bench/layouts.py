@@ -38,9 +38,9 @@ def random_lists(preset: Preset, grain: int, q_block: int, device: torch.device 
 
 def kept_ids(preset: Preset, grain: int) -> int:
     """Ids per row: the kept share of the keys in whole steps of 128 keys, the widest compute tile."""
-    step = max(1, 128 // grain)
+    keys = round(preset.kept * preset.tokens / 128) * 128
     columns = -(-preset.tokens // grain)
-    return max(1, min(columns, round(preset.kept * preset.tokens / 128) * step))
+    return max(1, min(columns, keys // grain))
 
 
 def tiles(
@@ -55,10 +55,14 @@ def tiles(
 ) -> Plan:
     """Tiles along the curve, sliding with the layer; the text, and on request the centre, reads and is read by all.
 
-    A shared centre stands after the text and before the rest of the image, so it is one span.
+    A shared centre stands after the text and before the rest of the image, so the two are one span. The ring of what
+    is left no longer divides by `count`: its tiles are rounded to whole blocks, so that no row reads a block for the
+    sake of a few tokens, and there may be one more or one less of them.
     """
     shared = preset.text + (preset.centre if centre else 0)
-    run = run_length(preset, count, centre)
+    run = run_length(preset, count)
+    if centre:
+        run = rounded_run(preset.tokens - shared, count, max(q_block, k_block))
     return planning.ring(
         preset.tokens,
         run,
@@ -71,9 +75,14 @@ def tiles(
     )
 
 
-def run_length(preset: Preset, count: int, centre: bool = False) -> int:
+def run_length(preset: Preset, count: int) -> int:
     """Tokens per tile; where `count` does not divide the image, the last tile is shorter."""
-    return math.ceil((preset.image - (preset.centre if centre else 0)) / count)
+    return math.ceil(preset.image / count)
+
+
+def rounded_run(length: int, count: int, block: int) -> int:
+    """Tokens per tile of a ring of `length` tokens, in whole blocks, for about `count` tiles."""
+    return max(1, round(length / count / block)) * block
 
 
 def layer_shift(run: int, layer: int) -> int:

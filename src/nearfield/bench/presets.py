@@ -62,16 +62,15 @@ _TABLE = (
     Preset("flux-2048", 1, 24, 128, (128, 128), 512, kept=0.121),
     Preset("flux-4096", 1, 24, 128, (256, 256), 512, kept=0.03),
     Preset("wan-480p", 1, 12, 128, (21, 30, 52), 0, kept=0.297),
-    Preset("pixel-128", 4, 6, 64, (128, 128), 0, kept=0.04, q_block=128),
-    Preset("pixel-256", 1, 6, 64, (256, 256), 0, kept=0.01, q_block=128),
+    Preset("pixel-128", 4, 6, 64, (128, 128), 0, kept=0.04),
+    Preset("pixel-256", 1, 6, 64, (256, 256), 0, kept=0.01),
     Preset("cpu-flux-1024", 1, 24, 128, (64, 64), 512, kept=0.25, q_block=128),
     Preset("cpu-pixel-64", 1, 6, 64, (64, 64), 0, kept=0.06, q_block=128),
     Preset("cpu-small", 1, 2, 32, (24, 24), 64, kept=0.25, q_block=64),
 )
 PRESETS = {preset.name: preset for preset in _TABLE}
-EXPLAINED = tuple(name for name in PRESETS if not name.startswith("cpu-"))
 
-ON_CUDA = EXPLAINED
+ON_CUDA = tuple(name for name in PRESETS if not name.startswith("cpu-"))
 ON_CPU = ("cpu-flux-1024", "cpu-pixel-64")
 QUICK_ON_CUDA = ("flux-1024",)
 QUICK_ON_CPU = ("cpu-small",)

@@ -100,6 +100,8 @@ def _record(result: Result) -> dict[str, Any]:
         "dense_tflops": result.dense_tflops,
         "dense_survey_milliseconds": result.dense_survey,
         "fraction_of_dense_rate": result.rate_fraction,
+        "fraction_of_cudnn_rate": result.rate_fraction_of("cudnn"),
+        "fractions_of_dense_rates": {name: result.rate_fraction_of(name) for name in result.dense_survey},
         "speed_up": result.speed_up,
         "parts_milliseconds": result.parts,
         "overhead_over_parts": result.overhead,

@@ -1,0 +1,104 @@
+"""The pages show code that runs and print what they say, and the examples run."""
+
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A Python block, the line it starts at, and the text block right below it (None if there is none)."""
+
+    line: int
+    code: str
+    expected: str | None
+
+
+def python_blocks(text: str) -> list[Block]:
+    fences = list(FENCE.finditer(text))
+    blocks = []
+    for index, fence in enumerate(fences):
+        if fence[1] != "python":
+            continue
+        expected = None
+        if index + 1 < len(fences):
+            following = fences[index + 1]
+            if following[1] == "text" and not text[fence.end() : following.start()].strip():
+                expected = following[2]
+        blocks.append(Block(text.count("\n", 0, fence.start()) + 2, fence[2], expected))
+    return blocks
+
+
+def run_blocks(blocks: list[Block], page: str) -> None:
+    """Run a page from top to bottom in one namespace; errors name the line of the page."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)
+        if block.expected is not None:
+            assert printed.getvalue() == block.expected, f"{page}:{block.line} prints something else"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs_and_prints_what_it_says(page: Path) -> None:
+    run_blocks(python_blocks(page.read_text(encoding="utf-8")), page.name)
+
+
+def test_pages_have_blocks() -> None:
+    """So that a change of their fences does not pass for silence."""
+    with_blocks = {page.name for page in PAGES if python_blocks(page.read_text(encoding="utf-8"))}
+    assert {"README.md", "attend.md", "curves.md", "plan.md"} <= with_blocks
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+PAGE = """
+```python
+x = 3
+```
+
+```python
+print(x)
+```
+
+```text
+3
+```
+
+Prose.
+
+```text
+not printed
+```
+"""
+
+
+def test_blocks_are_read_and_checked() -> None:
+    blocks = python_blocks(PAGE)
+    assert blocks == [Block(3, "x = 3\n", None), Block(7, "print(x)\n", "3\n")]
+    run_blocks(blocks, "page")
+    with pytest.raises(AssertionError, match="page:7 prints something else"):
+        run_blocks([blocks[0], blocks[1]._replace(expected="4\n")], "page")
+    with pytest.raises(NameError):
+        run_blocks(blocks[1:], "page")
