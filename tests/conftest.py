@@ -20,6 +20,9 @@ INTERPRETER_WARNINGS = (
     "ignore:All-NaN slice encountered:RuntimeWarning",
 )
 
+# torch's remarks on itself: older releases still import parts they have deprecated.
+TORCH_WARNINGS = ("ignore:.*torch.jit.*deprecated:DeprecationWarning",)
+
 # A GPU machine may have pytest alone; the GPU tests do without hypothesis.
 try:
     import hypothesis
@@ -40,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for line in INTERPRETER_WARNINGS:
+    for line in INTERPRETER_WARNINGS + TORCH_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     if config.getoption("--require-gpu") and not HAS_GPU:
         raise pytest.UsageError("--require-gpu needs a CUDA device; torch.cuda.is_available() is False.")
