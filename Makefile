@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## run the demonstration
-	$(BIN)/nearfield demo
+demo: $(STAMP) ## run the demonstration (ARGS="--grid 45x80" for another grid)
+	$(BIN)/nearfield demo $(ARGS)
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --timeout 300
@@ -44,10 +44,10 @@ format: $(STAMP) ## apply the formatting and the safe lint fixes
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time attend on this machine
-	$(BIN)/nearfield bench attend
+bench: $(STAMP) ## time attend on this machine (ARGS="--quick" for a glance)
+	$(BIN)/nearfield bench attend $(ARGS)
 
-docs: $(STAMP) ## build the pictures and pages of the documentation
+docs: $(STAMP) ## draw the pictures of the documentation
 	$(BIN)/python docs/build.py
 
 gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU

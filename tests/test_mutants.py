@@ -224,7 +224,7 @@ def replace(mutant: Mutant, path: Path, patch: pytest.MonkeyPatch) -> None:
     elif mutant.module == PLANNING:
         patch.setattr(planning, "ring", module.ring)
     else:
-        patch.setattr(Plan, "transpose", module.Plan.transpose)
+        patch.setattr(Plan, "_transposed", module.Plan._transposed)
 
 
 def where(impl: str, device: torch.device) -> torch.device:

@@ -439,7 +439,7 @@ BAD = [
     (lambda: planning.full(0), ValueError, "`num_queries` must be at least 1; got 0."),
     (lambda: planning.full(5, 0), ValueError, "`num_keys` must be at least 1; got 0."),
     (lambda: planning.full(5, q_block=0), ValueError, f"`q_block` {BLOCK_RULE}; got 0."),
-    (lambda: planning.full(5, k_block="64"), ValueError, f"`k_block` {BLOCK_RULE}; got '64'."),
+    (lambda: planning.full(5, k_block="64"), TypeError, "`k_block` must be an integer; got str."),
     (lambda: planning.ring(0, 1), ValueError, "`length` must be at least 1; got 0."),
     (lambda: planning.ring(9.0, 1), TypeError, "`length` must be an integer; got float."),
     (lambda: planning.ring(9, 1, k_block=3), ValueError, f"`k_block` {BLOCK_RULE}; got 3."),

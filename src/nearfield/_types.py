@@ -20,7 +20,7 @@ Impl = Literal["auto", "gluon", "triton", "grouped", "reference"]
 class Positions(NamedTuple):
     """Where queries and keys stand in time: a key is visible if its position is not after the query's.
 
-    Both are integer tensors below 2^31, `[B, N]` and `[B, M]`; a leading 1 broadcasts over the batch.
+    Both are integer tensors, `[B, N]` and `[B, M]`; a leading 1 broadcasts over the batch.
     """
 
     query: Tensor

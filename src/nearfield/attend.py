@@ -5,12 +5,14 @@ One call travels like this: `attend` checks the arguments and hands the plan's l
 tensors. Its gradient is the operator `nearfield::attend_backward` over the same lists.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nearfield import grouped, kernels
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
@@ -19,6 +21,7 @@ from nearfield.plan import Plan
 from nearfield.reference import attend as reference
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LARGEST = torch.finfo(torch.float32).max
 _LAYOUT_HINT = "Expected [batch, heads, tokens, head_dim]."
 
 
@@ -39,7 +42,8 @@ def attend(
         query: `[B, H, N, D]`, any strides.
         key, value: `[B, G, M, D]`; `G` divides `H` (grouped-query attention).
         plan: who reads whom, for `N` queries and `M` keys, on the same device.
-        key_bias: added to the logits of each key; broadcastable to `[B, H, M]`; `-inf` hides a key. Gradients flow.
+        key_bias: added to the logits of each key; broadcastable to `[B, H, M]`; `-inf`, and on a GPU anything below
+            -2.3e38, hides a key. Gradients flow.
         positions: `Positions(query, key)`; a key is visible where its position is not after the query's.
         scale: defaults to `1 / sqrt(D)`.
         impl: "auto" picks the fastest that can run these tensors; any other name runs exactly that or raises.
@@ -49,6 +53,7 @@ def attend(
         A query that reads nothing gives zeros and `-inf`.
     """
     _check_call(query, key, value, plan, impl)
+    _refuse_forward_mode(query, key, value, key_bias)
     batch, heads = query.shape[:2]
     if key_bias is not None:
         key_bias = _expanded_bias(key_bias, query, key)
@@ -60,7 +65,7 @@ def attend(
     )
     transposed = plan.transpose() if wants_gradient else None
     order, transposed_order = None, None
-    if query.is_cuda:
+    if query.is_cuda and impl not in ("grouped", "reference"):
         order = plan.longest_first(batch, heads)
         transposed_order = transposed.longest_first(batch, key.shape[1]) if transposed else None
     out, lse = torch.ops.nearfield.attend(
@@ -118,12 +123,15 @@ def explain_choice(
     impl: Impl = "auto",
 ) -> Choice:
     """The implementation that would run this call. Reads only shapes, strides, dtypes and devices."""
+    check_member("impl", impl, get_args(Impl))
     rejected: dict[str, str] = {}
     candidates = ("gluon", "triton", "grouped") if impl == "auto" else (impl,)
     for name in candidates:
-        reason = _unsupported(name, query, key, plan, key_bias, positions, backward)
-        if reason is None and impl == "auto" and (name == "grouped") == query.is_cuda:
-            reason = _OFF_DEVICE[name]
+        reason = None
+        if impl == "auto":
+            reason = _unfit(name, query, backward)
+        if reason is None:
+            reason = _unsupported(name, query, key, plan, key_bias, positions, backward)
         if reason is None:
             return Choice(name, _REASONS[name], rejected)
         rejected[name] = reason
@@ -132,6 +140,15 @@ def explain_choice(
     raise NotImplementedError(
         f"`impl` must be able to run this call; got {impl!r}. {reasons}. {hint}".rstrip()
     )
+
+
+def _unfit(name: str, query: Tensor, backward: bool) -> str | None:
+    """Why "auto" does not even ask an implementation."""
+    if (name == "grouped") == query.is_cuda:
+        return _OFF_DEVICE[name]
+    if name == "gluon" and backward:
+        return "it has no backward of its own"
+    return None
 
 
 def _unsupported(
@@ -182,6 +199,13 @@ def _rebuilt_plan(
     return plan
 
 
+@contextmanager
+def _undisturbed(query: Tensor) -> Iterator[None]:
+    """On the GPU of the tensors, whichever is current, and in the precision they came in, whatever autocast says."""
+    with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
+        yield
+
+
 def _paired(query_positions: Tensor | None, key_positions: Tensor | None) -> Positions | None:
     if query_positions is None or key_positions is None:
         return None
@@ -211,7 +235,8 @@ def _attend(
     plan = _rebuilt_plan(query, key, (offsets, blocks), order, (None, None, None), q_block, k_block, uniform)
     positions = _paired(query_positions, key_positions)
     name = explain_choice(query, key, plan, key_bias=key_bias, positions=positions, impl=impl).impl  # type: ignore[arg-type]
-    out, lse = _implementation(name).attend_forward(query, key, value, plan, key_bias, positions, scale)
+    with _undisturbed(query):
+        out, lse = _implementation(name).attend_forward(query, key, value, plan, key_bias, positions, scale)
     return out, lse
 
 
@@ -256,9 +281,10 @@ def _attend_backward(
         backward=True,
         impl=impl,  # type: ignore[arg-type]
     ).impl
-    gradients: Gradients = _implementation(name).attend_backward(
-        grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale
-    )
+    with _undisturbed(query):
+        gradients: Gradients = _implementation(name).attend_backward(
+            grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale
+        )
     bias_gradient = gradients.key_bias
     if bias_gradient is None:
         bias_gradient = lse.new_empty(0)
@@ -319,6 +345,8 @@ def _check_call(query: Tensor, key: Tensor, value: Tensor, plan: Plan, impl: str
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         rule = f"have the batch ({query.shape[0]}) and head dimension ({query.shape[3]}) of `query`"
         wrong_value("key", rule, shape_of(key), _LAYOUT_HINT)
+    if query.shape[1] == 0 or query.shape[3] == 0:
+        wrong_value("query", "have at least one head and one channel", shape_of(query), _LAYOUT_HINT)
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         wrong_value("key", f"have a number of heads that divides `query`'s ({query.shape[1]})", key.shape[1])
     check_member("impl", impl, get_args(Impl))
@@ -356,20 +384,33 @@ def _checked_positions(positions: Positions, query: Tensor, key: Tensor) -> Posi
     checked = []
     for name, x, like in zip(("positions.query", "positions.key"), positions, (query, key), strict=True):
         check_tensor(name, x, dims=2, hint="Expected [batch or 1, tokens].")
-        if x.is_floating_point() or x.dtype == torch.bool:
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             wrong_type(name, "be integers", x.dtype)
         check_same_device(name, x, "query", query.device)
         if x.shape[0] not in (1, query.shape[0]) or x.shape[1] != like.shape[2]:
             wrong_value(name, f"have shape [1 or {query.shape[0]}, {like.shape[2]}]", shape_of(x))
-        checked.append(x.to(torch.int32))
+        # Clamped, not wrapped: a position beyond 32 bits still means never, or always.
+        checked.append(x.clamp(-(2**31), 2**31 - 1).to(torch.int32))
     return Positions(*checked)
 
 
 def _checked_scale(scale: float | None, query: Tensor) -> float:
     if scale is None:
         return float(query.shape[3] ** -0.5)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    is_number: bool = not isinstance(scale, bool) and isinstance(scale, (Real, torch.SymFloat))
+    if not is_number:
         wrong_type("scale", "be a number", type(scale).__name__)
-    if not math.isfinite(scale):
+    if not -_LARGEST <= scale <= _LARGEST:
         wrong_value("scale", "be finite", scale)
     return float(scale)
+
+
+def _refuse_forward_mode(*inputs: Tensor | None) -> None:
+    """Without this the operator's tangents would silently be zero."""
+    if forward_ad._current_level < 0:
+        return
+    for x in inputs:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                "`attend` must be differentiated backward; got forward-mode tangents. Use torch.autograd.grad."
+            )

@@ -231,6 +231,8 @@ def _groups(
     plan: Plan, query: Tensor, key: Tensor, positions: Positions | None
 ) -> Iterator[_SharedRows | _StackedRows]:
     """Every row that reads anything, once."""
+    if query.numel() == 0:
+        return
     batch = query.shape[0]
     list_batches, list_heads = plan.blocks.shape[:2]
     one_mask = positions is None or len(positions.query) == len(positions.key) == 1
@@ -366,7 +368,11 @@ def _add_at(x: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def _indices(runs: list[Run], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
+    starts, stops = torch.tensor(runs, device=device).unbind(1)
+    lengths = stops - starts
+    # Counting on from 0, each run is as far ahead of the count as its start is past the runs before it.
+    ahead = starts - (lengths.cumsum(0) - lengths)
+    return ahead.repeat_interleave(lengths) + torch.arange(int(lengths.sum()), device=device)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ consecutive keys one id stands for. Everything that reads (the reference, the CP
 backward) walks these lists and nothing else, so no two of them can disagree about which pairs exist.
 """
 
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Layout(NamedTuple):
     num_keys: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """Which key blocks each query block reads.
 
@@ -58,6 +59,8 @@ class Plan:
 
     def __post_init__(self, check: bool) -> None:
         _check_layout(self)
+        for name in ("offsets", "blocks"):  # kernels step through lists by one
+            object.__setattr__(self, name, getattr(self, name).contiguous())
         if check:
             _check_lists(self)
 
@@ -132,18 +135,28 @@ class Plan:
 
     def preview(self, width: int = 64, height: int = 24) -> str:
         """The plan as text: one line per group of rows, darker where more is read (first batch and head)."""
-        cells = (self.block_counts()[:1, :1] > 0).float()
+        first = Plan(
+            self.offsets[:1, :1], self.blocks[:1, :1], self.q_block, self.k_block, self.num_queries, self.num_keys,
+            check=False,
+        )  # fmt: skip
+        cells = (first.block_counts() > 0).float()
         size = (min(height, self.num_rows), min(width, self.num_columns))
         shares = torch.nn.functional.adaptive_avg_pool2d(cells, size)[0, 0]
         shades = " ░▒▓█"
         levels = (shares * (len(shades) - 1)).ceil().long().tolist()
         return "\n".join("│" + "".join(shades[level] for level in line) + "│" for line in levels)
 
+    def __repr__(self) -> str:
+        """Without the lists: they may be long, and on a device that would have to be waited for."""
+        return f"Plan({', '.join(f'{name}={value}' for name, value in self.layout._asdict().items())})"
+
     def __str__(self) -> str:
         batch, heads = self.blocks.shape[:2]
+        pairs = self.num_pairs
+        density = pairs / (batch * heads * self.num_queries * self.num_keys)
         return (
             f"Plan: {self.num_queries} queries x {self.num_keys} keys, blocks {self.q_block} x {self.k_block}, "
-            f"lists for {batch} x {heads} (batch x heads), density {self.density:.4f}, {self.num_pairs:,} pairs"
+            f"lists for {batch} x {heads} (batch x heads), density {density:.4f}, {pairs:,} pairs"
         )
 
     # -- derived plans -------------------------------------------------------------------------------------------
@@ -153,8 +166,9 @@ class Plan:
 
         Never waits for the device; computed once per plan.
         """
-        if "transpose" in self._derived:
-            return self._derived["transpose"]  # type: ignore[no-any-return]
+        return self._derive("transpose", self._transposed)  # type: ignore[no-any-return]
+
+    def _transposed(self) -> "Plan":
         row, used = self.entry_rows()
         column = torch.where(used, self.blocks, self.num_columns)
         # A stable sort keeps the rows of one column ascending, so the result is again a valid plan.
@@ -163,12 +177,7 @@ class Plan:
         columns = torch.arange(self.num_columns + 1, device=self.device, dtype=torch.int32)
         offsets = torch.searchsorted(ordered, columns.expand(batch, heads, -1).contiguous(), out_int32=True)
         blocks = torch.gather(torch.where(used, row, 0), -1, source)
-        transposed = Plan(
-            offsets, blocks, self.k_block, self.q_block, self.num_keys, self.num_queries, check=False
-        )
-        if not torch.compiler.is_compiling():
-            self._derived["transpose"] = transposed
-        return transposed
+        return Plan(offsets, blocks, self.k_block, self.q_block, self.num_keys, self.num_queries, check=False)
 
     def longest_first(self, batch: int, heads: int) -> Tensor | None:
         """The order in which to start rows so that no long one starts last.
@@ -179,14 +188,29 @@ class Plan:
         """
         if self.uniform or self.blocks.shape[1] not in (1, heads):
             return None
-        if ("order", batch, heads) in self._derived:
-            return self._derived["order", batch, heads]  # type: ignore[no-any-return]
-        counts = self.counts.expand(batch, heads, self.num_rows).flatten()
-        similar = (counts.clamp(min=1).float().log2() * 2).round().to(torch.int32)
-        order = torch.argsort(similar, descending=True, stable=True).to(torch.int32)
-        if not torch.compiler.is_compiling():
-            self._derived["order", batch, heads] = order
-        return order
+
+        def order() -> Tensor:
+            counts = self.counts.expand(batch, heads, self.num_rows).flatten()
+            similar = (counts.clamp(min=1).float().log2() * 2).round().to(torch.int32)
+            return torch.argsort(similar, descending=True, stable=True).to(torch.int32)
+
+        return self._derive(("order", batch, heads), order)  # type: ignore[no-any-return]
+
+    def _derive(self, name: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, kept for the next time wherever that is safe."""
+        if name in self._derived:
+            return self._derived[name]
+        if torch.compiler.is_compiling():
+            return make()
+        # Made in inference mode it could not serve a training step later.
+        with torch.inference_mode(False):
+            value = make()
+        made = value.offsets if isinstance(value, Plan) else value
+        is_real = type(made) is type(self.offsets)  # not a stand-in of a tracer
+        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_real and not is_captured:  # a graph's memory holds nothing before its first replay
+            self._derived[name] = value
+        return value
 
     def to(self, device: torch.device | str) -> "Plan":
         """The same plan with its lists on `device`; itself if they are there already."""
@@ -221,15 +245,23 @@ def _block_sizes(length: int, block: int, device: torch.device) -> Tensor:
     return (length - starts).clamp(max=block)
 
 
+def check_block(name: str, block: object) -> None:
+    if isinstance(block, bool) or not isinstance(block, int):
+        wrong_type(name, "be an integer", type(block).__name__)
+    check_member(name, block, BLOCKS)
+
+
 def _check_layout(plan: Plan) -> None:
-    check_member("q_block", plan.q_block, BLOCKS)
-    check_member("k_block", plan.k_block, BLOCKS)
+    check_block("q_block", plan.q_block)
+    check_block("k_block", plan.k_block)
     check_int("num_queries", plan.num_queries, at_least=1)
     check_int("num_keys", plan.num_keys, at_least=1)
     for name, lists in (("offsets", plan.offsets), ("blocks", plan.blocks)):
         check_tensor(name, lists, dims=3)
         if lists.dtype != torch.int32:
             wrong_type(name, "be int32", lists.dtype, "Convert it with `.to(torch.int32)`.")
+    if 0 in plan.offsets.shape[:2]:
+        wrong_value("offsets", "have a batch and heads of at least 1", list(plan.offsets.shape))
     if plan.offsets.shape[:2] != plan.blocks.shape[:2]:
         shapes = f"{list(plan.offsets.shape)} and {list(plan.blocks.shape)}"
         wrong_value("offsets", "have the batch and heads of `blocks`", shapes)

@@ -15,14 +15,13 @@ from torch.nn.functional import pad
 
 from nearfield._checks import (
     check_int,
-    check_member,
     check_same_device,
     check_tensor,
     shape_of,
     wrong_type,
     wrong_value,
 )
-from nearfield.plan import BLOCKS, Plan
+from nearfield.plan import Plan, check_block
 
 Span = tuple[int, int]
 """Consecutive tokens, `(start, stop)`; `stop` is the first token after them."""
@@ -58,6 +57,7 @@ def full(
 ) -> Plan:
     """Every query reads every key. `num_keys` defaults to `num_queries`; `device` to torch's default device."""
     sizes = _sizes(q_block, k_block, num_queries, num_queries if num_keys is None else num_keys)
+    _check_capacity(sizes.rows * sizes.columns)
     offsets = torch.arange(sizes.rows + 1, device=device, dtype=torch.int32) * sizes.columns
     blocks = torch.arange(sizes.columns, device=device, dtype=torch.int32).repeat(sizes.rows)
     return Plan(offsets[None, None], blocks[None, None], *sizes, uniform=True, check=False)
@@ -130,6 +130,7 @@ def _reach_on_ring(sizes: _Sizes, curve: Span, run: int, shift: int) -> list[tup
     tokens, in positions counted from the cut that `shift` moved; `last` is not reduced where it passes the end.
     """
     n = curve[1] - curve[0]
+    run, shift = min(run, n), shift % n
     row_start = torch.arange(sizes.rows, device="cpu") * sizes.q_block
     start, stop = row_start.clamp(min=curve[0]), (row_start + sizes.q_block).clamp(max=curve[1])
     on_ring = start < stop
@@ -182,6 +183,7 @@ def _from_spans(starts: Tensor, stops: Tensor, sizes: _Sizes, device: torch.devi
     lengths = lengths.flatten()
     first = (starts.flatten() - (lengths.cumsum(0) - lengths)).to(device, torch.int32)
     total = int(counts.sum())
+    _check_capacity(total)
     blocks = first.repeat_interleave(lengths.to(device), output_size=total)
     blocks += torch.arange(total, device=device, dtype=torch.int32)
     offsets = _offsets(counts).to(device)
@@ -289,6 +291,7 @@ def _from_rows(ids: Tensor, counts: Tensor, sizes: _Sizes) -> Plan:
     deterministic, and without a count of the used ones it never waits for the device.
     """
     batch, heads, rows, width = ids.shape
+    _check_capacity(rows * width)
     offsets = _offsets(counts)
     begin, end, total = (
         part.long().unsqueeze(-1) for part in (offsets[..., :-1], offsets[..., 1:], offsets[..., -1:])
@@ -312,11 +315,19 @@ def _offsets(counts: Tensor) -> Tensor:
 
 
 def _sizes(q_block: int, k_block: int, num_queries: int, num_keys: int) -> _Sizes:
-    check_member("q_block", q_block, BLOCKS)
-    check_member("k_block", k_block, BLOCKS)
+    check_block("q_block", q_block)
+    check_block("k_block", k_block)
     check_int("num_queries", num_queries, at_least=1)
     check_int("num_keys", num_keys, at_least=1)
     return _Sizes(q_block, k_block, num_queries, num_keys)
+
+
+def _check_capacity(entries: int) -> None:
+    """Offsets are 32 bits wide."""
+    if entries >= 2**31:
+        wrong_value(
+            "q_block", "be large enough for lists below 2^31 ids", f"{entries} ids", "Use larger blocks."
+        )
 
 
 def _with_leading(name: str, value: Tensor, sizes: _Sizes) -> Tensor:

@@ -5,6 +5,7 @@ until one of them is asked, so the library works where triton does not exist.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 from functools import lru_cache
 from typing import Any
@@ -44,12 +45,14 @@ def unsupported(
 
 @lru_cache
 def triton_version() -> tuple[int, int] | None:
-    """(major, minor) of the installed Triton, or None."""
+    """(major, minor) of the installed Triton, or None. Does not import it."""
     if importlib.util.find_spec("triton") is None:
         return None
-    import triton
-
-    major, minor = triton.__version__.split(".")[:2]
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        version = importlib.import_module("triton").__version__
+    major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 

@@ -31,6 +31,6 @@ def unsupported(
         return "float64 is for the reference"
     if query.dtype == torch.bfloat16 and is_interpreted():
         return "Triton's interpreter computes wrong bfloat16 products"
-    if query.shape[-1] > 256:
-        return f"head dimension {query.shape[-1]} is above 256"
+    if query.shape[-1] > 128:
+        return f"head dimension {query.shape[-1]} is above 128"
     return None

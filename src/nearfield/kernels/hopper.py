@@ -126,7 +126,7 @@ def attend_forward(
 ) -> Attended:
     batch, heads, num_queries, dim = query.shape
     if not suits_copy_engine(value):
-        value = value.contiguous()
+        value = value.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(query)
     lse = torch.empty(batch, heads, num_queries, device=query.device, dtype=torch.float32)
     query, scale = nonnegative(query, scale)

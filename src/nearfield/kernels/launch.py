@@ -93,8 +93,9 @@ def optional_inputs(
     bias_strides = (0, 0, 0) if key_bias is None else key_bias.stride()
     if positions is None:
         return (bias, query, query), (*bias_strides, 0, 0)
+    positions = Positions(*(x.contiguous() for x in positions))
     position_strides = tuple(0 if x.shape[0] == 1 else x.stride(0) for x in positions)
-    return (bias, *(x.contiguous() for x in positions)), (*bias_strides, *position_strides)
+    return (bias, *positions), (*bias_strides, *position_strides)
 
 
 def nonnegative(query: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -1,7 +1,8 @@
 """The sum over a plan, written as dense attention: the specification of `nearfield.attend`.
 
 Every pair gets a logit, `scale * query . key + key_bias + log(times read)`, and a pair that is not read gets `-inf`.
-Half-precision inputs are computed in float32 and rounded once, at the end.
+Half-precision inputs are computed in float32 and rounded once, at the end. Being dense it multiplies values that are
+not read by zero: a NaN among them shows here, and only here.
 """
 
 import torch
@@ -89,7 +90,7 @@ def _per_query_head(key: Tensor, query: Tensor) -> Tensor:
 
 def _sum_per_key_head(grad: Tensor, key: Tensor) -> Tensor:
     batch, key_heads, num_keys, dim = key.shape
-    return grad.view(batch, key_heads, -1, num_keys, dim).sum(2)
+    return grad.view(batch, key_heads, grad.shape[1] // key_heads, num_keys, dim).sum(2)
 
 
 def _like(tensor: Tensor, result: Tensor) -> Tensor:

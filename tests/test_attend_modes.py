@@ -1,0 +1,156 @@
+"""Attend under the modes of torch a user may be in, and with inputs laid out in unusual ways."""
+
+import numpy
+import pytest
+import torch
+from tests.attending import NEEDS_TRITON, Call, assert_within_budget, random_inputs, random_plan, run
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import nearfield
+from nearfield import Plan, Positions, explain_choice, planning
+
+IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["transposed", "slice of wider", "int64"])
+def test_positions_of_any_strides(layout: str, impl: str, device: torch.device) -> None:
+    query, key, value = random_inputs(2, 1, 40, dim=16, device=device)
+    plan = random_plan(40, 40, q_block=32, k_block=16, share=0.8, device=device)
+    wide = torch.randint(0, 40, (2, 60), generator=torch.Generator().manual_seed(0)).to(device)
+    positions = {
+        "transposed": wide[:, :40].int().t().contiguous().t(),
+        "slice of wider": wide.int()[:, :40],
+        "int64": wide[:, :40],
+    }[layout]
+    assert_within_budget(Call(query, key, value, plan, None, Positions(positions, positions)), impl)
+
+
+def test_positions_beyond_32_bits_are_clamped() -> None:
+    query, key, value = random_inputs(1, 1, 16, dim=16)
+    now = torch.zeros(1, 16, dtype=torch.int64)
+    never = torch.full((1, 16), torch.iinfo(torch.int64).max)
+    out, lse = nearfield.attend(query, key, value, planning.full(16), positions=Positions(now, never))
+    assert bool((out == 0).all())
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_lists_of_any_strides(impl: str, device: torch.device) -> None:
+    inputs = random_inputs(1, 2, 40, dim=16, device=device)
+    dense = random_plan(40, 40, q_block=32, k_block=16, device=device)
+    strided = [torch.stack([x, x + 1], -1)[..., 0] for x in (dense.offsets, dense.blocks)]
+    plan = Plan(*strided, 32, 16, 40, 40)
+    assert plan == dense
+    assert_within_budget(Call(*inputs, plan), impl)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_autocast_does_not_reach_inside(impl: str, device: torch.device) -> None:
+    call = Call(*random_inputs(1, 2, 40, dim=16, device=device), planning.full(40, q_block=32, device=device))
+    with torch.autocast(device.type, torch.bfloat16):
+        inside = run(call, impl)
+    for name, value in run(call, impl).items():
+        assert inside[name].dtype == value.dtype
+        assert torch.equal(inside[name], value), name
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_plan_first_used_in_inference_mode_can_train(impl: str, device: torch.device) -> None:
+    call = Call(
+        *random_inputs(1, 1, 40, dim=16, device=device),
+        random_plan(40, 40, q_block=32, k_block=16, device=device),
+    )
+    with torch.inference_mode():
+        nearfield.attend(call.query, call.key, call.value, call.plan, impl=impl)  # type: ignore[arg-type]
+        call.plan.transpose()
+        call.plan.longest_first(1, 1)
+    assert_within_budget(call, impl)
+
+
+def test_tracers_leave_nothing_in_a_plan() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        plan = planning.full(64)
+        plan.transpose()
+        plan.longest_first(1, 1)
+    real = random_plan(64, 64, q_block=32, k_block=16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        real.transpose()
+    assert type(real.transpose().offsets) is torch.Tensor
+
+
+def test_scale_may_vary_under_compile() -> None:
+    inputs = random_inputs(1, 1, 32, dim=16)
+    plan = planning.full(32)
+
+    def out(scale: float) -> torch.Tensor:
+        return nearfield.attend(*inputs, plan, scale=scale).out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(out, backend="aot_eager", fullgraph=True)
+    for scale in (0.1, 0.2, 0.3, 0.4):
+        torch.testing.assert_close(compiled(scale), out(scale))
+    torch._dynamo.reset()
+
+
+def test_scale_may_be_any_real_number() -> None:
+    inputs = random_inputs(1, 1, 16, dim=16)
+    plan = planning.full(16)
+    expected = nearfield.attend(*inputs, plan, scale=0.25).out
+    assert torch.equal(nearfield.attend(*inputs, plan, scale=numpy.float32(0.25)).out, expected)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`scale` must be finite"):
+        nearfield.attend(*inputs, plan, scale=10**400)
+
+
+def test_forward_mode_is_refused() -> None:
+    query, key, value = random_inputs(1, 1, 16, dim=16)
+    plan = planning.full(16)
+    with pytest.raises(NotImplementedError, match="`attend` must be differentiated backward"):
+        torch.func.jvp(lambda x: nearfield.attend(x, key, value, plan).out, (query,), (query,))
+
+
+@pytest.mark.parametrize("impl", ["reference", "grouped"])
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_an_empty_batch_gives_an_empty_result(with_positions: bool, impl: str) -> None:
+    query, key, value = (torch.zeros(0, 2, 16, 16, requires_grad=True) for _ in range(3))
+    steps = torch.arange(16)[None]
+    positions = Positions(steps, steps) if with_positions else None
+    out, _ = nearfield.attend(query, key, value, planning.full(16), positions=positions, impl=impl)  # type: ignore[arg-type]
+    out.sum().backward()
+    assert out.shape == (0, 2, 16, 16)
+    assert query.grad is not None
+
+
+def test_explaining_an_unknown_implementation_is_an_error() -> None:
+    query, key, _ = random_inputs(1, 1, 16, dim=16)
+    with pytest.raises(ValueError, match="`impl` must be one of 'auto'"):
+        explain_choice(query, key, planning.full(16), impl="tritn")  # type: ignore[arg-type]
+
+
+def test_cpu_tensors_choose_without_asking_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("the kernels were asked")
+
+    monkeypatch.setattr(nearfield.kernels, "unsupported", asked)
+    query, key, _ = random_inputs(1, 1, 16, dim=16)
+    choice = explain_choice(query, key, planning.full(16))
+    assert choice.impl == "grouped"
+    assert set(choice.rejected) == {"gluon", "triton"}
+
+
+@pytest.mark.parametrize("block", [True, 64.0, "64", None])
+def test_block_sizes_are_integers(block: object) -> None:
+    with pytest.raises(TypeError, match="`q_block` must be an integer"):
+        planning.full(64, q_block=block)  # type: ignore[arg-type]
+
+
+def test_lists_too_long_for_32_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`q_block` must be large enough for lists below 2\^31 ids"):
+        planning.full(2**20, q_block=16, k_block=1)
+
+
+def test_gathering_scattered_keys_is_exact() -> None:
+    """Many single keys in one list for all heads: the indices of thousands of runs."""
+    inputs = random_inputs(1, 2, 128, 300, dim=16)
+    plan = random_plan(128, 300, q_block=64, k_block=1, share=0.5)
+    assert_within_budget(Call(*inputs, plan), "grouped")
