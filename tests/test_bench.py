@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from nearfield import planning
-from nearfield.attend import attend
-from nearfield.bench import layouts, report
-from nearfield.bench.attend import random_inputs
+from nearfield.attend import Choice, attend
+from nearfield.bench import layouts, machine, report
+from nearfield.bench.attend import Bench, random_inputs
 from nearfield.bench.cases import Case, Result, cases
 from nearfield.bench.check import Checked, check_backward, check_forward, poisoned_memory
 from nearfield.bench.presets import PRESETS, Preset
@@ -227,6 +228,29 @@ def test_every_dense_implementation_has_its_fraction() -> None:
     slower = replace(measured_result(), dense_name="flash", dense_survey={"cudnn": 6.0, "flash": 4.0})
     assert slower.rate_fraction_of("cudnn") == pytest.approx(1.125)
     assert replace(slower, dense_survey={"flash": 4.0}).rate_fraction_of("cudnn") is None
+
+
+def test_a_small_problem_that_loses_is_noted() -> None:
+    lost = replace(measured_result(), dense_timing=Timing(1.0, 0.9, 1.1, 5))
+    note = "note: where dense is faster here, the problem (150 tokens) is too small to gain"
+    assert report.too_small([measured_result(), lost]) == note
+    assert report.too_small([measured_result()]) is None
+    assert report.too_small_note(100_000, 0.5, 0.1) is None
+    assert report.too_small_note(100, 0.5, 0.9) is None
+
+
+def test_the_backward_of_gluon_is_recorded_as_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run by the plain Triton kernels, whichever of the two was asked for."""
+    monkeypatch.setattr("nearfield.bench.attend.explain_choice", lambda *_, **__: Choice("gluon", "", {}))
+    monkeypatch.setattr(Bench, "_measured", lambda self, result, plan: result)
+    bench = Bench(SMALL, CPU, Effort(1, 0.0))
+    case = Case(SMALL, "random", 16, 32, "gluon")
+    assert bench.run(case).ran == "gluon"
+    assert bench.run(replace(case, backward=True)).ran == "triton"
+
+
+def test_the_system_is_named_without_its_release() -> None:
+    assert machine.facts()["system"] == f"{platform.system()} {platform.machine()}"
 
 
 def test_table_names_what_did_not_run() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from nearfield import cli, kernels
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.bench import presets
+from nearfield.bench import explain, presets
 from nearfield.bench.attend import dense_attention
+from nearfield.kernels import launch
 from nearfield.plan import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +55,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
 
 
 def test_choices_are_those_of_the_library() -> None:
-    """Written out in the command line, which reads its arguments without torch."""
+    """Written out in the command line, which imports nothing to read its arguments."""
     assert get_args(Impl) == cli.IMPLS
     assert cli.GRAINS == BLOCKS
     assert tuple(block for block in BLOCKS if block >= 16) == cli.QUERY_BLOCKS
@@ -102,7 +104,23 @@ BAD_CALLS = {
     "bench attend --impl fast": "`--impl` must be one of auto, gluon, triton, grouped, reference; got 'fast'.",
     "demo --grid 2x3x4": "`--grid` must have two sides to be drawn; got 2x3x4. Example: --grid 64x64",
     "demo --colour": "unrecognized arguments: --colour. See `nearfield --help`.",
-    "": "the following arguments are required: COMMAND. See `nearfield --help`.",
+    "explain flux-1024 --tiles 99999999": "`--tiles` must be at most 16,777,216; got 99,999,999.",
+    "explain flux-1024 --text 16000000": "`--grid` must with `--text` make a plan of at most 536,870,912 blocks; "
+    "got about 31,266,002,048 (16,004,096 tokens in blocks of 128 x 64). "
+    "Use larger --q-block and --k-block, or a smaller --grid or --text.",
+    "explain flux-4096 --q-block 16 --k-block 1 --tiles 1": "`--grid` must with `--text` make a plan of at most "
+    "67,108,864 listed ids; got about 272,646,144 (66,048 tokens in blocks of 16 x 1). "
+    "Use larger --q-block and --k-block, or a smaller --grid or --text.",
+    "demo --grid 257x256": "`--grid` must hold at most 65,536 tokens to be drawn; got 65,792.",
+    "demo --out picture.jpg": "`--out` must end in .png; got 'picture.jpg'. Example: --out results.png",
+    "bench attend --json .": "`--json` must name a file, not a directory; got '.'. Example: --json results.json",
+    "bench attend --json new/": "`--json` must name a file, not a directory; got 'new/'. "
+    "Example: --json results.json",
+    "bench attend --json /dev/null": "`--json` must name a plain file; got '/dev/null'. "
+    "Example: --json results.json",
+    "bench attend --png /dev/null/x/y.png": "`--png` must stand in a directory; got '/dev/null/x/y.png', "
+    "where /dev/null is a file. Example: --png results.png",
+    "bench attend --json a.png --png a.png": "`--png` must be another file than `--json`; got 'a.png'.",
 }
 
 
@@ -112,6 +130,32 @@ def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[st
     captured = capsys.readouterr()
     assert captured.err == f"nearfield: error: {BAD_CALLS[call]}\n"
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_without_a_command_the_help_is_shown(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"usage: {' '.join(['nearfield', *command])} [-h]")
+    assert captured.out == ""
+
+
+def test_output_must_be_named_and_its_directory_writable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert cli.main([*BENCH, "--json", ""]) == 2
+    assert "`--json` must name a file; got ''." in capsys.readouterr().err
+    assert cli.main([*BENCH, "--json", "x" * 300]) == 2
+    assert "`--json` must be a usable path; got 'xxx" in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cli.main([*BENCH, "--json", str(tmp_path / "new" / "a.json")]) == 2
+    assert f"where {tmp_path} takes none. Example: " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_repeated_values_count_once(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--presets", "cpu-small,cpu-small", "--grains", "64,64", "--impl", "grouped,grouped"]
+    assert run(capsys, "bench", "attend", *arguments, "--dry-run").startswith("2 measurements on ")
 
 
 def test_missing_matplotlib_names_the_extra(
@@ -131,17 +175,65 @@ def test_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert capsys.readouterr().err == "\nnearfield: interrupted\n"
 
 
-def test_command_runs_as_a_program() -> None:
+def test_interrupt_during_an_import_ends_cleanly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "nearfield.bench.explain":
+                raise KeyboardInterrupt
+
+    import nearfield.bench.explain
+
+    monkeypatch.delitem(sys.modules, "nearfield.bench.explain")
+    monkeypatch.delattr(nearfield.bench, "explain")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert cli.main(["explain", "cpu-small"]) == 130
+    assert capsys.readouterr().err == "\nnearfield: interrupted\n"
+
+
+def program(
+    *arguments: str, shell: str = "", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with its output sent where `shell` says."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "nearfield", "explain", "flux-9"],
-        env=os.environ | {"PYTHONPATH": path},
+    command = [sys.executable, "-W", "error", "-m", "nearfield", *arguments]
+    return subprocess.run(
+        ["sh", "-c", f"{shlex.join(command)} {shell}"],
+        env=os.environ | {"PYTHONPATH": path} | (environment or {}),
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def test_command_runs_as_a_program() -> None:
+    done = program("explain", "flux-9")
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("nearfield: error: `PRESET` must be one of")
+
+
+def test_missing_characters_are_replaced() -> None:
+    done = program("explain", "cpu-small", environment={"PYTHONIOENCODING": "cp1252"})
+    assert done.returncode == 0, done.stderr
+    assert "          ?" in done.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("shell", "message"),
+    [("> /dev/full", "[Errno 28] No space left on device"), (">&-", "stdout is closed")],
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_that_cannot_be_written_is_one_line(shell: str, message: str, unbuffered: str) -> None:
+    done = program("--help", shell=shell, environment={"PYTHONUNBUFFERED": unbuffered})
+    assert done.returncode == 1
+    assert done.stderr == f"nearfield: error: {message}\n"
+
+
+def test_closed_stderr_keeps_the_exit_code() -> None:
+    done = program("explain", "flux-9", shell="2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 # -- doctor and explain ------------------------------------------------------------------------------------------------
@@ -160,7 +252,8 @@ def test_doctor_reports_versions_choices_and_a_passed_check(capsys: pytest.Captu
 def test_doctor_text_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "doctor")
     assert "grouped runs: " in text
-    assert "not triton: switched off by the test" in text
+    assert "not triton: the tensors are not on a GPU" in text
+    assert "(impl='triton' with TRITON_INTERPRET=1 in the environment)" in text
     assert "self-check passed" in text
 
 
@@ -200,6 +293,16 @@ def test_explain_prints_a_preview_and_the_reason(capsys: pytest.CaptureFixture[s
     assert "forward and backward: grouped runs: " in text
 
 
+def test_explain_makes_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for them is small, and shaped and aligned so that the kernels take it."""
+    shape = presets.PRESETS["flux-4096"].shape
+    stand_in = explain._stand_in(shape, torch.bfloat16, "cpu")
+    assert stand_in.shape == shape
+    assert stand_in.untyped_storage().nbytes() < 2**21
+    monkeypatch.setattr(launch, "is_interpreted", lambda: True)
+    assert launch.suits_copy_engine(stand_in)
+
+
 # -- bench -------------------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +337,21 @@ def test_bench_writes_table_json_and_picture(capsys: pytest.CaptureFixture[str],
         assert result["milliseconds"]["median"] > 0
         assert result["dense_survey_milliseconds"]["sdpa"] > 0
         assert result["fraction_of_dense_rate"] == pytest.approx(result["speed_up"] * result["density"])
+    assert is_a_picture(picture)
+
+
+def test_the_picture_is_drawn_where_the_json_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nearfield.bench.report.write_json", full)
+    document, picture = tmp_path / "results.json", tmp_path / "results.png"
+    assert cli.main([*BENCH, "--grains", "16", "--json", str(document), "--png", str(picture)]) == 1
+    captured = capsys.readouterr()
+    assert f"error: {document} was not written: [Errno 28] No space left on device\n" in captured.err
+    assert f"wrote {picture}\n" in captured.out
     assert is_a_picture(picture)
 
 

@@ -1,6 +1,7 @@
-"""The command line. Only arguments are handled here; this file asks for torch after they are understood.
+"""The command line. Arguments are read here with nothing imported but the package itself (whose `__init__` imports
+torch); what the commands need besides is imported inside `main`, which says in one line what went wrong.
 
-Exit codes: 0 done, 1 a check failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 interrupted.
 """
 
 import argparse
@@ -14,13 +15,17 @@ from typing import Any, NoReturn
 
 from nearfield.bench import presets
 
-OK, CHECK_FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-# The library's, written out so that arguments can be read without torch; a test holds them to the originals.
+# The library's, written out so that this file needs nothing to read arguments; a test holds them to the originals.
 QUERY_BLOCKS = (16, 32, 64, 128, 192)
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 IMPLS = ("auto", "gluon", "triton", "grouped", "reference")
-_CODES = "exit codes: 0 done, 1 a check failed, 2 wrong usage, 130 interrupted"
+_CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 interrupted"
+
+# What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
+_MOST_BLOCKS, _MOST_IDS = 2**29, 2**26
+_MOST_DRAWN = 2**16
 
 
 class UsageError(Exception):
@@ -29,21 +34,51 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    _prepare_streams()
     try:
-        arguments = _parser().parse_args(argv)
-        code: int = arguments.run(arguments)
-        sys.stdout.flush()
-        return code
+        return _run(argv)
     except UsageError as error:
         print(f"nearfield: error: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("\nnearfield: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has left; what Python would still flush must not complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (`| head`) has left
+        _drop_unwritten()
         return OK
+    except OSError as error:
+        print(f"nearfield: error: {error}", file=sys.stderr)
+        _drop_unwritten()
+        return FAILED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    if sys.stdout is None:
+        raise OSError("stdout is closed")
+    try:
+        arguments = _parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        return code
+    finally:
+        sys.stdout.flush()
+
+
+def _prepare_streams() -> None:
+    """Where the encoding lacks a character, print "?" rather than fail; where stderr is closed, complain to nobody."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_unwritten() -> None:
+    """What stdout does not take, Python would try to flush once more at its exit, and complain."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -54,13 +89,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     report = doctor.examine()
     print(json.dumps(report, indent=1) if arguments.json else doctor.text(report))
-    return OK if report["ok"] else CHECK_FAILED
+    return OK if report["ok"] else FAILED
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    preset = presets.PRESETS[arguments.preset].changed(arguments.grid, arguments.text, arguments.heads)
+    _require_fit(preset, arguments.tiles, arguments.q_block, arguments.k_block)
     from nearfield.bench import explain
 
-    preset = presets.PRESETS[arguments.preset].changed(arguments.grid, arguments.text, arguments.heads)
     report, plan = explain.examine(
         preset, arguments.tiles, arguments.layer, arguments.q_block, arguments.k_block
     )
@@ -68,9 +104,26 @@ def _explain(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _require_fit(preset: presets.Preset, tiles: int, q_block: int, k_block: int) -> None:
+    rows, columns = -(-preset.tokens // q_block), -(-preset.tokens // k_block)
+    text_rows = -(-preset.text // q_block)
+    read = preset.text + -(-preset.image // tiles) + q_block
+    ids = text_rows * columns + (rows - text_rows) * min(columns, -(-read // k_block))
+    for size, most, what in ((rows * columns, _MOST_BLOCKS, "blocks"), (ids, _MOST_IDS, "listed ids")):
+        if size > most:
+            _wrong(
+                "--grid",
+                f"with `--text` make a plan of at most {most:,} {what}",
+                f"about {size:,} ({preset.tokens:,} tokens in blocks of {q_block} x {k_block})",
+                "Use larger --q-block and --k-block, or a smaller --grid or --text.",
+            )
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     if len(arguments.grid) != 2:
         _wrong("--grid", "have two sides to be drawn", _grid_name(arguments.grid), "Example: --grid 64x64")
+    if math.prod(arguments.grid) > _MOST_DRAWN:
+        _wrong("--grid", f"hold at most {_MOST_DRAWN:,} tokens to be drawn", f"{math.prod(arguments.grid):,}")
     _require_drawing("--out")
     from nearfield.bench import demo
 
@@ -79,12 +132,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     print(f"wrote {arguments.out}")
     text, passed = demo.speed_table(preset, arguments.tiles)
     print(text)
-    return OK if passed else CHECK_FAILED
+    return OK if passed else FAILED
 
 
 def _bench_attend(arguments: argparse.Namespace) -> int:
     if arguments.png:
         _require_drawing("--png")
+        if arguments.json and arguments.json.resolve() == arguments.png.resolve():
+            _wrong("--png", "be another file than `--json`", repr(str(arguments.png)))
     import torch
 
     from nearfield.bench import attend, machine, report
@@ -113,10 +168,12 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
     with Progress(len(cases)) as progress:
         results = attend.run_all(cases, device, Effort.of(device, arguments.quick), progress.step)
     print(report.results_table(results))
-    _write_reports(arguments, report.as_json(results, machine.facts()), machine.device_name(device))
+    if arguments.quick and (note := report.too_small(results)):
+        print(note)
+    written = _write_reports(arguments, report.as_json(results, machine.facts()), machine.device_name(device))
     measured = any(result.status == "ok" for result in results)
     failed = any(result.status in ("check failed", "broke") for result in results)
-    return OK if measured and not failed else CHECK_FAILED
+    return OK if measured and written and not failed else FAILED
 
 
 def _default_presets(device: str, quick: bool) -> tuple[str, ...]:
@@ -125,19 +182,28 @@ def _default_presets(device: str, quick: bool) -> tuple[str, ...]:
     return presets.QUICK_ON_CPU if quick else presets.ON_CPU
 
 
-def _write_reports(arguments: argparse.Namespace, document: dict[str, Any], device_name: str) -> None:
+def _write_reports(arguments: argparse.Namespace, document: dict[str, Any], device_name: str) -> bool:
+    """Write what was asked for, each whatever becomes of the other; returns whether all of it was written."""
     from nearfield import plots
     from nearfield.bench import report
 
+    writers: dict[Path, Callable[[], None]] = {}
     if arguments.json:
-        report.write_json(arguments.json, document)
-        print(f"wrote {arguments.json}")
-    if arguments.png:
-        if any(record["status"] == "ok" for record in document["results"]):
-            plots.benchmark_bars(arguments.png, document["results"], device_name)
-            print(f"wrote {arguments.png}")
+        writers[arguments.json] = lambda: report.write_json(arguments.json, document)
+    if arguments.png and any(record["status"] == "ok" for record in document["results"]):
+        writers[arguments.png] = lambda: plots.benchmark_bars(arguments.png, document["results"], device_name)
+    elif arguments.png:
+        print("nothing to draw: no result passed its check", file=sys.stderr)
+    written = True
+    for path, write in writers.items():
+        try:
+            write()
+        except OSError as error:
+            print(f"nearfield: error: {path} was not written: {error}", file=sys.stderr)
+            written = False
         else:
-            print("nothing to draw: no result passed its check", file=sys.stderr)
+            print(f"wrote {path}")
+    return written
 
 
 def _require_drawing(argument: str) -> None:
@@ -156,6 +222,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. See `{self.prog} --help`.")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file or sys.stderr)  # argparse's own passes over what cannot be written
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
@@ -166,12 +235,21 @@ def _parser() -> argparse.ArgumentParser:
         f"  nearfield bench attend --quick\n\n{_CODES}",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _show_help_without_command(parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_doctor(commands)
     _add_explain(commands)
     _add_bench(commands)
     _add_demo(commands)
     return parser
+
+
+def _show_help_without_command(parser: argparse.ArgumentParser) -> None:
+    def show_help(_: argparse.Namespace) -> int:
+        parser.print_help(sys.stderr)
+        return USAGE
+
+    parser.set_defaults(run=show_help)
 
 
 def _command(
@@ -220,7 +298,7 @@ def _add_explain(commands: Any) -> None:
         "--text", type=_integer("--text", 0), metavar="N", help="text tokens (default: the preset's)"
     )
     parser.add_argument(
-        "--heads", type=_integer("--heads", 1), metavar="N", help="heads (default: the preset's)"
+        "--heads", type=_integer("--heads", 1, 2**16), metavar="N", help="heads (default: the preset's)"
     )
     parser.add_argument(
         "--layer",
@@ -249,8 +327,9 @@ def _add_explain(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     summary = "measure on this machine"
     bench = commands.add_parser("bench", help=summary, description=f"{summary.capitalize()}.")
+    _show_help_without_command(bench)
     parser = _command(
-        bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True),
+        bench.add_subparsers(title="benchmarks", metavar="BENCHMARK"),
         "attend",
         _bench_attend,
         "time attend beside dense attention on the same tensors; a wrong answer gets no figure",
@@ -288,11 +367,15 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument(
         "--ragged",
         action="store_true",
-        help="also time the parts of the tile layout, to see what mixing them costs",
+        help="instead of the tile row, time it and its parts, to see what mixing them costs",
     )
     parser.add_argument("--quick", action="store_true", help="one small preset and few repetitions")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and machine facts")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results")
+    parser.add_argument(
+        "--json", type=_output("--json"), metavar="FILE", help="write results and machine facts"
+    )
+    parser.add_argument(
+        "--png", type=_output("--png", ".png"), metavar="FILE", help="draw the results (.png)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 
@@ -316,8 +399,8 @@ def _add_demo(commands: Any) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
-        default=Path("nearfield-demo.png"),
+        type=_output("--out", ".png"),
+        default="nearfield-demo.png",
         metavar="FILE",
         help="the picture (default nearfield-demo.png)",
     )
@@ -353,7 +436,7 @@ def _grid_name(grid: tuple[int, ...]) -> str:
     return "x".join(map(str, grid))
 
 
-def _integer(argument: str, least: int) -> Callable[[str], int]:
+def _integer(argument: str, least: int, most: int = 2**24) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -361,6 +444,8 @@ def _integer(argument: str, least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             _wrong(argument, f"be an integer of at least {least}", repr(text))
+        if value > most:
+            _wrong(argument, f"be at most {most:,}", f"{value:,}")
         return value
 
     return parse
@@ -381,4 +466,32 @@ def _preset(argument: str) -> Callable[[str], str]:
 
 
 def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [parse(part.strip()) for part in text.split(",")]
+    """Values between commas, each once."""
+    return lambda text: list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+
+
+def _output(argument: str, suffix: str = "") -> Callable[[str], Path]:
+    """A file that can be written, as far as can be told before there is anything to write."""
+    hint = f"Example: {argument} results{suffix or '.json'}"
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        if not text.strip():
+            _wrong(argument, "name a file", repr(text), hint)
+        if not path.name.lower().endswith(suffix):
+            _wrong(argument, f"end in {suffix}", repr(text), hint)
+        try:
+            if path.is_dir() or text.endswith(("/", os.sep)):
+                _wrong(argument, "name a file, not a directory", repr(text), hint)
+            if path.exists() and not path.is_file():
+                _wrong(argument, "name a plain file", repr(text), hint)
+            folder = next(parent for parent in path.absolute().parents if parent.exists())
+        except OSError as error:
+            _wrong(argument, "be a usable path", f"{text!r} ({error.strerror})", hint)
+        if not folder.is_dir():
+            _wrong(argument, "stand in a directory", f"{text!r}, where {folder} is a file", hint)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            _wrong(argument, "stand where files can be written", f"{text!r}, where {folder} takes none", hint)
+        return path
+
+    return parse

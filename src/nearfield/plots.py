@@ -233,7 +233,7 @@ def _save(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".nearfield-{os.getpid()}.part")
     try:
         figure.savefig(part, format="png", dpi=110, facecolor="white", metadata={"Software": None})
         os.replace(part, path)

@@ -10,7 +10,7 @@ from nearfield.bench import layouts, machine
 from nearfield.bench.attend import dense_attention, random_inputs
 from nearfield.bench.check import Checked, check_forward, poisoned_memory
 from nearfield.bench.presets import Preset
-from nearfield.bench.report import table
+from nearfield.bench.report import table, too_small_note
 from nearfield.bench.timing import Effort, Timing, measure
 from nearfield.plan import Plan
 
@@ -47,7 +47,7 @@ def speed_table(preset: Preset, tiles: int) -> tuple[str, bool]:
     rows: list[tuple[str, ...]] = [
         ("layer", "implementation", "dense ms", "ms", "speed-up", "bound", "error / allowed")
     ]
-    passed = True
+    passed, note = True, None
     for layer in range(LAYERS):
         plan = layouts.tiles(preset, tiles, layer=layer, q_block=q_block, k_block=k_block, device=device)
         with poisoned_memory():
@@ -56,8 +56,12 @@ def speed_table(preset: Preset, tiles: int) -> tuple[str, bool]:
         impl = explain_choice(*inputs[:2], plan).impl
         timings = _timings(inputs, plan, device) if checked.passed else None
         rows.append(_row(layer, impl, plan, checked, timings))
+        if timings is not None:
+            dense, ours = timings
+            note = note or too_small_note(preset.tokens, dense.median / ours.median, plan.density)
     shape = f"{preset.heads} heads, {preset.tokens:,} tokens, head dimension {preset.head_dim}, {dtype}"
-    return f"{machine.device_name(device)}: {shape.replace('torch.', '')}\n{table(rows)}", passed
+    lines = [f"{machine.device_name(device)}: {shape.replace('torch.', '')}", table(rows)]
+    return "\n".join([*lines, note] if note else lines), passed
 
 
 def _timings(inputs: tuple[torch.Tensor, ...], plan: Plan, device: torch.device) -> tuple[Timing, Timing]:

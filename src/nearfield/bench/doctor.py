@@ -87,6 +87,8 @@ def choice_record(query: Tensor, key: Tensor, plan: Plan, *, backward: bool) -> 
         return {"impl": None, "reason": str(error), "others": {}}
     names = [name for name in get_args(Impl) if name not in ("auto", choice.impl)]
     others = {name: choice.rejected.get(name, "slower; runs only when asked for by name") for name in names}
+    if "triton" in choice.rejected and not query.is_cuda and machine.versions()["triton"]:
+        others["triton"] += " (impl='triton' with TRITON_INTERPRET=1 in the environment)"
     return {"impl": choice.impl, "reason": choice.reason, "others": others}
 
 

@@ -19,8 +19,7 @@ def examine(
     device, dtype = ("cuda", torch.bfloat16) if on_cuda else ("cpu", torch.float32)
     plan = layouts.tiles(preset, tiles, layer=layer, q_block=q_block, k_block=k_block, device=device)
     run = layouts.run_length(preset, tiles)
-    # Never filled: only their shapes, strides, dtype and device are looked at.
-    query, key = (torch.empty(preset.shape, dtype=dtype, device=device) for _ in range(2))
+    query = key = _stand_in(preset.shape, dtype, device)
     pairs = plan.num_pairs * preset.batch * preset.heads
     report = {
         "preset": preset.name,
@@ -47,6 +46,17 @@ def examine(
         "backward": choice_record(query, key, plan, backward=True),
     }
     return report, plan
+
+
+def _stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A tensor of that shape without its memory: only shape, strides, dtype and device are looked at.
+
+    Its rows overlap, 16 bytes or more apart: with strides of 0 the kernels would refuse it, as they do not refuse the
+    real one.
+    """
+    step = 8
+    memory = torch.empty(step * sum(size - 1 for size in shape[:-1]) + shape[-1], dtype=dtype, device=device)
+    return memory.as_strided(shape, (step,) * (len(shape) - 1) + (1,))
 
 
 def _exact_bound(preset: Preset, run: int) -> float:

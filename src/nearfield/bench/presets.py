@@ -1,6 +1,6 @@
 """The shapes that are measured: attention calls of real models, and smaller ones for machines without a GPU.
 
-This file needs no torch, so the command line can name the presets before anything heavy is imported.
+This file imports nothing of weight, so the command line can name the presets before it knows what else it needs.
 """
 
 import math

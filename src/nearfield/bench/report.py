@@ -12,6 +12,7 @@ from nearfield.bench.cases import Result
 
 _SIZES = ("preset", "work", "blocks", "kept", "impl")
 _FIGURES = ("of dense rate", "speed-up", "bound", "error / limit")
+_FEW_TOKENS = 8192
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -46,6 +47,23 @@ def results_table(results: Sequence[Result]) -> str:
             lines.append(f"{result.case}: {result.overhead:+.1%} over the sum of its parts ({parts})")
     lines += [f"{result.case}: {result.status}: {result.note}" for result in results if result.status != "ok"]
     return "\n".join(lines)
+
+
+def too_small(results: Sequence[Result]) -> str | None:
+    """A note where a problem is slower than dense because there is little to save on it."""
+    for result in results:
+        if result.speed_up and result.density:
+            note = too_small_note(result.case.preset.tokens, result.speed_up, result.density)
+            if note:
+                return note
+    return None
+
+
+def too_small_note(tokens: int, speed_up: float, density: float) -> str | None:
+    """None unless dense attention wins on few tokens although a good part of the pairs is left out."""
+    if speed_up >= 1 or density >= 0.9 or tokens > _FEW_TOKENS:
+        return None
+    return f"note: where dense is faster here, the problem ({tokens:,} tokens) is too small to gain"
 
 
 def _cells(result: Result, scale: int) -> list[str]:
@@ -124,7 +142,7 @@ def _check_record(result: Result) -> dict[str, Any] | None:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write the whole file or nothing: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".nearfield-", suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(document, file, indent=1, allow_nan=False)
