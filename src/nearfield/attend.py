@@ -8,7 +8,7 @@ tensors. Its gradient is the operator `nearfield::attend_backward` over the same
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -234,7 +234,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     plan = _rebuilt_plan(query, key, (offsets, blocks), order, (None, None, None), q_block, k_block, uniform)
     positions = _paired(query_positions, key_positions)
-    name = explain_choice(query, key, plan, key_bias=key_bias, positions=positions, impl=impl).impl  # type: ignore[arg-type]
+    asked = cast(Impl, impl)
+    name = explain_choice(query, key, plan, key_bias=key_bias, positions=positions, impl=asked).impl
     with _undisturbed(query):
         out, lse = _implementation(name).attend_forward(query, key, value, plan, key_bias, positions, scale)
     return out, lse
@@ -279,7 +280,7 @@ def _attend_backward(
         key_bias=key_bias,
         positions=positions,
         backward=True,
-        impl=impl,  # type: ignore[arg-type]
+        impl=cast(Impl, impl),
     ).impl
     with _undisturbed(query):
         gradients: Gradients = _implementation(name).attend_backward(

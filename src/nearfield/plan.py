@@ -6,9 +6,9 @@ consecutive keys one id stands for. Everything that reads (the reference, the CP
 backward) walks these lists and nothing else, so no two of them can disagree about which pairs exist.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import InitVar, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from nearfield._checks import check_int, check_member, check_tensor, wrong_type,
 
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 """Permitted block sizes. 192 is three warpgroups of 64 rows on Hopper; below 16 is meant for the grain of keys."""
+
+Derived = TypeVar("Derived", Tensor, "Plan")
 
 
 class Layout(NamedTuple):
@@ -55,7 +57,7 @@ class Plan:
     num_keys: int
     uniform: bool = field(default=False, repr=False)
     check: InitVar[bool] = True
-    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self, check: bool) -> None:
         _check_layout(self)
@@ -166,7 +168,7 @@ class Plan:
 
         Never waits for the device; computed once per plan.
         """
-        return self._derive("transpose", self._transposed)  # type: ignore[no-any-return]
+        return self._derive("transpose", self._transposed)
 
     def _transposed(self) -> "Plan":
         row, used = self.entry_rows()
@@ -194,12 +196,13 @@ class Plan:
             similar = (counts.clamp(min=1).float().log2() * 2).round().to(torch.int32)
             return torch.argsort(similar, descending=True, stable=True).to(torch.int32)
 
-        return self._derive(("order", batch, heads), order)  # type: ignore[no-any-return]
+        return self._derive(("order", batch, heads), order)
 
-    def _derive(self, name: Any, make: Callable[[], Any]) -> Any:
+    def _derive(self, name: Hashable, make: Callable[[], Derived]) -> Derived:
         """What `make` gives, kept for the next time wherever that is safe."""
         if name in self._derived:
-            return self._derived[name]
+            kept: Derived = self._derived[name]
+            return kept
         if torch.compiler.is_compiling():
             return make()
         # Made in inference mode it could not serve a training step later.

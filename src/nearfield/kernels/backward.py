@@ -391,7 +391,7 @@ def query_gradient(
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.q_block)
     copy_engine, k_desc, v_desc = tile_sources(key, value, plan.k_block, tiles.other)
-    grid = (batch * heads * plan.num_rows * options["PARTS"],)  # type: ignore[operator]
+    grid = (batch * heads * plan.num_rows * options["PARTS"],)
     _query_gradient_kernel[grid](
         query, key, value, k_desc, v_desc, grad_out, grad_query, lse_log2, delta,
         plan.offsets, plan.blocks, plan.offsets if order is None else order, *extras,
@@ -430,7 +430,7 @@ def key_gradient(
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.k_block)
     copy_engine, q_desc, g_desc = tile_sources(query, grad_out, plan.q_block, tiles.other)
-    grid = (batch * key_heads * transposed.num_rows * options["PARTS"],)  # type: ignore[operator]
+    grid = (batch * key_heads * transposed.num_rows * options["PARTS"],)
     _key_gradient_kernel[grid](
         query, key, value, q_desc, g_desc, grad_out, grad_key, grad_value, query if grad_bias is None else grad_bias,
         lse_log2, delta,

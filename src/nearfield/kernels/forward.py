@@ -179,7 +179,7 @@ def attend_forward(
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.q_block)
     copy_engine, k_desc, v_desc = tile_sources(key, value, plan.k_block, tiles.other)
-    grid = (batch * heads * plan.num_rows * options["PARTS"],)  # type: ignore[operator]
+    grid = (batch * heads * plan.num_rows * options["PARTS"],)
     _forward_kernel[grid](
         query, key, value, k_desc, v_desc, out, lse,
         plan.offsets, plan.blocks, plan.offsets if order is None else order, *extras,

@@ -1,7 +1,7 @@
 """What the host decides before a launch: tile shapes, how tokens are loaded, and the arguments all kernels share."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -60,7 +60,7 @@ def padded(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def options_for(query: Tensor, tiles: Tiles, own_block: int) -> dict[str, object]:
+def options_for(query: Tensor, tiles: Tiles, own_block: int) -> dict[str, Any]:
     dim = query.shape[-1]
     return {
         "DIM": dim,
