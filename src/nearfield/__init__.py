@@ -2,18 +2,27 @@
 
 from nearfield import curves, planning
 from nearfield._types import Attended, Impl, Positions
-from nearfield.attend import attend, explain_choice
+from nearfield.attend import attend, explain_choice, merge
+from nearfield.geometry import Geometry
+from nearfield.methods import Hilbert, HilbertAttention, hilbert_attention
 from nearfield.plan import Plan
+from nearfield.tokenmap import Ordering
 
 __version__ = "0.1.0"
 __all__ = [
     "Attended",
+    "Geometry",
+    "Hilbert",
+    "HilbertAttention",
     "Impl",
+    "Ordering",
     "Plan",
     "Positions",
     "__version__",
     "attend",
     "curves",
     "explain_choice",
+    "hilbert_attention",
+    "merge",
     "planning",
 ]

@@ -90,6 +90,19 @@ def attend(
     return Attended(out, lse)
 
 
+def merge(first: Attended, second: Attended) -> Attended:
+    """What reading both key sets at once would have given: each part weighs as much as its `lse` says.
+
+    The two must read different keys, else those in both count twice. Differentiable, except in rows that read nothing
+    in either.
+    """
+    lse = torch.logaddexp(first.lse, second.lse)
+    total = lse.masked_fill(lse == float("-inf"), 0)
+    weights = [torch.exp(part.lse - total).unsqueeze(-1) for part in (first, second)]
+    out = first.out * weights[0] + second.out * weights[1]
+    return Attended(out.to(first.out.dtype), lse)
+
+
 class Choice(NamedTuple):
     """Which implementation runs, why, and for each faster one why it does not."""
 

@@ -123,6 +123,39 @@ def ring(
     return _from_spans(starts, stops, sizes, device)
 
 
+def from_spans(
+    starts: Tensor,
+    stops: Tensor,
+    *,
+    q_block: int,
+    k_block: int,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """Row `r` reads the union of the spans of keys `starts[r, s] : stops[r, s]`, rounded outwards to whole blocks.
+
+    Args:
+        starts, stops: `[rows, spans]` int64 on the CPU, within `0 ... num_keys`, with
+            `rows = ceil(num_queries / q_block)`. Spans may overlap, stand in any order, or be empty.
+        device: where the lists shall be; torch's default device by default.
+    """
+    sizes = _sizes(q_block, k_block, num_queries, num_keys)
+    for name, ends in (("starts", starts), ("stops", stops)):
+        check_tensor(name, ends, dims=2)
+        if ends.dtype != torch.int64:
+            wrong_type(name, "be int64", ends.dtype)
+        check_same_device(name, ends, "the CPU", torch.device("cpu"))
+        if ends.shape[0] != sizes.rows or ends.shape[1] == 0:
+            rule = f"be [{sizes.rows}, at least 1]: a row for each of ceil(num_queries / q_block)"
+            wrong_value(name, rule, shape_of(ends))
+        if bool((ends < 0).any()) or bool((ends > num_keys).any()):
+            wrong_value(name, f"lie from 0 to `num_keys` ({num_keys})", [int(ends.min()), int(ends.max())])
+    if starts.shape != stops.shape:
+        wrong_value("stops", f"have the shape of `starts` {list(starts.shape)}", shape_of(stops))
+    return _from_spans(starts, stops, sizes, device)
+
+
 def _reach_on_ring(sizes: _Sizes, curve: Span, run: int, shift: int) -> list[tuple[Tensor, Tensor]]:
     """The tokens of the ring that each row reads: a piece up to the end of the ring, and one from its start.
 

@@ -1,0 +1,84 @@
+"""Where the tokens of one attention call stand: the text, and the images, each a grid in raster order."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nearfield._checks import check_int, wrong_type, wrong_value
+
+Grid = tuple[int, ...]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The layout of a sequence: `[text, image, references...]`, or `[image, references..., text]`.
+
+    Args:
+        grid: sides of the image or video in tokens, slowest axis first: `(height, width)` or
+            `(frames, height, width)`.
+        text: tokens that are not part of any grid. Padded text counts in full; a mask hides the padding.
+        text_first: whether the text stands before the image.
+        references: grids of further images that follow the first, as editing models have them. Every image keeps a
+            curve of its own.
+    """
+
+    grid: Grid
+    text: int = 0
+    text_first: bool = True
+    references: tuple[Grid, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", _checked_grid("grid", self.grid))
+        if not isinstance(self.references, Sequence):
+            wrong_type("references", "be a sequence of grids", type(self.references).__name__)
+        grids = tuple(_checked_grid("references", grid) for grid in self.references)
+        object.__setattr__(self, "references", grids)
+        check_int("text", self.text, at_least=0)
+        if not isinstance(self.text_first, bool):
+            wrong_type("text_first", "be True or False", repr(self.text_first))
+
+    @property
+    def images(self) -> tuple[Grid, ...]:
+        """The grids of all images, the one that is made first."""
+        return (self.grid, *self.references)
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens of all images together."""
+        return sum(math.prod(grid) for grid in self.images)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.text + self.num_image_tokens
+
+    @property
+    def text_span(self) -> Span:
+        start = 0 if self.text_first else self.num_image_tokens
+        return start, start + self.text
+
+    @property
+    def image_spans(self) -> tuple[Span, ...]:
+        """Where each image stands in the sequence."""
+        start = self.text if self.text_first else 0
+        spans = []
+        for grid in self.images:
+            spans.append((start, start + math.prod(grid)))
+            start = spans[-1][1]
+        return tuple(spans)
+
+    def __str__(self) -> str:
+        images = " + ".join("x".join(map(str, grid)) for grid in self.images)
+        if not self.text:
+            return images
+        return f"{self.text} text + {images}" if self.text_first else f"{images} + {self.text} text"
+
+
+def _checked_grid(name: str, grid: object) -> Grid:
+    if not isinstance(grid, Sequence) or isinstance(grid, str):
+        wrong_type(name, "hold integers (height, width) or (frames, height, width)", repr(grid))
+    for side in grid:
+        check_int(name, side, at_least=1)
+    if not 1 <= len(grid) <= 3:
+        wrong_value(name, "have one to three sides", tuple(grid))
+    return tuple(grid)

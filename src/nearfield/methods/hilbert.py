@@ -1,0 +1,554 @@
+"""HilbertA (arXiv 2509.26538): attention inside the tiles of a space-filling curve that slide from layer to layer.
+
+Image tokens are ordered along a Hilbert curve, so a run of the sequence is a compact patch of the image. Every token
+reads the tile it is in. Tiles slide by a fraction of a tile per layer, so what two tiles could not exchange in one
+layer they exchange in the next. The text, and a small shared region of the image, are read by all; with `share="two-way"`
+they read all, too.
+
+Beyond the paper: grids of any size and of three sides, closed curves, shared regions spread over the image, tiles that
+differ between heads, and a far field: what lies outside the tile is read in summary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from nearfield import curves, planning, tiling
+from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
+from nearfield._types import Attended, Impl
+from nearfield.attend import attend, merge
+from nearfield.geometry import Geometry
+from nearfield.plan import Plan
+from nearfield.tiling import Curve, Segment, Shared
+from nearfield.tokenmap import Ordering
+
+Share = Literal["two-way", "keys"]
+
+_DEFAULT_TILES = 16
+
+
+@dataclass(frozen=True)
+class Hilbert:
+    """Attention inside sliding tiles of a curve.
+
+    Args:
+        tiles: number of tiles per image; 16 unless `tile_size` is given.
+        tile_size: tokens per tile, instead of `tiles`.
+        cycle: layers after which the tiles are back where they started; 1 means they do not slide.
+        shared: image tokens that everyone reads: the "centre" of the image, small regions "distributed" over it,
+            or "none".
+        share: "two-way": shared tokens also read everything, as the text does; "keys": they read only their tile.
+        shared_tokens: how many tokens are shared; by default a box with a quarter of each side. Rounded to whole
+            blocks.
+        curve: "auto" picks the Hilbert curve with the best locality for the grid, open or closed.
+        far: tokens per summary of what lies outside the tile (their mean key and value, counted as often as there are
+            tokens), or None for no far field.
+        dense_layers: how many of the first layers stay dense, or the indices of those that do (negative ones count
+            from the end).
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        interleave: heads slide, too: head `h` of layer `l` takes the tiles of layer `l + h`, so that no cut is common
+            to all heads.
+    """
+
+    tiles: int | None = None
+    tile_size: int | None = None
+    cycle: int = 4
+    shared: Shared = "centre"
+    share: Share = "two-way"
+    shared_tokens: int | None = None
+    curve: Curve = "auto"
+    far: int | None = None
+    dense_layers: int | tuple[int, ...] = 1
+    dense_steps: int | float = 0.2
+    interleave: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tiles is not None and self.tile_size is not None:
+            wrong_value("tile_size", "be given instead of `tiles`, not with it", (self.tiles, self.tile_size))
+        for name, least in (("tiles", 1), ("tile_size", 1), ("shared_tokens", 1), ("far", 2)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=least)
+        check_int("cycle", self.cycle, at_least=1)
+        check_member("shared", self.shared, get_args(Shared))
+        check_member("share", self.share, get_args(Share))
+        check_member("curve", self.curve, get_args(Curve))
+        if self.shared == "none" and self.shared_tokens is not None:
+            wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
+        if not isinstance(self.interleave, bool):
+            wrong_type("interleave", "be True or False", repr(self.interleave))
+        object.__setattr__(self, "dense_layers", _checked_layers(self.dense_layers))
+        _check_steps(self.dense_steps)
+
+    # -- who reads whom ------------------------------------------------------------------------------------------
+
+    def ordering(
+        self, geometry: Geometry, *, q_block: int | None = None, device: torch.device | str = "cpu"
+    ) -> Ordering:
+        """The order of the image tokens (all images, one after another; the text stays where it is)."""
+        q_block, _ = _blocks(q_block, None, device)
+        return _ordering(_geometric(self), geometry, q_block, str(device))
+
+    def plan(
+        self,
+        geometry: Geometry,
+        layer: int = 0,
+        *,
+        heads: int | None = None,
+        q_block: int | None = None,
+        k_block: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Plan:
+        """Who reads whom in a layer, among tokens in the order of `ordering`.
+
+        Tiles and shifts are rounded to `q_block` (see `describe`). Plans are kept: a geometry has at most `cycle`.
+
+        Args:
+            heads: needed with `interleave`, where heads differ.
+            q_block, k_block: sizes of the lists' blocks; by default those that suit the device.
+        """
+        check_int("layer", layer, at_least=0)
+        q_block, k_block = _blocks(q_block, k_block, device)
+        if not self.interleave:
+            return _plan(_geometric(self), geometry, layer % self.cycle, q_block, k_block, str(device))
+        if heads is None:
+            wrong_value("heads", "be given where heads are interleaved", None, "Pass the number of heads.")
+        check_int("heads", heads, at_least=1)
+        sizes = q_block, k_block, str(device)
+        return _interleaved_plan(_geometric(self), geometry, layer % self.cycle, heads, *sizes)
+
+    def reader(
+        self,
+        geometry: Geometry,
+        layer: int = 0,
+        *,
+        heads: int | None = None,
+        q_block: int | None = None,
+        k_block: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "HilbertReader":
+        """Everything a layer needs to attend, ready made: the plan, and the far field's."""
+        check_int("layer", layer, at_least=0)
+        near = self.plan(geometry, layer, heads=heads, q_block=q_block, k_block=k_block, device=device)
+        if self.far is None:
+            return HilbertReader(near, None)
+        sizes = near.q_block, str(device)
+        if self.interleave:
+            assert heads is not None  # `plan` asked for it
+            far = _interleaved_far(_geometric(self), geometry, layer % self.cycle, heads, *sizes)
+        else:
+            far = _far_field(_geometric(self), geometry, layer % self.cycle, *sizes)
+        return HilbertReader(near, far)
+
+    # -- when it applies -----------------------------------------------------------------------------------------
+
+    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
+        """Why a layer stays dense, or None."""
+        if isinstance(self.dense_layers, int):
+            return f"dense_layers={self.dense_layers}" if layer < self.dense_layers else None
+        is_dense = layer in self.dense_layers or layer - num_layers in self.dense_layers
+        return f"dense_layers={self.dense_layers}" if is_dense else None
+
+    def num_dense_steps(self, num_steps: int) -> int:
+        """How many of `num_steps` denoising steps stay dense."""
+        if isinstance(self.dense_steps, float) and self.dense_steps < 1:
+            return math.ceil(self.dense_steps * num_steps)
+        return min(int(self.dense_steps), num_steps)
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def describe(
+        self, geometry: Geometry, *, q_block: int | None = None, device: torch.device | str = "cpu"
+    ) -> str:
+        """What the fields come to on a geometry: the curve, tiles after rounding, shared tokens, pairs."""
+        q_block, k_block = _blocks(q_block, None, device)
+        layout = _layout(_geometric(self), geometry, q_block)
+        lines = [f"{geometry}: {geometry.num_tokens} tokens"]
+        for grid, segment in zip(geometry.images, layout.segments, strict=True):
+            sides = "x".join(map(str, grid))
+            lines.append(f"  {sides} along {self._curve_words(grid)}")
+            lines.append(f"    shared: {self._shared_words(grid, segment)}")
+            lines.append(f"    tiles: {_tile_words(layout, segment, self.cycle)}")
+            if self.far is not None:
+                windows = len(_windows(segment.ring, self.far))
+                lines.append(f"    far field: {windows} summaries of {self.far} tokens")
+        readers = [
+            self.reader(geometry, layer, heads=self.cycle, q_block=q_block, k_block=k_block)
+            for layer in range(self.cycle)
+        ]
+        density = sum(reader.num_pairs for reader in readers) / (self.cycle * geometry.num_tokens**2)
+        lines.append(f"  pairs kept: {density:.1%} (at most {1 / density:.2f}x faster than dense)")
+        return "\n".join(lines)
+
+    def _curve_words(self, grid: tuple[int, ...]) -> str:
+        if self.curve in ("morton", "raster"):
+            return f"the {self.curve} order"
+        return str(curves.choose(grid, closed={"auto": None, "hilbert": False}.get(self.curve, True)))
+
+    def _shared_words(self, grid: tuple[int, ...], segment: Segment) -> str:
+        if self.shared == "none":
+            return "none"
+        wanted = tiling.default_shared(grid) if self.shared_tokens is None else self.shared_tokens
+        rounded = "" if wanted == segment.num_shared else f" (asked for {wanted}; rounded to whole blocks)"
+        manner = "read all and are read by all" if self.share == "two-way" else "are read by all"
+        return f"{segment.num_shared} tokens, {self.shared}, {manner}{rounded}"
+
+
+class FarField(NamedTuple):
+    """Summaries of the ring, and who reads them.
+
+    Args:
+        spans: the rings of all images.
+        window: tokens per summary; windows lie on multiples of it in the sequence.
+        bias: `[windows]`, the log of how many tokens each window holds.
+        plan: which rows read which windows.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    window: int
+    bias: Tensor
+    plan: Plan
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
+        return torch.cat([_pooled(x, span, self.window) for span in self.spans], dim=2)
+
+
+class HilbertReader(NamedTuple):
+    """What one layer reads: its tiles, and the summaries of the rest."""
+
+    near: Plan
+    far: FarField | None
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs read per batch element and head, on average over heads."""
+        pairs = self.near.num_pairs / self.near.blocks.shape[1]
+        if self.far is not None:
+            pairs += self.far.plan.num_pairs / self.far.plan.blocks.shape[1]
+        return round(pairs)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_bias: Tensor | None = None,
+        scale: float | None = None,
+        impl: Impl = "auto",
+    ) -> Attended:
+        """Attention among tokens in the method's order, `[B, H, N, D]`.
+
+        `key_bias` may hide text; bias on image tokens is not carried over into the far field.
+        """
+        near = attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
+        if self.far is None:
+            return near
+        far = attend(
+            query,
+            self.far.pooled(key),
+            self.far.pooled(value),
+            self.far.plan,
+            key_bias=self.far.bias,
+            scale=scale,
+            impl=impl,
+        )
+        return merge(near, far)
+
+
+def hilbert_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    geometry: Geometry,
+    layer: int,
+    *,
+    method: Hilbert | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Attention of one layer for tokens that already stand in the order of `method.ordering(geometry)`.
+
+    Order the tokens (and their rotary table) once before the first layer and bring them back after the last:
+    `ordering.enter(x)`, `ordering.leave(y)`. `dense_layers` and `dense_steps` are the model's affair and not looked at.
+
+    Args:
+        query, key, value: `[B, H, N, D]`, with `N = geometry.num_tokens`.
+        layer: which layer this is; the tiles slide with it.
+        method: its fields; the defaults of `Hilbert` if left out.
+        key_mask: `[B, N]` bool, False for keys that nobody may read (padded text).
+    """
+    check_tensor("query", query, dims=4, hint="Expected [batch, heads, tokens, head_dim].")
+    if query.shape[2] != geometry.num_tokens:
+        wrong_value(
+            "query", f"have the {geometry.num_tokens} tokens of the geometry ({geometry})", query.shape[2]
+        )
+    reader = (method or Hilbert()).reader(geometry, layer, heads=query.shape[1], device=query.device)
+    bias = None if key_mask is None else mask_bias(key_mask)
+    return reader.attend(query, key, value, key_bias=bias, scale=scale, impl=impl).out
+
+
+def mask_bias(key_mask: Tensor) -> Tensor:
+    """A bias `[B, 1, N]` that hides the keys where a mask `[B, N]` is False."""
+    check_tensor("key_mask", key_mask, dims=2, hint="Expected [batch, tokens].")
+    if key_mask.dtype != torch.bool:
+        wrong_type("key_mask", "be bool", key_mask.dtype, "True marks keys that may be read.")
+    bias = torch.zeros(key_mask.shape, dtype=torch.float32, device=key_mask.device)
+    return bias.masked_fill(~key_mask, float("-inf")).unsqueeze(1)
+
+
+class HilbertAttention(nn.Module):
+    """A self-attention layer for models of one's own: projections around `hilbert_attention`.
+
+    Args:
+        dim: channels of the tokens.
+        heads: number of heads; divides `dim`.
+        layer: which layer of the model this is; the tiles slide with it.
+        method: fields of the method.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, layer: int, method: Hilbert | None = None, bias: bool = True
+    ) -> None:
+        super().__init__()
+        check_int("heads", heads, at_least=1)
+        if dim % heads:
+            wrong_value("dim", f"be a multiple of `heads` ({heads})", dim)
+        check_int("layer", layer, at_least=0)
+        self.heads, self.layer, self.method = heads, layer, method or Hilbert()
+        self.to_qkv = nn.Linear(dim, 3 * dim, bias=bias)
+        self.to_out = nn.Linear(dim, dim, bias=bias)
+
+    def forward(self, x: Tensor, geometry: Geometry, key_mask: Tensor | None = None) -> Tensor:
+        """`x` is `[B, N, dim]`, in the order of `method.ordering(geometry)`."""
+        query, key, value = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out = hilbert_attention(
+            query, key, value, geometry, self.layer, method=self.method, key_mask=key_mask
+        )
+        projected: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
+        return projected
+
+
+# -- building the plan ---------------------------------------------------------------------------------------------
+
+
+class _Layout(NamedTuple):
+    segments: tuple[Segment, ...]
+    tiles: int
+    unit: int
+
+
+def _geometric(method: Hilbert) -> Hilbert:
+    """The method without the fields that do not change a plan, so that caches are shared."""
+    return replace(method, dense_layers=0, dense_steps=0, interleave=False)
+
+
+def _blocks(q_block: int | None, k_block: int | None, device: torch.device | str) -> tuple[int, int]:
+    """Block sizes that suit a device: whole warpgroups on a GPU; small ones, which follow tiles closely, elsewhere."""
+    on_gpu = torch.device(device).type == "cuda"
+    return q_block or (128 if on_gpu else 16), k_block or (64 if on_gpu else 16)
+
+
+@lru_cache(maxsize=64)
+def _layout(method: Hilbert, geometry: Geometry, q_block: int) -> _Layout:
+    unit = q_block if method.far is None else math.lcm(q_block, method.far)
+    segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens, unit)
+    tiles = method.tiles or _DEFAULT_TILES
+    if method.tile_size is not None:
+        start, stop = segments[0].ring
+        tiles = max(1, round((stop - start) / method.tile_size))
+    return _Layout(segments, tiles, unit)
+
+
+@lru_cache(maxsize=64)
+def _ordering(method: Hilbert, geometry: Geometry, q_block: int, device: str) -> Ordering:
+    with torch.inference_mode(False):
+        segments = _layout(method, geometry, q_block).segments
+        return Ordering.joined([segment.order for segment in segments]).to(device)
+
+
+class _Membership(NamedTuple):
+    """Which tiles the tokens of each row are in, `[rows, tiles]`, and which rows read everything, `[rows]`."""
+
+    tiles: Tensor
+    reads_all: Tensor
+
+
+def _membership(
+    method: Hilbert, geometry: Geometry, layout: _Layout, phase: int, q_block: int
+) -> _Membership:
+    """Tile 0 is a token of no tile; it is cut off at the end."""
+    rows = -(-geometry.num_tokens // q_block)
+    tile = torch.zeros(rows * q_block, dtype=torch.int64, device="cpu")
+    everything = torch.zeros(rows * q_block, dtype=torch.bool, device="cpu")
+    everything[slice(*geometry.text_span)] = True
+    for segment in layout.segments:
+        start, stop = segment.ring
+        begins = _cuts(method, layout, segment, phase)
+        tile[start:stop] = tiling.tile_at(torch.arange(stop - start, device="cpu"), begins) + 1
+        if method.share == "two-way" or start == stop:
+            everything[slice(*segment.shared)] = True
+        else:
+            tile[slice(*segment.shared)] = tiling.tile_at(segment.places, begins) + 1
+    in_tile = torch.zeros(rows, layout.tiles + 1, dtype=torch.bool, device="cpu")
+    in_tile.scatter_(1, tile.view(rows, q_block), True)
+    return _Membership(in_tile[:, 1:], everything.view(rows, q_block).any(dim=1))
+
+
+def _cuts(method: Hilbert, layout: _Layout, segment: Segment, phase: int) -> Tensor:
+    return tiling.cuts(segment.ring, layout.tiles, (phase, method.cycle), layout.unit)
+
+
+@lru_cache(maxsize=256)
+def _plan(method: Hilbert, geometry: Geometry, phase: int, q_block: int, k_block: int, device: str) -> Plan:
+    """Rows read the text, the shared tokens of every image, and of every image the tiles they are in."""
+    layout = _layout(method, geometry, q_block)
+    member = _membership(method, geometry, layout, phase, q_block)
+    always = [geometry.text_span, *(segment.shared for segment in layout.segments)]
+    spans = [
+        tiling.tile_spans(segment.ring, _cuts(method, layout, segment, phase)).flatten(0, 1)
+        for segment in layout.segments
+    ]
+    in_tile = member.tiles.repeat_interleave(2, dim=1).repeat(1, len(spans))
+    everyone = torch.ones(len(in_tile), len(always), dtype=torch.bool, device="cpu")
+    reads = torch.cat([member.reads_all[:, None], everyone, in_tile], dim=1)
+    read = torch.cat([torch.tensor([(0, geometry.num_tokens), *always], device="cpu"), *spans])
+    starts, stops = (torch.where(reads, ends, 0) for ends in read.unbind(-1))
+    with torch.inference_mode(False):
+        return planning.from_spans(
+            starts,
+            stops,
+            q_block=q_block,
+            k_block=k_block,
+            num_queries=geometry.num_tokens,
+            num_keys=geometry.num_tokens,
+            device=device,
+        )
+
+
+@lru_cache(maxsize=64)
+def _interleaved_plan(
+    method: Hilbert, geometry: Geometry, phase: int, heads: int, q_block: int, k_block: int, device: str
+) -> Plan:
+    plans = [_plan(method, geometry, turn, q_block, k_block, device) for turn in range(method.cycle)]
+    return _per_head([plans[(phase + head) % method.cycle] for head in range(heads)])
+
+
+def _per_head(plans: Sequence[Plan]) -> Plan:
+    """One plan whose heads read as the given plans do."""
+    capacity = max(plan.blocks.shape[2] for plan in plans)
+    with torch.inference_mode(False):
+        offsets = torch.cat([plan.offsets for plan in plans], dim=1)
+        blocks = [nn.functional.pad(plan.blocks, (0, capacity - plan.blocks.shape[2])) for plan in plans]
+        first = plans[0]
+        sizes = first.q_block, first.k_block, first.num_queries, first.num_keys
+        return Plan(offsets, torch.cat(blocks, dim=1), *sizes, check=False)
+
+
+# -- the far field -------------------------------------------------------------------------------------------------
+
+
+def _windows(ring: tuple[int, int], window: int) -> Tensor:
+    """The first token of each window of a ring, `[windows]`. Windows end at multiples of `window` in the sequence."""
+    start, stop = ring
+    inner = torch.arange(start // window * window + window, stop, window, device="cpu")
+    return torch.cat([torch.tensor([start], device="cpu"), inner]) if start < stop else inner[:0]
+
+
+def _pooled(x: Tensor, ring: tuple[int, int], window: int) -> Tensor:
+    """Means of the windows of one ring, summed in float32 at least."""
+    start, stop = ring
+    if start == stop:
+        return x[:, :, :0]
+    before, after = start % window, -stop % window
+    tokens = nn.functional.pad(x[:, :, start:stop], (0, 0, before, after))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    sums = tokens.unflatten(2, (-1, window)).sum(dim=3, dtype=dtype)
+    return (sums / _window_sizes(ring, window).to(x.device, dtype)[:, None]).to(x.dtype)
+
+
+def _window_sizes(ring: tuple[int, int], window: int) -> Tensor:
+    ends = torch.cat([_windows(ring, window), torch.tensor([ring[1]], device="cpu")])
+    return ends[1:] - ends[:-1]
+
+
+@lru_cache(maxsize=256)
+def _far_field(method: Hilbert, geometry: Geometry, phase: int, q_block: int, device: str) -> FarField:
+    """Every row reads the windows of the tiles it is not in. Rows that read everything have no use for summaries."""
+    assert method.far is not None
+    layout = _layout(method, geometry, q_block)
+    member = _membership(method, geometry, layout, phase, q_block)
+    window_tile, sizes = [], []
+    for segment in layout.segments:
+        begins = _windows(segment.ring, method.far) - segment.ring[0]
+        window_tile.append(tiling.tile_at(begins, _cuts(method, layout, segment, phase)))
+        sizes.append(_window_sizes(segment.ring, method.far))
+    is_far = ~member.tiles[:, torch.cat(window_tile)] & ~member.reads_all[:, None]
+    bias = torch.cat(sizes).double().log().float()
+    with torch.inference_mode(False):
+        plan = planning.from_mask(
+            is_far.to(device),
+            q_block=q_block,
+            k_block=1,
+            num_queries=geometry.num_tokens,
+            num_keys=len(bias),
+        )
+        return FarField(tuple(segment.ring for segment in layout.segments), method.far, bias.to(device), plan)
+
+
+@lru_cache(maxsize=64)
+def _interleaved_far(
+    method: Hilbert, geometry: Geometry, phase: int, heads: int, q_block: int, device: str
+) -> FarField:
+    fields = [_far_field(method, geometry, turn, q_block, device) for turn in range(method.cycle)]
+    plan = _per_head([fields[(phase + head) % method.cycle].plan for head in range(heads)])
+    return fields[0]._replace(plan=plan)
+
+
+# -- words and checks ----------------------------------------------------------------------------------------------
+
+
+def _tile_words(layout: _Layout, segment: Segment, cycle: int) -> str:
+    """How many tiles there are after rounding, how large they are, and how far they slide."""
+    start, stop = segment.ring
+    if start == stop:
+        return "none: every token is shared"
+    sizes, shifts = [], []
+    for phase in range(cycle):
+        begins = tiling.cuts(segment.ring, layout.tiles, (phase, cycle), layout.unit)
+        sizes.append(begins.diff())
+        shifts.append(int(begins[0]))
+    real = torch.cat(sizes)
+    real = real[real > 0]
+    number = int((sizes[0] > 0).sum())
+    span = f"{int(real.min())}" if real.min() == real.max() else f"{int(real.min())} to {int(real.max())}"
+    exact = (stop - start) / layout.tiles
+    return (
+        f"{number} of {span} tokens, shifted by {', '.join(map(str, shifts))} in turn"
+        f" (exactly: {layout.tiles} of {exact:g}, shifted by {exact / cycle:g}; cuts lie on multiples of {layout.unit})"
+    )
+
+
+def _checked_layers(layers: object) -> int | tuple[int, ...]:
+    if isinstance(layers, bool) or not isinstance(layers, int | Sequence):
+        wrong_type("dense_layers", "be a number of layers or their indices", repr(layers))
+    if isinstance(layers, int):
+        check_int("dense_layers", layers, at_least=0)
+        return layers
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            wrong_type("dense_layers", "hold integers", repr(layer))
+    return tuple(layers)
+
+
+def _check_steps(steps: object) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int | float):
+        wrong_type("dense_steps", "be a number of steps, or a share of them below 1", repr(steps))
+    if not 0 <= steps < float("inf") or (steps >= 1 and steps != int(steps)):
+        wrong_value("dense_steps", "be a share from 0 to 1 or a whole number of steps", steps)

@@ -1,0 +1,149 @@
+"""Tiles of a curve: which tokens are shared, where the tiles are cut, and which tile every token belongs to.
+
+An image's tokens stand in the sequence as `[shared, ring]`. The shared tokens were taken out of the curve; the ring is
+what is left of it, closed. The ring is cut into tiles, and the cuts slide from layer to layer. Every cut lies on a
+multiple of `unit` in the sequence, so that no block of queries belongs to two tiles; tiles therefore differ in size by
+up to a unit, but there are exactly as many as asked for (fewer only where a tile would be smaller than a unit).
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield import curves
+from nearfield.geometry import Geometry, Grid, Span
+
+Curve = Literal["auto", "hilbert", "hilbert-closed", "morton", "raster"]
+Shared = Literal["centre", "distributed", "none"]
+
+_REGIONS_PER_SIDE = 4
+
+
+class Segment(NamedTuple):
+    """One image in its order.
+
+    Args:
+        order: `[n]` raster index of each token, the shared ones first.
+        start: where the image begins in the sequence.
+        places: for each shared token, how many tokens of the ring precede it on the curve.
+    """
+
+    order: Tensor
+    start: int
+    places: Tensor
+
+    @property
+    def num_shared(self) -> int:
+        return len(self.places)
+
+    @property
+    def shared(self) -> Span:
+        return self.start, self.start + self.num_shared
+
+    @property
+    def ring(self) -> Span:
+        return self.start + self.num_shared, self.start + len(self.order)
+
+
+def segments_of(
+    geometry: Geometry, curve: Curve, shared: Shared, shared_tokens: int | None, unit: int
+) -> tuple[Segment, ...]:
+    """The order of every image of a geometry. Rings begin on a multiple of `unit` where there is a shared region."""
+    segments = []
+    for grid, (start, stop) in zip(geometry.images, geometry.image_spans, strict=True):
+        order = curve_order(grid, curve)
+        count = 0
+        if shared != "none":
+            wanted = default_shared(grid) if shared_tokens is None else shared_tokens
+            count = _aligned_count(wanted, start, stop, unit)
+        is_shared = torch.zeros(len(order), dtype=torch.bool, device="cpu")
+        is_shared[_closest(grid, count, 1 if shared == "centre" else _REGIONS_PER_SIDE)] = True
+        on_curve = is_shared[order]
+        places = (~on_curve).cumsum(0)[on_curve]
+        segments.append(Segment(torch.cat([order[on_curve], order[~on_curve]]), start, places))
+    return tuple(segments)
+
+
+def curve_order(grid: Grid, curve: Curve) -> Tensor:
+    if curve == "morton":
+        return curves.morton(grid)
+    if curve == "raster":
+        return curves.raster(grid)
+    closed = {"auto": None, "hilbert": False, "hilbert-closed": True}[curve]
+    return curves.hilbert(grid, closed=closed)
+
+
+def default_shared(grid: Grid) -> int:
+    """The tokens of a box with a quarter of each side (at least one token)."""
+    return math.prod(max(1, side // 4) for side in grid)
+
+
+def _aligned_count(wanted: int, start: int, stop: int, unit: int) -> int:
+    """The number of shared tokens nearest to `wanted` after which the ring begins on a multiple of `unit`."""
+    if wanted == 0:
+        return 0
+    end = round((start + wanted) / unit) * unit
+    if end <= start:
+        end = (start // unit + 1) * unit
+    return min(end, stop) - start
+
+
+def _closest(grid: Grid, count: int, regions: int) -> Tensor:
+    """The `count` tokens closest to the centres of `regions` equal boxes per side, shared out evenly among them.
+
+    Distance is measured in sides of the box (the largest over the axes, then the sum), so a region has the shape of
+    the image.
+    """
+    region = torch.zeros(grid, dtype=torch.int64, device="cpu")
+    largest, total = (torch.zeros(grid, dtype=torch.float64, device="cpu") for _ in range(2))
+    for axis, side in enumerate(grid):
+        number = min(regions, side)
+        place = (torch.arange(side, device="cpu", dtype=torch.float64) + 0.5) * number / side
+        box = place.floor()
+        view = [-1 if other == axis else 1 for other in range(len(grid))]
+        distance = (place - box - 0.5).abs().view(view)
+        region = region * number + box.long().view(view)
+        largest, total = torch.maximum(largest, distance), total + distance
+    order = (largest * 1e3 + total).flatten().argsort(stable=True)
+    order = order[region.flatten()[order].argsort(stable=True)]
+    sizes = region.flatten().bincount()
+    rank = torch.arange(len(order), device="cpu") - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    return order[rank.argsort(stable=True)[:count]]
+
+
+def cuts(ring: Span, tiles: int, shift: tuple[int, int], unit: int) -> Tensor:
+    """Where the tiles begin, `[tiles + 1]`: ascending positions on the ring, unwrapped; the last is the first + n.
+
+    Args:
+        shift: how far the cuts are moved, as a fraction of a tile: `(phase, cycle)`.
+        unit: cuts lie on multiples of it in the sequence (or at the ends of the ring).
+    """
+    start, stop = ring
+    n = stop - start
+    phase, cycle = shift
+    exact = torch.arange(tiles, device="cpu") * cycle + phase
+    turns, within = exact // (tiles * cycle), exact % (tiles * cycle)
+    place = start + within * n / (tiles * cycle)
+    rounded = ((place / unit + 0.5).floor().long() * unit).clamp(start, stop) - start
+    begins = rounded + turns * n
+    return torch.cat([begins, begins[:1] + n])
+
+
+def tile_at(positions: Tensor, begins: Tensor) -> Tensor:
+    """The tile of each position on the ring (positions from 0 to n; n is 0 again)."""
+    n = int(begins[-1] - begins[0])
+    positions = positions % max(n, 1)
+    unwrapped = torch.where(positions < begins[0], positions + n, positions)
+    return (torch.searchsorted(begins, unwrapped, right=True) - 1).clamp(max=len(begins) - 2)
+
+
+def tile_spans(ring: Span, begins: Tensor) -> Tensor:
+    """The tokens of each tile, `[tiles, 2, (start, stop)]`: up to the end of the ring, and from its start."""
+    start, stop = ring
+    n = stop - start
+    first, last = begins[:-1], begins[1:]
+    before = torch.stack([first.clamp(max=n), last.clamp(max=n)], dim=-1)
+    after = torch.stack([(first - n).clamp(min=0), (last - n).clamp(min=0)], dim=-1)
+    return torch.stack([before, after], dim=1) + start
