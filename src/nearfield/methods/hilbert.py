@@ -2,8 +2,8 @@
 
 Image tokens are ordered along a Hilbert curve, so a run of the sequence is a compact patch of the image. Every token
 reads the tile it is in. Tiles slide by a fraction of a tile per layer, so what two tiles could not exchange in one
-layer they exchange in the next. The text, and a small shared region of the image, are read by all; with `share="two-way"`
-they read all, too.
+layer they exchange in the next. The text, and a small shared region of the image, are read by all, and read all (with
+`share="keys"` the shared region reads only its tile).
 
 Beyond the paper: grids of any size and of three sides, closed curves, shared regions spread over the image, tiles that
 differ between heads, and a far field: what lies outside the tile is read in summary.
@@ -470,12 +470,12 @@ def _pooled(x: Tensor, ring: tuple[int, int], window: int) -> Tensor:
     tokens = nn.functional.pad(x[:, :, start:stop], (0, 0, before, after))
     dtype = torch.promote_types(x.dtype, torch.float32)
     sums = tokens.unflatten(2, (-1, window)).sum(dim=3, dtype=dtype)
-    return (sums / _window_sizes(ring, window).to(x.device, dtype)[:, None]).to(x.dtype)
+    means: Tensor = sums / _window_sizes(ring, window).to(x.device, dtype)[:, None]
+    return means.to(x.dtype)
 
 
 def _window_sizes(ring: tuple[int, int], window: int) -> Tensor:
-    ends = torch.cat([_windows(ring, window), torch.tensor([ring[1]], device="cpu")])
-    return ends[1:] - ends[:-1]
+    return torch.cat([_windows(ring, window), torch.tensor([ring[1]], device="cpu")]).diff()
 
 
 @lru_cache(maxsize=256)
