@@ -32,7 +32,8 @@ class Geometry:
         object.__setattr__(self, "grid", _checked_grid("grid", self.grid))
         if not isinstance(self.references, Sequence):
             wrong_type("references", "be a sequence of grids", type(self.references).__name__)
-        grids = tuple(_checked_grid("references", grid) for grid in self.references)
+        hint = "Write ((height, width),) for a single one."
+        grids = tuple(_checked_grid("references", grid, hint) for grid in self.references)
         object.__setattr__(self, "references", grids)
         check_int("text", self.text, at_least=0)
         if not isinstance(self.text_first, bool):
@@ -74,11 +75,13 @@ class Geometry:
         return f"{self.text} text + {images}" if self.text_first else f"{images} + {self.text} text"
 
 
-def _checked_grid(name: str, grid: object) -> Grid:
-    if not isinstance(grid, Sequence) or isinstance(grid, str):
-        wrong_type(name, "hold integers (height, width) or (frames, height, width)", repr(grid))
-    for side in grid:
-        check_int(name, side, at_least=1)
+def _checked_grid(name: str, grid: object, hint: str = "") -> Grid:
+    if not isinstance(grid, Sequence) or any(
+        isinstance(side, bool) or not isinstance(side, int) for side in grid
+    ):
+        wrong_type(name, "hold integers (height, width) or (frames, height, width)", repr(grid), hint)
     if not 1 <= len(grid) <= 3:
         wrong_value(name, "have one to three sides", tuple(grid))
+    if min(grid) < 1:
+        wrong_value(name, "have sides of at least 1", tuple(grid))
     return tuple(grid)
