@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nearfield import curves
-from nearfield._checks import check_tensor, wrong_value
+from nearfield._checks import check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 
 
 class TokenMap(Protocol):
@@ -37,6 +37,8 @@ class Ordering:
     @classmethod
     def joined(cls, orders: Sequence[Tensor]) -> "Ordering":
         """Several orders one after another, each over tokens of its own."""
+        if not orders:
+            wrong_value("orders", "hold at least one order", "none")
         start, shifted = 0, []
         for order in orders:
             shifted.append(order + start)
@@ -53,8 +55,13 @@ class Ordering:
         return self._moved("y", y, dim, self.inverse)
 
     def _moved(self, name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            wrong_type(name, "be a tensor", type(x).__name__)
+        if not -x.dim() <= dim < x.dim():
+            wrong_value("dim", f"be a dimension of `{name}` ({shape_of(x)})", dim)
         if x.shape[dim] != len(index):
-            wrong_value(name, f"have {len(index)} tokens in dimension {dim}", list(x.shape))
+            wrong_value(name, f"have {len(index)} tokens in dimension {dim}", shape_of(x))
+        check_same_device(name, x, "order", index.device)
         return x.index_select(dim, index)
 
     def to(self, device: torch.device | str) -> "Ordering":
@@ -62,9 +69,8 @@ class Ordering:
         order = self.order.to(device)
         if order is self.order:
             return self
-        moved = object.__new__(
-            Ordering
-        )  # the inverse is known: no need to wait for the device to check it again
+        # The inverse is known: no need to wait for the device to check it again.
+        moved = object.__new__(Ordering)
         object.__setattr__(moved, "order", order)
         object.__setattr__(moved, "inverse", self.inverse.to(device))
         return moved
