@@ -2,8 +2,9 @@
 
 An image's tokens stand in the sequence as `[shared, ring]`. The shared tokens were taken out of the curve; the ring is
 what is left of it, closed. The ring is cut into tiles, and the cuts slide from layer to layer. Every cut lies on a
-multiple of `unit` in the sequence, so that no block of queries belongs to two tiles; tiles therefore differ in size by
-up to a unit, but there are exactly as many as asked for (fewer only where a tile would be smaller than a unit).
+multiple of `unit` in the sequence, so that no block of queries belongs to two tiles. Tiles are therefore up to a unit
+larger or smaller than an even share, but there are exactly as many as asked for (fewer only where a tile would be
+smaller than a unit).
 """
 
 import math
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 
 from nearfield import curves
+from nearfield._checks import wrong_value
 from nearfield.geometry import Geometry, Grid, Span
 
 Curve = Literal["auto", "hilbert", "hilbert-closed", "morton", "raster"]
 Shared = Literal["centre", "distributed", "none"]
 
 _REGIONS_PER_SIDE = 4
+_NO_CLOSED = "A closed curve needs an even number of tokens and two sides longer than 1."
 
 
 class Segment(NamedTuple):
@@ -71,8 +74,13 @@ def curve_order(grid: Grid, curve: Curve) -> Tensor:
         return curves.morton(grid)
     if curve == "raster":
         return curves.raster(grid)
-    closed = {"auto": None, "hilbert": False, "hilbert-closed": True}[curve]
-    return curves.hilbert(grid, closed=closed)
+    if curve != "hilbert-closed":
+        return curves.hilbert(grid, closed=None if curve == "auto" else False)
+    try:
+        return curves.hilbert(grid, closed=True)
+    except ValueError:
+        sides = "x".join(map(str, grid))
+        wrong_value("curve", f'be "auto" or "hilbert" for a grid of {sides}', repr(curve), _NO_CLOSED)
 
 
 def default_shared(grid: Grid) -> int:
@@ -117,17 +125,17 @@ def cuts(ring: Span, tiles: int, shift: tuple[int, int], unit: int) -> Tensor:
     """Where the tiles begin, `[tiles + 1]`: ascending positions on the ring, unwrapped; the last is the first + n.
 
     Args:
-        shift: how far the cuts are moved, as a fraction of a tile: `(phase, cycle)`.
+        shift: how far the cuts are moved, as a fraction of a tile: `(phase, cycle)`, with `phase < cycle`.
         unit: cuts lie on multiples of it in the sequence (or at the ends of the ring).
     """
     start, stop = ring
     n = stop - start
     phase, cycle = shift
-    exact = torch.arange(tiles, device="cpu") * cycle + phase
-    turns, within = exact // (tiles * cycle), exact % (tiles * cycle)
-    place = start + within * n / (tiles * cycle)
-    rounded = ((place / unit + 0.5).floor().long() * unit).clamp(start, stop) - start
-    begins = rounded + turns * n
+    parts = tiles * cycle
+    # In whole numbers: a quotient of tensors has torch's default dtype, which may be a short one.
+    place = start * parts + (torch.arange(tiles, device="cpu") * cycle + phase) * n
+    rounded = (2 * place + unit * parts) // (2 * unit * parts) * unit
+    begins = rounded.clamp(start, stop) - start
     return torch.cat([begins, begins[:1] + n])
 
 
