@@ -156,7 +156,7 @@ class Hilbert:
     def num_dense_steps(self, num_steps: int) -> int:
         """How many of `num_steps` denoising steps stay dense."""
         if isinstance(self.dense_steps, float) and self.dense_steps < 1:
-            return math.ceil(self.dense_steps * num_steps)
+            return math.ceil(round(self.dense_steps * num_steps, 6))  # 0.07 * 100 is a little above 7
         return min(int(self.dense_steps), num_steps)
 
     # -- words ---------------------------------------------------------------------------------------------------
