@@ -19,11 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from nearfield import curves, planning, tiling
-from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
+from nearfield._checks import (
+    check_int,
+    check_member,
+    check_same_device,
+    check_tensor,
+    shape_of,
+    wrong_type,
+    wrong_value,
+)
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend, merge
 from nearfield.geometry import Geometry
-from nearfield.plan import Plan
+from nearfield.plan import Plan, check_block
 from nearfield.tiling import Curve, Segment, Shared
 from nearfield.tokenmap import Ordering
 
@@ -90,6 +98,7 @@ class Hilbert:
         self, geometry: Geometry, *, q_block: int | None = None, device: torch.device | str = "cpu"
     ) -> Ordering:
         """The order of the image tokens (all images, one after another; the text stays where it is)."""
+        _check_geometry(geometry)
         q_block, _ = _blocks(q_block, None, device)
         return _ordering(_geometric(self), geometry, q_block, str(device))
 
@@ -111,6 +120,7 @@ class Hilbert:
             heads: needed with `interleave`, where heads differ.
             q_block, k_block: sizes of the lists' blocks; by default those that suit the device.
         """
+        _check_geometry(geometry)
         check_int("layer", layer, at_least=0)
         q_block, k_block = _blocks(q_block, k_block, device)
         if not self.interleave:
@@ -132,7 +142,6 @@ class Hilbert:
         device: torch.device | str = "cpu",
     ) -> "HilbertReader":
         """Everything a layer needs to attend, ready made: the plan, and the far field's."""
-        check_int("layer", layer, at_least=0)
         near = self.plan(geometry, layer, heads=heads, q_block=q_block, k_block=k_block, device=device)
         if self.far is None:
             return HilbertReader(near, None)
@@ -165,6 +174,7 @@ class Hilbert:
         self, geometry: Geometry, *, q_block: int | None = None, device: torch.device | str = "cpu"
     ) -> str:
         """What the fields come to on a geometry: the curve, tiles after rounding, shared tokens, pairs."""
+        _check_geometry(geometry)
         q_block, k_block = _blocks(q_block, None, device)
         layout = _layout(_geometric(self), geometry, q_block)
         lines = [f"{geometry}: {geometry.num_tokens} tokens"]
@@ -282,15 +292,17 @@ def hilbert_attention(
         query, key, value: `[B, H, N, D]`, with `N = geometry.num_tokens`.
         layer: which layer this is; the tiles slide with it.
         method: its fields; the defaults of `Hilbert` if left out.
-        key_mask: `[B, N]` bool, False for keys that nobody may read (padded text).
+        key_mask: `[B, N]` bool, False for keys that nobody may read (padded text). Summaries of a far field hold
+            image tokens whatever it says.
     """
+    _check_geometry(geometry)
     check_tensor("query", query, dims=4, hint="Expected [batch, heads, tokens, head_dim].")
     if query.shape[2] != geometry.num_tokens:
         wrong_value(
             "query", f"have the {geometry.num_tokens} tokens of the geometry ({geometry})", query.shape[2]
         )
+    bias = None if key_mask is None else _checked_mask_bias(key_mask, query)
     reader = (method or Hilbert()).reader(geometry, layer, heads=query.shape[1], device=query.device)
-    bias = None if key_mask is None else mask_bias(key_mask)
     return reader.attend(query, key, value, key_bias=bias, scale=scale, impl=impl).out
 
 
@@ -301,6 +313,15 @@ def mask_bias(key_mask: Tensor) -> Tensor:
         wrong_type("key_mask", "be bool", key_mask.dtype, "True marks keys that may be read.")
     bias = torch.zeros(key_mask.shape, dtype=torch.float32, device=key_mask.device)
     return bias.masked_fill(~key_mask, float("-inf")).unsqueeze(1)
+
+
+def _checked_mask_bias(key_mask: Tensor, query: Tensor) -> Tensor:
+    bias = mask_bias(key_mask)
+    batch, tokens = query.shape[0], query.shape[2]
+    if key_mask.shape[0] not in (1, batch) or key_mask.shape[1] != tokens:
+        wrong_value("key_mask", f"have shape [1 or {batch}, {tokens}]", shape_of(key_mask))
+    check_same_device("key_mask", key_mask, "query", query.device)
+    return bias
 
 
 class HilbertAttention(nn.Module):
@@ -317,6 +338,7 @@ class HilbertAttention(nn.Module):
         self, dim: int, heads: int, layer: int, method: Hilbert | None = None, bias: bool = True
     ) -> None:
         super().__init__()
+        check_int("dim", dim, at_least=1)
         check_int("heads", heads, at_least=1)
         if dim % heads:
             wrong_value("dim", f"be a multiple of `heads` ({heads})", dim)
@@ -352,7 +374,13 @@ def _geometric(method: Hilbert) -> Hilbert:
 def _blocks(q_block: int | None, k_block: int | None, device: torch.device | str) -> tuple[int, int]:
     """Block sizes that suit a device: whole warpgroups on a GPU; small ones, which follow tiles closely, elsewhere."""
     on_gpu = torch.device(device).type == "cuda"
-    return q_block or (128 if on_gpu else 16), k_block or (64 if on_gpu else 16)
+    if q_block is None:
+        q_block = 128 if on_gpu else 16
+    if k_block is None:
+        k_block = 64 if on_gpu else 16
+    check_block("q_block", q_block)
+    check_block("k_block", k_block)
+    return q_block, k_block
 
 
 @lru_cache(maxsize=64)
@@ -533,6 +561,12 @@ def _tile_words(layout: _Layout, segment: Segment, cycle: int) -> str:
         f"{number} of {span} tokens, shifted by {', '.join(map(str, shifts))} in turn"
         f" (exactly: {layout.tiles} of {exact:g}, shifted by {exact / cycle:g}; cuts lie on multiples of {layout.unit})"
     )
+
+
+def _check_geometry(geometry: object) -> None:
+    if not isinstance(geometry, Geometry):
+        hint = "Write Geometry(grid=(64, 64), text=512)."
+        wrong_type("geometry", "be a Geometry", type(geometry).__name__, hint)
 
 
 def _checked_layers(layers: object) -> int | tuple[int, ...]:
