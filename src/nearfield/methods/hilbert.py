@@ -30,7 +30,7 @@ from nearfield._checks import (
 )
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend, merge
-from nearfield.geometry import Geometry
+from nearfield.geometry import Geometry, Span
 from nearfield.plan import Plan, check_block
 from nearfield.tiling import Curve, Segment, Shared
 from nearfield.tokenmap import Ordering
@@ -145,7 +145,11 @@ class Hilbert:
         near = self.plan(geometry, layer, heads=heads, q_block=q_block, k_block=k_block, device=device)
         if self.far is None:
             return HilbertReader(near, None)
-        sizes = near.q_block, str(device)
+        unit = math.lcm(near.q_block, self.far)
+        if unit % near.k_block:
+            rule = f"divide lcm(q_block, far) = {unit}, on multiples of which tiles are cut"
+            wrong_value("k_block", rule, near.k_block)
+        sizes = near.q_block, near.k_block, str(device)
         if self.interleave:
             assert heads is not None  # `plan` asked for it
             far = _interleaved_far(_geometric(self), geometry, layer % self.cycle, heads, *sizes)
@@ -184,8 +188,7 @@ class Hilbert:
             lines.append(f"    shared: {self._shared_words(grid, segment)}")
             lines.append(f"    tiles: {_tile_words(layout, segment, self.cycle)}")
             if self.far is not None:
-                windows = len(_windows(segment.ring, self.far))
-                lines.append(f"    far field: {windows} summaries of {self.far} tokens")
+                lines.append(f"    far field: {self._far_words(geometry, layout, segment, k_block)}")
         readers = [
             self.reader(geometry, layer, heads=self.cycle, q_block=q_block, k_block=k_block)
             for layer in range(self.cycle)
@@ -199,6 +202,11 @@ class Hilbert:
             return f"the {self.curve} order"
         return str(curves.choose(grid, closed={"auto": None, "hilbert": False}.get(self.curve, True)))
 
+    def _far_words(self, geometry: Geometry, layout: "_Layout", segment: Segment, k_block: int) -> str:
+        assert self.far is not None
+        spans = [span for span in _far_spans(layout, geometry, k_block) if span[0] in range(*segment.ring)]
+        return f"{sum(len(_windows(span, self.far)) for span in spans)} summaries of {self.far} tokens"
+
     def _shared_words(self, grid: tuple[int, ...], segment: Segment) -> str:
         if self.shared == "none":
             return "none"
@@ -209,23 +217,26 @@ class Hilbert:
 
 
 class FarField(NamedTuple):
-    """Summaries of the ring, and who reads them.
+    """Summaries of the rings, and who reads them.
 
     Args:
-        spans: the rings of all images.
-        window: tokens per summary; windows lie on multiples of it in the sequence.
-        bias: `[windows]`, the log of how many tokens each window holds.
+        spans: the tokens that are summarised, as consecutive ones as possible.
+        window: tokens per summary; windows lie on multiples of it in the sequence, and end where a span does.
+        sizes: `[windows]` float32, how many tokens each window holds.
+        bias: `[windows]`, the log of that.
         plan: which rows read which windows.
     """
 
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     window: int
+    sizes: Tensor
     bias: Tensor
     plan: Plan
 
     def pooled(self, x: Tensor) -> Tensor:
         """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
-        return torch.cat([_pooled(x, span, self.window) for span in self.spans], dim=2)
+        sums = torch.cat([_sums(x, span, self.window) for span in self.spans], dim=2)
+        return (sums / self.sizes.to(sums.dtype)[:, None]).to(x.dtype)
 
 
 class HilbertReader(NamedTuple):
@@ -482,61 +493,82 @@ def _per_head(plans: Sequence[Plan]) -> Plan:
 # -- the far field -------------------------------------------------------------------------------------------------
 
 
-def _windows(ring: tuple[int, int], window: int) -> Tensor:
-    """The first token of each window of a ring, `[windows]`. Windows end at multiples of `window` in the sequence."""
-    start, stop = ring
-    inner = torch.arange(start // window * window + window, stop, window, device="cpu")
-    return torch.cat([torch.tensor([start], device="cpu"), inner]) if start < stop else inner[:0]
+def _far_spans(layout: _Layout, geometry: Geometry, k_block: int) -> tuple[Span, ...]:
+    """The tokens that are summarised, in pieces of which a row reads all or nothing exactly.
+
+    A ring need not begin and end on a multiple of `k_block`. The block of keys that it shares with its neighbour is
+    read whole by whoever reads the neighbour, so its part of that block is a piece of its own; where the neighbour is
+    the text or a shared region, everyone reads that part, and it needs no summary.
+    """
+    always = [geometry.text_span, *(segment.shared for segment in layout.segments)]
+    pieces = []
+    for start, stop in (segment.ring for segment in layout.segments):
+        head = min(-(-start // k_block) * k_block, stop)
+        tail = stop if stop == geometry.num_tokens else max(stop // k_block * k_block, head)
+        pieces += [(start, head), (head, tail), (tail, stop)]
+    return tuple(
+        (start, stop)
+        for start, stop in pieces
+        if start < stop and not any(_meet((start, stop), span, k_block) for span in always)
+    )
 
 
-def _pooled(x: Tensor, ring: tuple[int, int], window: int) -> Tensor:
-    """Means of the windows of one ring, summed in float32 at least."""
-    start, stop = ring
-    if start == stop:
-        return x[:, :, :0]
-    before, after = start % window, -stop % window
-    tokens = nn.functional.pad(x[:, :, start:stop], (0, 0, before, after))
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    sums = tokens.unflatten(2, (-1, window)).sum(dim=3, dtype=dtype)
-    means: Tensor = sums / _window_sizes(ring, window).to(x.device, dtype)[:, None]
-    return means.to(x.dtype)
+def _meet(first: Span, second: Span, block: int) -> bool:
+    """Whether two spans have tokens in one block."""
+    if first[0] == first[1] or second[0] == second[1]:
+        return False
+    return first[0] // block <= (second[1] - 1) // block and second[0] // block <= (first[1] - 1) // block
 
 
-def _window_sizes(ring: tuple[int, int], window: int) -> Tensor:
-    return torch.cat([_windows(ring, window), torch.tensor([ring[1]], device="cpu")]).diff()
+def _windows(span: Span, window: int) -> Tensor:
+    """The first token of each window of a span, `[windows]`. Windows end at multiples of `window` in the sequence."""
+    start, stop = span
+    inner = torch.arange(start // window + 1, -(-stop // window), device="cpu") * window
+    return torch.cat([torch.tensor([start], device="cpu"), inner])
+
+
+def _sums(x: Tensor, span: Span, window: int) -> Tensor:
+    """The sum of each window of a span, in float32 at least."""
+    start, stop = span
+    tokens = nn.functional.pad(x[:, :, start:stop], (0, 0, start % window, -stop % window))
+    windows: Tensor = tokens.unflatten(2, (-1, window))
+    return windows.sum(dim=3, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @lru_cache(maxsize=256)
-def _far_field(method: Hilbert, geometry: Geometry, phase: int, q_block: int, device: str) -> FarField:
-    """Every row reads the windows of the tiles it is not in. Rows that read everything have no use for summaries."""
+def _far_field(
+    method: Hilbert, geometry: Geometry, phase: int, q_block: int, k_block: int, device: str
+) -> FarField | None:
+    """Every row reads the windows of what it does not read exactly. None where nothing is left to summarise."""
     assert method.far is not None
-    layout = _layout(method, geometry, q_block)
-    member = _membership(method, geometry, layout, phase, q_block)
-    window_tile, sizes = [], []
-    for segment in layout.segments:
-        begins = _windows(segment.ring, method.far) - segment.ring[0]
-        window_tile.append(tiling.tile_at(begins, _cuts(method, layout, segment, phase)))
-        sizes.append(_window_sizes(segment.ring, method.far))
-    is_far = ~member.tiles[:, torch.cat(window_tile)] & ~member.reads_all[:, None]
-    bias = torch.cat(sizes).double().log().float()
+    spans = _far_spans(_layout(method, geometry, q_block), geometry, k_block)
+    if not spans:
+        return None
+    near = _plan(method, geometry, phase, q_block, k_block, device)
+    # A graph of training saves these: they must not be made in inference mode.
     with torch.inference_mode(False):
+        begins = [_windows(span, method.far) for span in spans]
+        ends = [torch.tensor([stop], device="cpu") for _, stop in spans]
+        sizes = torch.cat([torch.cat(pair).diff() for pair in zip(begins, ends, strict=True)]).double()
+        column = (torch.cat(begins) // k_block).to(device)
         plan = planning.from_mask(
-            is_far.to(device),
+            near.block_counts()[0, 0].index_select(1, column) == 0,
             q_block=q_block,
             k_block=1,
             num_queries=geometry.num_tokens,
-            num_keys=len(bias),
+            num_keys=len(sizes),
         )
-        return FarField(tuple(segment.ring for segment in layout.segments), method.far, bias.to(device), plan)
+        return FarField(spans, method.far, sizes.float().to(device), sizes.log().float().to(device), plan)
 
 
 @lru_cache(maxsize=64)
 def _interleaved_far(
-    method: Hilbert, geometry: Geometry, phase: int, heads: int, q_block: int, device: str
-) -> FarField:
-    fields = [_far_field(method, geometry, turn, q_block, device) for turn in range(method.cycle)]
-    plan = _per_head([fields[(phase + head) % method.cycle].plan for head in range(heads)])
-    return fields[0]._replace(plan=plan)
+    method: Hilbert, geometry: Geometry, phase: int, heads: int, q_block: int, k_block: int, device: str
+) -> FarField | None:
+    turns = [(phase + head) % method.cycle for head in range(heads)]
+    fields = [_far_field(method, geometry, turn, q_block, k_block, device) for turn in turns]
+    plans = [field.plan for field in fields if field is not None]
+    return fields[0]._replace(plan=_per_head(plans)) if fields[0] is not None else None
 
 
 # -- words and checks ----------------------------------------------------------------------------------------------
