@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nearfield.bench import presets
+from nearfield.bench import hilbert_cases, presets
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -26,6 +26,9 @@ _CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 in
 # What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
 _MOST_BLOCKS, _MOST_IDS = 2**29, 2**26
 _MOST_DRAWN = 2**16
+
+
+Drawing = Callable[[Path, Sequence[dict[str, Any]], str], None]
 
 
 class UsageError(Exception):
@@ -136,12 +139,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _bench_attend(arguments: argparse.Namespace) -> int:
-    if arguments.png:
-        _require_drawing("--png")
-        if arguments.json and arguments.json.resolve() == arguments.png.resolve():
-            _wrong("--png", "be another file than `--json`", repr(str(arguments.png)))
+    _require_reports("--png", arguments.png, arguments.json)
     import torch
 
+    from nearfield import plots
     from nearfield.bench import attend, machine, report
     from nearfield.bench.cases import cases as all_cases
     from nearfield.bench.progress import Progress
@@ -163,14 +164,73 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(f"{len(cases)} measurements on {machine.device_name(device)}:", *cases, sep="\n  ")
         return OK
-    if device.type == "cpu" and (load := machine.load()) and load > (os.cpu_count() or 1):
-        print(f"note: {load} processes want to run here; times will be long and uneven", file=sys.stderr)
+    _note_load(device.type)
     with Progress(len(cases)) as progress:
         results = attend.run_all(cases, device, Effort.of(device, arguments.quick), progress.step)
     print(report.results_table(results))
     if arguments.quick and (note := report.too_small(results)):
         print(note)
-    written = _write_reports(arguments, report.as_json(results, machine.facts()), machine.device_name(device))
+    document = report.as_json(results, machine.facts())
+    written = _write_reports(
+        document, arguments.json, arguments.png, plots.benchmark_bars, machine.device_name(device)
+    )
+    return _verdict(results, written)
+
+
+def _bench_hilbert(arguments: argparse.Namespace) -> int:
+    _require_reports("--plot", arguments.plot, arguments.json)
+    import torch
+
+    from nearfield import plots
+    from nearfield.bench import hilbert, hilbert_report, machine
+    from nearfield.bench.progress import Progress
+    from nearfield.bench.timing import Effort
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = arguments.cases or _default_cases(device.type, arguments.quick)
+    cases = [hilbert_cases.CASES[name] for name in names]
+    if arguments.dry_run:
+        print(f"{len(cases)} measurements on {machine.device_name(device)}:", *cases, sep="\n  ")
+        return OK
+    _note_load(device.type)
+    options = hilbert.Options(
+        tuple(arguments.layers), arguments.q_block, arguments.k_block, arguments.impl, arguments.flex
+    )
+    with Progress(len(cases)) as progress:
+        effort = Effort.of(device, arguments.quick)
+        results = hilbert.run_all(cases, options, device, effort, progress.step)
+    print(f"{machine.device_name(device)}, {_layers_words(arguments.layers)}")
+    print(hilbert_report.results_table(results))
+    document = hilbert_report.as_json(results, machine.facts())
+    written = _write_reports(
+        document, arguments.json, arguments.plot, plots.hilbert_bars, machine.device_name(device)
+    )
+    return _verdict(results, written)
+
+
+def _default_cases(device: str, quick: bool) -> tuple[str, ...]:
+    if quick:
+        return hilbert_cases.QUICK
+    return hilbert_cases.ON_CUDA if device == "cuda" else hilbert_cases.ON_CPU
+
+
+def _layers_words(layers: Sequence[int]) -> str:
+    return (
+        f"tiles of layer {layers[0]}"
+        if len(layers) == 1
+        else f"mean over layers {', '.join(map(str, layers))}"
+    )
+
+
+def _note_load(device: str) -> None:
+    from nearfield.bench import machine
+
+    if device == "cpu" and (load := machine.load()) and load > (os.cpu_count() or 1):
+        print(f"note: {load} processes want to run here; times will be long and uneven", file=sys.stderr)
+
+
+def _verdict(results: Sequence[Any], written: bool) -> int:
+    """Done if something was measured, nothing was wrong, and all of it was written."""
     measured = any(result.status == "ok" for result in results)
     failed = any(result.status in ("check failed", "broke") for result in results)
     return OK if measured and written and not failed else FAILED
@@ -182,17 +242,18 @@ def _default_presets(device: str, quick: bool) -> tuple[str, ...]:
     return presets.QUICK_ON_CPU if quick else presets.ON_CPU
 
 
-def _write_reports(arguments: argparse.Namespace, document: dict[str, Any], device_name: str) -> bool:
+def _write_reports(
+    document: dict[str, Any], json_path: Path | None, picture: Path | None, draw: Drawing, device_name: str
+) -> bool:
     """Write what was asked for, each whatever becomes of the other; returns whether all of it was written."""
-    from nearfield import plots
     from nearfield.bench import report
 
     writers: dict[Path, Callable[[], None]] = {}
-    if arguments.json:
-        writers[arguments.json] = lambda: report.write_json(arguments.json, document)
-    if arguments.png and any(record["status"] == "ok" for record in document["results"]):
-        writers[arguments.png] = lambda: plots.benchmark_bars(arguments.png, document["results"], device_name)
-    elif arguments.png:
+    if json_path:
+        writers[json_path] = lambda: report.write_json(json_path, document)
+    if picture and any(record["status"] == "ok" for record in document["results"]):
+        writers[picture] = lambda: draw(picture, document["results"], device_name)
+    elif picture:
         print("nothing to draw: no result passed its check", file=sys.stderr)
     written = True
     for path, write in writers.items():
@@ -204,6 +265,15 @@ def _write_reports(arguments: argparse.Namespace, document: dict[str, Any], devi
         else:
             print(f"wrote {path}")
     return written
+
+
+def _require_reports(argument: str, picture: Path | None, json_path: Path | None) -> None:
+    """A picture can be drawn if one was asked for, and is another file than the JSON."""
+    if picture is None:
+        return
+    _require_drawing(argument)
+    if json_path and json_path.resolve() == picture.resolve():
+        _wrong(argument, "be another file than `--json`", repr(str(picture)))
 
 
 def _require_drawing(argument: str) -> None:
@@ -328,8 +398,14 @@ def _add_bench(commands: Any) -> None:
     summary = "measure on this machine"
     bench = commands.add_parser("bench", help=summary, description=f"{summary.capitalize()}.")
     _show_help_without_command(bench)
+    benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK")
+    _add_bench_attend(benchmarks)
+    _add_bench_hilbert(benchmarks)
+
+
+def _add_bench_attend(benchmarks: Any) -> None:
     parser = _command(
-        bench.add_subparsers(title="benchmarks", metavar="BENCHMARK"),
+        benchmarks,
         "attend",
         _bench_attend,
         "time attend beside dense attention on the same tensors; a wrong answer gets no figure",
@@ -375,6 +451,60 @@ def _add_bench(commands: Any) -> None:
     )
     parser.add_argument(
         "--png", type=_output("--png", ".png"), metavar="FILE", help="draw the results (.png)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
+
+
+def _add_bench_hilbert(benchmarks: Any) -> None:
+    parser = _command(
+        benchmarks,
+        "hilbert",
+        _bench_hilbert,
+        "time one attention call of the Hilbert method, text and shared rows included, beside dense attention",
+        "  nearfield bench hilbert --quick\n  nearfield bench hilbert --cases 2048-keys,2048-far --layers 0..3\n"
+        "  nearfield bench hilbert --flex --json hilbert.json --plot hilbert.png",
+    )
+    parser.add_argument(
+        "--cases",
+        type=_list(_member("--cases", tuple(hilbert_cases.CASES))),
+        metavar="A,B",
+        help=f"any of {', '.join(hilbert_cases.CASES)}",
+    )
+    parser.add_argument(
+        "--layers",
+        type=_layers("--layers"),
+        default=[1],
+        metavar="N,N",
+        help="whose tiles to read, averaged; 0..3 is a whole cycle (default 1, which slides)",
+    )
+    parser.add_argument(
+        "--q-block",
+        type=_member("--q-block", QUERY_BLOCKS),
+        metavar="N",
+        help="queries per list (default: what suits the device)",
+    )
+    parser.add_argument(
+        "--k-block",
+        type=_member("--k-block", GRAINS),
+        metavar="N",
+        help="keys per id (default: what suits the device)",
+    )
+    parser.add_argument(
+        "--impl",
+        type=_member("--impl", IMPLS),
+        default="auto",
+        metavar="A",
+        help=f"one of {', '.join(IMPLS)} (default auto)",
+    )
+    parser.add_argument(
+        "--flex", action="store_true", help="also time torch's flex_attention, compiled, with the same mask"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes and few repetitions")
+    parser.add_argument(
+        "--json", type=_output("--json"), metavar="FILE", help="write results and machine facts"
+    )
+    parser.add_argument(
+        "--plot", type=_output("--plot", ".png"), metavar="FILE", help="draw the results (.png)"
     )
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
@@ -468,6 +598,29 @@ def _preset(argument: str) -> Callable[[str], str]:
 def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Values between commas, each once."""
     return lambda text: list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+
+
+def _layers(argument: str) -> Callable[[str], list[int]]:
+    """Layers between commas, or from one to another: `2`, `0,2`, `0..3`."""
+    number = _integer(argument, 0, 2**16)
+
+    def parse(text: str) -> list[int]:
+        layers = list[int]()
+        for part in text.split(","):
+            first, dots, last = part.strip().partition("..")
+            start = number(first)
+            stop = number(last) if dots else start
+            if stop < start:
+                _wrong(
+                    argument,
+                    "run from the smaller to the larger layer",
+                    repr(text),
+                    f"Example: {argument} 0..3",
+                )
+            layers += range(start, stop + 1)
+        return list(dict.fromkeys(layers))
+
+    return parse
 
 
 def _output(argument: str, suffix: str = "") -> Callable[[str], Path]:

@@ -143,17 +143,74 @@ def benchmark_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) 
     )
     axis.axvline(1, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0.9)
     axis.set_xlabel("rate on the kept pairs / dense rate on the same tensors;  figures: speed-up over dense")
+    _plain_bars(axis)
+    _legend(pyplot, axis, colours, impls)
+    axis.set_title(f"attend on {machine}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def hilbert_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
+    """For each measured case its speed-up over everything it ran beside, its bound and its target."""
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    measured = [record for record in records if record["status"] == "ok"]
+    others = list(dict.fromkeys(name for record in measured for name in record["speed_ups"]))
+    colours = dict(zip(others, _BAR_COLOURS, strict=False))
+    figure, axis = pyplot.subplots(figsize=(8.6, 1.3 + 0.62 * len(measured)))
+    thickness = 0.8 / max(1, len(others))
+    for place, record in enumerate(measured):
+        for index, name in enumerate(others):
+            if (speed_up := record["speed_ups"].get(name)) is not None:
+                height = place - 0.4 + (index + 0.5) * thickness
+                axis.barh(height, speed_up, height=0.92 * thickness, color=colours[name])
+                axis.text(speed_up, height, f" {speed_up:.2f}x", va="center", fontsize=8, color=INK)
+        _mark(axis, record["bound"], place, INK)
+        if record["target"]:
+            _mark(axis, record["target"], place, MUTED, dashed=True)
+    axis.set_yticks(range(len(measured)), [record["case"] for record in measured])
+    axis.set_ylim(len(measured) - 0.45, -0.55)
+    axis.set_xscale("log")
+    figures = [
+        value for record in measured for value in (*record["speed_ups"].values(), record["bound"], 1.0)
+    ]
+    axis.set_xlim(min(figures, default=1) / 1.15, max(figures, default=1) * 1.35)
+    ticks = [
+        tick
+        for tick in (0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 50)
+        if axis.get_xlim()[0] < tick < axis.get_xlim()[1]
+    ]
+    axis.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel(
+        "speed-up of one attention call;  solid line: bound by pairs over the best dense, dashed: target"
+    )
+    _plain_bars(axis)
+    _legend(pyplot, axis, colours, [f"over {name}" for name in others])
+    axis.set_title(f"Hilbert on {machine}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def _mark(axis: Any, value: float, place: float, colour: str, dashed: bool = False) -> None:
+    axis.vlines(
+        value, place - 0.44, place + 0.44, color=colour, linewidth=1.2, linestyle=":" if dashed else "-"
+    )
+
+
+def _plain_bars(axis: Any) -> None:
     axis.xaxis.label.set(color=MUTED, fontsize=9)
     axis.tick_params(length=0, labelcolor=INK, labelsize=8.5)
     axis.grid(axis="x", color=FAINT, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[:].set_visible(False)
-    swatches = [pyplot.Rectangle((0, 0), 1, 1, color=colours[impl]) for impl in impls]
-    corner = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": max(1, len(impls))}
-    axis.legend(swatches, impls, frameon=False, fontsize=8.5, **corner)
-    axis.set_title(f"attend on {machine}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
-    figure.tight_layout()
-    _save(figure, path)
+
+
+def _legend(pyplot: Any, axis: Any, colours: dict[str, str], labels: Sequence[str]) -> None:
+    swatches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+    corner = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": max(1, len(labels))}
+    axis.legend(swatches, labels, frameon=False, fontsize=8.5, **corner)
 
 
 def _draw_bar(axis: Any, place: float, record: dict[str, Any], colour: str) -> None:

@@ -23,7 +23,7 @@ _CUDA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_LAST_RESORT = "efficient"
+LAST_RESORT = "efficient"
 Dense = dict[str, Callable[[Inputs], Tensor]]
 
 
@@ -123,7 +123,7 @@ class Bench:
         if backward not in self._surveys:
             functions: dict[str, Function] = {}
             for name, dense in dense_attention(self.device).items():
-                if name == _LAST_RESORT and functions:
+                if name == LAST_RESORT and functions:
                     continue
                 try:
                     function = self._dense_function(dense, backward)

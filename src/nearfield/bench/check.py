@@ -5,13 +5,14 @@ filled with NaN during the checked call, so a result that was never written cann
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from nearfield.methods.hilbert import FarField
 from nearfield.plan import Plan
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -55,21 +56,34 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
-def check_forward(inputs: Inputs, plan: Plan, out: Tensor, lse: Tensor) -> Checked:
-    """Compare several query blocks of several heads; every other value must at least be finite."""
+def check_forward(
+    inputs: Inputs,
+    plan: Plan,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    rows: Sequence[int] = (),
+    far: FarField | None = None,
+) -> Checked:
+    """Compare several query blocks of several heads; every other value must at least be finite.
+
+    Args:
+        lse: None where it is not known.
+        rows: query blocks to compare besides the first, the middle and the last.
+        far: summaries that are read, too.
+    """
     if not bool(torch.isfinite(out).all()):
         return Checked(float("nan"), 0.0, "out holds values that are not finite")
     samples = []
     for head in _heads(inputs[0]):
-        for row in _picked(plan.num_rows):
-            rows = _rows(plan, row)
-            got = {"out": out[head][rows], "lse": lse[head][rows]}
-            parts = _row_inputs(inputs, plan, head, row)
+        for row in sorted({*_picked(plan.num_rows), *rows}):
             exact, rough = (
-                _eager(*(part.to(dtype) for part in parts)) for dtype in (torch.float64, out.dtype)
+                _row_outputs(inputs, plan, head, row, dtype, far) for dtype in (torch.float64, out.dtype)
             )
-            for name, want, low in zip(got, exact, rough, strict=True):
-                samples.append(_compare(got[name], want, low, f"{name}, head {head[1]}, row {row}"))
+            for name, got, want, low in zip(("out", "lse"), (out, lse), exact, rough, strict=True):
+                if got is not None:
+                    where = f"{name}, head {head[1]}, row {row}"
+                    samples.append(_compare(got[head][_rows(plan, row)], want, low, where))
     return _worst(samples)
 
 
@@ -99,9 +113,24 @@ def check_backward(inputs: Inputs, plan: Plan, grad_out: Tensor, gradients: Inpu
 # -- the arithmetic ----------------------------------------------------------------------------------------------------
 
 
-def _eager(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _eager(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     scores = query @ key.mT * query.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     return torch.softmax(scores, -1) @ value, torch.logsumexp(scores, -1)
+
+
+def _row_outputs(
+    inputs: Inputs, plan: Plan, head: Head, row: int, dtype: torch.dtype, far: FarField | None
+) -> tuple[Tensor, Tensor]:
+    """What one query block should give, computed in `dtype`."""
+    query, key, value = (part.to(dtype) for part in _row_inputs(inputs, plan, head, row))
+    if far is None:
+        return _eager(query, key, value)
+    chosen = _keys_of(far.plan, head, row)
+    summaries = [far.pooled(x.detach()[head][None, None].to(dtype))[0, 0, chosen] for x in inputs[1:]]
+    bias = torch.cat([far.bias.new_zeros(len(key)), far.bias[chosen]])
+    return _eager(query, torch.cat([key, summaries[0]]), torch.cat([value, summaries[1]]), bias)
 
 
 def _row_inputs(inputs: Inputs, plan: Plan, head: Head, row: int) -> Inputs:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nearfield.bench.cases import Result
+from nearfield.bench.check import Checked
 
 _SIZES = ("preset", "work", "blocks", "kept", "impl")
 _FIGURES = ("of dense rate", "speed-up", "bound", "error / limit")
@@ -110,7 +111,7 @@ def _record(result: Result) -> dict[str, Any]:
         "density": result.density,
         "pairs": result.pairs,
         "bound": 1 / result.density if result.density else None,
-        "check": _check_record(result),
+        "check": check_record(result.checked),
         "milliseconds": asdict(result.timing) if result.timing else None,
         "tflops": result.tflops,
         "dense_backend": result.dense_name,
@@ -126,8 +127,8 @@ def _record(result: Result) -> dict[str, Any]:
     }
 
 
-def _check_record(result: Result) -> dict[str, Any] | None:
-    checked = result.checked
+def check_record(checked: Checked | None) -> dict[str, Any] | None:
+    """A verdict in plain values."""
     if checked is None:
         return None
     error = checked.error if checked.error == checked.error else None  # JSON has no NaN
