@@ -67,11 +67,9 @@ def attend_backward(
     positions: Positions | None,
     scale: float,
 ) -> Gradients:
-    # A row that reads nothing has logits of -inf; any finite lse makes its weights zero. The log of nothing has no
-    # gradient; merging two of them by lse gives NaN, which must not spread.
+    # The log of nothing has no gradient; merging two of them by lse gives NaN, which must not spread.
     nothing = lse == -torch.inf
-    delta = (_wide(grad_out) * _wide(out)).sum(-1) - grad_lse
-    known = _Known(grad_out, lse.masked_fill(nothing, 0), delta.masked_fill(nothing, 0))
+    known = _Known(grad_out, nothing, grad_lse.masked_fill(nothing, 0))
     grad_query = torch.zeros_like(query)
     grad_key, grad_value = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))
     grad_bias = None if key_bias is None else lse.new_zeros(key_bias.shape)
@@ -105,11 +103,11 @@ class _Part(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What the backward knows of each query: its gradient, `lse`, and what dP loses (delta - grad_lse)."""
+    """What the backward knows of each query: the gradients that reach it, and whether it read nothing."""
 
     grad_out: Tensor
-    lse: Tensor
-    shift: Tensor
+    nothing: Tensor
+    grad_lse: Tensor
 
 
 class _SharedRows(NamedTuple):
@@ -419,7 +417,9 @@ def _read_plainly(
     if mask is not None:
         logits += mask
     lse = torch.logsumexp(logits, -1)
-    weights = logits.sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
+    weights = torch.softmax(logits, -1)
+    if mask is not None:
+        weights.masked_fill_((lse == -torch.inf)[..., None], 0)
     return weights @ _wide(value), lse
 
 
@@ -438,10 +438,10 @@ def _masks(part: _Part, piece: int) -> Iterator[tuple[int, Tensor | None]]:
 def _differentiate(part: _Part, known: _Known, scale: float) -> Gradients:
     """Gradients of one group (`[g, r, n, D]`, twice `[g, 1, m, D]`, `[g, r, m]`), in pieces of heads and queries."""
     grad_query = torch.empty_like(part.query)
-    grad_key, grad_value = (torch.zeros_like(x, dtype=known.lse.dtype) for x in (part.key, part.value))
+    grad_key, grad_value = (torch.zeros_like(x, dtype=known.grad_lse.dtype) for x in (part.key, part.value))
     grad_bias = None
     if part.bias is not None:
-        grad_bias = known.lse.new_zeros(*part.query.shape[:2], part.key.shape[2])
+        grad_bias = known.grad_lse.new_zeros(*part.query.shape[:2], part.key.shape[2])
     num_heads, repeats, num_queries = part.query.shape[:3]
     piece = _fitting(num_queries, 4 * repeats * part.key.shape[2], _LEAST_QUERIES)
     heads_piece = _fitting(num_heads, 4 * repeats * piece * part.key.shape[2])
@@ -478,12 +478,18 @@ def _differentiate_piece(
     key, value = _wide(key), _wide(value)
     folded_query = (_wide(query) * scale).flatten(1, 2)
     grad_out = _wide(known.grad_out).flatten(1, 2)
-    offset = -known.lse[..., None]
+    logits = folded_query @ key.mT
     if mask is not None:
-        offset = (mask + offset).expand(*query.shape[:3], key.shape[1])
-    weights = torch.baddbmm(offset.flatten(1, 2), folded_query, key.mT).exp_()
+        logits.view(*query.shape[:3], -1).add_(mask)
+    # Not exp(logits - lse): a rounded lse would be wrong by the same factor for all keys of a query.
+    weights = torch.softmax(logits, -1)
+    if mask is not None:
+        weights.masked_fill_(known.nothing.flatten(1, 2)[..., None], 0)
     into.value.baddbmm_(weights.mT, grad_out)
-    grad_logits = torch.baddbmm(-known.shift.flatten(1, 2)[..., None], grad_out, value.mT).mul_(weights)
+    # Nor the delta of the rounded output: the weights are all here.
+    grad_weights = grad_out @ value.mT
+    delta = torch.linalg.vecdot(grad_weights, weights) - known.grad_lse.flatten(1, 2)
+    grad_logits = grad_weights.sub_(delta[..., None]).mul_(weights)
     into.query.copy_((scale * (grad_logits @ key)).view(query.shape))
     into.key.baddbmm_(grad_logits.mT, folded_query)
     if into.key_bias is not None:

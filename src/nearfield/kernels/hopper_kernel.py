@@ -55,18 +55,20 @@ def _post(item, turn, lists, pipe, shape, WARPS: gl.constexpr):
     if shape.HAS_ORDER:
         flat = gl.load(lists.order + item, mask=is_row, other=0)
     batch, head, row = row_of(flat, lists)
-    offsets = (
-        lists.offsets + batch.to(gl.int64) * lists.stride_offsets_b + head * lists.stride_offsets_h + row
-    )
+    long_batch, long_head = batch.to(gl.int64), head.to(gl.int64)
+    offsets = lists.offsets + long_batch * lists.stride_offsets_b + long_head * lists.stride_offsets_h + row
     start = gl.load(offsets, mask=is_row, other=0)
     count = gl.load(offsets + 1, mask=is_row, other=0) - start
+    entries = list_of(batch, head, start, lists)
+    whole = num_whole(entries, count, lists.num_keys, shape)
     slot = turn % 2
     mbarrier.wait(pipe.item_empty.index(slot), (turn // 2 & 1) ^ 1)
-    pipe.items.index(3 * slot).store(gl.full([1], gl.where(is_row, flat, -1), gl.int32, layout))
-    pipe.items.index(3 * slot + 1).store(gl.full([1], start, gl.int32, layout))
-    pipe.items.index(3 * slot + 2).store(gl.full([1], count, gl.int32, layout))
+    pipe.items.index(4 * slot).store(gl.full([1], gl.where(is_row, flat, -1), gl.int32, layout))
+    pipe.items.index(4 * slot + 1).store(gl.full([1], start, gl.int32, layout))
+    pipe.items.index(4 * slot + 2).store(gl.full([1], count, gl.int32, layout))
+    pipe.items.index(4 * slot + 3).store(gl.full([1], whole, gl.int32, layout))
     mbarrier.arrive(pipe.item_full.index(slot), count=1)
-    return batch, head, row, list_of(batch, head, start, lists), count
+    return batch, head, row, entries, count
 
 
 @gluon.jit
@@ -130,9 +132,11 @@ def _copying_producer(q_desc, k_desc, v_desc, counter, heads_per_key, lists, pip
         batch, head, row, entries, count = _post(item, turn, lists, pipe, shape, 1)
         key_head = head // heads_per_key
         _load_queries(q_desc, batch, head, row * shape.Q_BLOCK, turn, pipe, shape)
+        upcoming = _box_tokens(entries, count, 0, shape, BOXES)
         for tile in range(num_tiles(count, shape)):
-            # Read the ids first: their latency passes while this warp waits for a free stage.
-            tokens = _box_tokens(entries, count, tile, shape, BOXES)
+            # Ids are read a tile ahead: their latency passes while this warp waits for a free stage.
+            tokens = upcoming
+            upcoming = _box_tokens(entries, count, tile + 1, shape, BOXES)
             stage = filled % shape.STAGES
             phase = (filled // shape.STAGES & 1) ^ 1
             mbarrier.wait(pipe.k_empty.index(stage), phase)
@@ -215,11 +219,12 @@ def _receive(turn, pipe):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = turn % 2
     mbarrier.wait(pipe.item_full.index(slot), turn // 2 & 1)
-    flat = gl.max(pipe.items.index(3 * slot).load(layout), 0)
-    start = gl.max(pipe.items.index(3 * slot + 1).load(layout), 0)
-    count = gl.max(pipe.items.index(3 * slot + 2).load(layout), 0)
+    flat = gl.max(pipe.items.index(4 * slot).load(layout), 0)
+    start = gl.max(pipe.items.index(4 * slot + 1).load(layout), 0)
+    count = gl.max(pipe.items.index(4 * slot + 2).load(layout), 0)
+    whole = gl.max(pipe.items.index(4 * slot + 3).load(layout), 0)
     mbarrier.arrive(pipe.item_empty.index(slot), count=1)
-    return flat, start, count
+    return flat, start, count, whole
 
 
 @gluon.jit
@@ -249,6 +254,29 @@ def _weigh(
         # A row that has seen nothing yet has maximum -inf; subtracting it would give NaN.
         anchor = gl.where(new_max == -INF, 0.0, new_max)
     return new_max, gl.exp2(scores - anchor[:, None]), gl.exp2(running_max - anchor)
+
+
+@gluon.jit
+def _weigh_first(
+    scores, whole, scale, entries, count, key_bias, stride_bias, num_keys, lane, shape,
+    TAILS: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The weights of a row's first tile, which needs a mask only if it is not whole."""
+    unseen = gl.full([GROUP], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    if TAILS:
+        if whole > 0:
+            running_max, weights, _ = _weigh(
+                scores, 0, unseen, scale, entries, count, key_bias, stride_bias, num_keys, lane, shape, True, False
+            )  # fmt: skip
+        else:
+            running_max, weights, _ = _weigh(
+                scores, 0, unseen, scale, entries, count, key_bias, stride_bias, num_keys, lane, shape, True, True
+            )  # fmt: skip
+    else:
+        running_max, weights, _ = _weigh(
+            scores, 0, unseen, scale, entries, count, key_bias, stride_bias, num_keys, lane, shape, True, False
+        )  # fmt: skip
+    return running_max, weights
 
 
 @gluon.jit
@@ -319,7 +347,7 @@ def _consumer(
     zero = gl.zeros([GROUP, shape.TILE], gl.float32, S_LAYOUT)
     turn = 0
     used = 0
-    flat, start, count = _receive(turn, pipe)
+    flat, start, count, whole = _receive(turn, pipe)
     mbarrier.wait(pipe.q_full.index(member), 0)
     mbarrier.wait(pipe.k_full.index(0), 0)
     _see_gathered(shape)
@@ -337,31 +365,16 @@ def _consumer(
         queries = pipe.queries.index(buffer)
         tiles = num_tiles(count, shape)
         accumulator = gl.zeros([GROUP, shape.D], gl.float32, O_LAYOUT)
-        unseen = gl.full([GROUP], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        running_max, weights, _ = _weigh(
-            scores,
-            0,
-            unseen,
-            scale,
-            entries,
-            count,
-            head_bias,
-            stride_bias,
-            num_keys,
-            lane,
-            shape,
-            True,
-            TAILS,
-        )
+        running_max, weights = _weigh_first(
+            scores, whole, scale, entries, count, head_bias, stride_bias, num_keys, lane, shape, TAILS, S_LAYOUT
+        )  # fmt: skip
         running_sum = gl.sum(weights, 1)
         packed = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
         used += 1
         # By now the row before has left its buffer, which may take the queries of the row after this.
         tma.store_wait(0)
         mbarrier.arrive(pipe.q_empty.index((turn + 1) % 2 * shape.CONSUMERS + member), count=1, pred=turn > 0)
-        whole = tiles
-        if TAILS:
-            whole = gl.maximum(num_whole(entries, count, num_keys, shape), 1)
+        whole = gl.maximum(whole, 1) if TAILS else tiles
         for tile in range(1, whole):
             accumulator, packed, running_max, running_sum = _step(
                 tile, used, queries, accumulator, packed, running_max, running_sum, zero, scale, entries, count,
@@ -377,7 +390,7 @@ def _consumer(
                 used += 1
 
         turn += 1
-        next_flat, next_start, next_count = _receive(turn, pipe)
+        next_flat, next_start, next_count, next_whole = _receive(turn, pipe)
         has_next = next_flat >= 0
         next_buffer = turn % 2 * shape.CONSUMERS + member
         mbarrier.wait(pipe.q_full.index(next_buffer), turn // 2 & 1, pred=has_next)
@@ -415,6 +428,7 @@ def _consumer(
         flat = next_flat
         start = next_start
         count = next_count
+        whole = next_whole
     tma.store_wait(0)
 
 

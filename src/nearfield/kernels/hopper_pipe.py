@@ -132,7 +132,7 @@ def make_pipe(shape, DTYPE: gl.constexpr):
         gl.allocate_shared_memory(DTYPE, [2 * shape.CONSUMERS, GROUP, shape.D], QUERIES),
         gl.allocate_shared_memory(DTYPE, [shape.STAGES, shape.TILE, shape.D], ROWS),
         gl.allocate_shared_memory(DTYPE, [shape.STAGES, shape.TILE, shape.D], ROWS),
-        gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         _barriers(2 * shape.CONSUMERS, 1),
         _barriers(2 * shape.CONSUMERS, 1),
         _barriers(shape.STAGES, FILLS),

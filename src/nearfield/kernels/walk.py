@@ -97,7 +97,15 @@ def store_rows(base, token, exists, stride_n, stride_d, values, DIM: tl.constexp
 
 @triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    return tl.dot(a, b, accumulator, input_precision=PRECISION)
+    if accumulator is None:
+        return tl.dot(a, b, input_precision=PRECISION)
+    elif PRECISION == "ieee":
+        # Each tile is summed by itself: one chain of additions over the whole list would cost float32 users digits.
+        # (A plain sum would be folded back into the dot.)
+        product = tl.dot(a, b, input_precision=PRECISION)
+        return tl.fma(product, tl.full(product.shape, 1.0, product.dtype), accumulator)
+    else:
+        return tl.dot(a, b, accumulator, input_precision=PRECISION)
 
 
 @triton.jit

@@ -79,8 +79,8 @@ def _logits(
 
 
 def _weights(logits: Tensor, lse: Tensor) -> Tensor:
-    """Softmax from its known sum; a row that reads nothing has weights of zero."""
-    return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    """Softmax; a row that reads nothing has weights of zero."""
+    return torch.softmax(logits, -1).masked_fill((lse == -torch.inf)[..., None], 0)
 
 
 def _per_query_head(key: Tensor, query: Tensor) -> Tensor:
