@@ -2,6 +2,7 @@
 
 from nearfield import curves, planning
 from nearfield._types import Attended, Impl, Positions
+from nearfield.adapters import Handle, apply
 from nearfield.attend import attend, explain_choice, merge
 from nearfield.geometry import Geometry
 from nearfield.methods import Hilbert, HilbertAttention, hilbert_attention
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attended",
     "Geometry",
+    "Handle",
     "Hilbert",
     "HilbertAttention",
     "Impl",
@@ -19,6 +21,7 @@ __all__ = [
     "Plan",
     "Positions",
     "__version__",
+    "apply",
     "attend",
     "curves",
     "explain_choice",

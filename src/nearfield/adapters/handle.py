@@ -1,0 +1,202 @@
+"""`apply` and the handle it gives."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from nearfield._checks import check_int, check_member, wrong_type, wrong_value
+from nearfield._types import Impl
+from nearfield.adapters.processor import SparseProcessor
+from nearfield.adapters.region import Layer, Region
+from nearfield.adapters.specs import SPECS, Located, Spec, find, spec_of
+from nearfield.adapters.steps import Steps
+from nearfield.adapters.summary import summary
+from nearfield.geometry import Grid
+from nearfield.methods import Method
+
+_COMPONENTS = ("transformer", "transformer_2", "unet")
+
+
+def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "auto") -> "Handle":
+    """Let the self-attention of a diffusers pipeline or model read what `method` says.
+
+    Nothing is patched: attention processors are set and hooks registered, on this model alone, until `remove`.
+
+    Args:
+        target: a pipeline, or one of its models.
+        method: who reads whom, such as `Hilbert()`.
+        scheduler: says which denoising step is being computed, so that the first steps can stay dense. A pipeline
+            has one; without any, no step is dense.
+        impl: passed on to `attend`.
+
+    Returns:
+        A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
+    """
+    if not hasattr(method, "reader") or isinstance(method, type):
+        wrong_type("method", "be a method such as nearfield.Hilbert()", _name_of(method))
+    check_member("impl", impl, get_args(Impl))
+    steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
+    models = _models_of(target)
+    regions = [region for model in models for region in _regions_of(model, method, steps, impl)]
+    if method.num_dense_steps(1000):
+        steps.now()
+    for region in regions:
+        region.install()
+    return Handle(models, regions, method, steps)
+
+
+class Handle:
+    """What `apply` changed, and the way back."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], regions: Sequence[Region], method: Method, steps: Steps
+    ) -> None:
+        self.method = method
+        self._models, self._regions, self._steps = tuple(models), tuple(regions), steps
+
+    def remove(self) -> None:
+        """Restore what was there. Calling it again does nothing."""
+        for region in self._regions:
+            region.remove()
+        self._models, self._regions = (), ()
+
+    def prepare(
+        self,
+        *,
+        height: int,
+        width: int,
+        text: int | None = None,
+        references: Sequence[tuple[int, int]] = (),
+        batch: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Make everything for one size of image ready beforehand.
+
+        Needed only where torch.compile traces the whole model, which cannot look anything up.
+
+        Args:
+            height, width: of the image, in pixels.
+            text: tokens of text; by default those of the last call, else what is usual for the model.
+            references: heights and widths of reference images, in pixels.
+            batch: samples per call.
+            device: where the model runs; by default where its parameters are.
+        """
+        check_int("height", height, at_least=1)
+        check_int("width", width, at_least=1)
+        for region in self._regions:
+            located = _located(region, [(height, width), *references], text)
+            where = next(region.module.parameters()).device if device is None else torch.device(device)
+            region.prepare(located, where, batch)
+
+    def summary(self, *, height: int | None = None, width: int | None = None, text: int | None = None) -> str:
+        """What was changed, what stays dense and why, and how much attention is saved.
+
+        Args:
+            height, width: tell about images of this size (in pixels); by default about the last call.
+            text: tokens of text.
+        """
+        if (height is None) != (width is None):
+            wrong_value("width", "be given together with `height`", width)
+        places: list[Located | None] = []
+        for region in self._regions:
+            if height is not None and width is not None:
+                places.append(_located(region, [(height, width)], text))
+            else:
+                places.append(region.ready.located if region.ready else None)
+        return summary(self._models, self._regions, places, self.method, self._steps)
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(model).__name__ for model in self._models) or "nothing: removed"
+        return f"Handle({names}; {self.method})"
+
+
+def _located(region: Region, sizes: Sequence[tuple[int, int]], text: int | None) -> Located:
+    spec = region.spec
+    root = region.root
+    images: tuple[Grid, ...] = tuple(spec.size(root, region.name, height, width) for height, width in sizes)
+    if text is None:
+        text = region.ready.located.text - region.ready.located.tail if region.ready else spec.text
+    return spec.padded(Located(images, text))
+
+
+# -- finding out what to change ------------------------------------------------------------------------------------
+
+
+def _models_of(target: Any) -> list[nn.Module]:
+    if isinstance(target, nn.Module):
+        return [_unwrapped(target)]
+    parts = [getattr(target, name, None) for name in _COMPONENTS]
+    models = [_unwrapped(part) for part in parts if isinstance(part, nn.Module)]
+    if not models:
+        wrong_type(
+            "target", "be a diffusers pipeline with a transformer or unet, or a model", _name_of(target)
+        )
+    return models
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrapper that `torch.compile(model)` makes."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _regions_of(model: nn.Module, method: Method, steps: Steps, impl: Impl) -> list[Region]:
+    """The regions of a model with all their layers. Changes nothing yet."""
+    spec = spec_of(model)
+    if spec is None:
+        known = ", ".join(spec.model for spec in SPECS)
+        wrong_value("target", f"be, or have, one of {known}", _name_of(model))
+    parts = _parts(model, spec)
+    regions = [Region(name, part, model, spec, method, steps, impl) for name, part in parts]
+    counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
+    if not sum(counts):
+        wrong_value("target", "have attention layers where its class has them", _name_of(model))
+    first = 0
+    for region, count in zip(regions, counts, strict=True):
+        region.layers = tuple(region.describe_layers(first, sum(counts)))
+        first += count
+        for layer in region.layers:
+            _check_processor(spec, layer)
+    return regions
+
+
+def _parts(model: nn.Module, spec: Spec) -> list[tuple[str, nn.Module]]:
+    if not spec.region:
+        return [("", model)]
+    return [
+        (f"{path}.{name}", part)
+        for root in spec.regions
+        for path, child in find(model, root)
+        for name, part in child.named_modules()
+        if type(part).__name__ == spec.region
+    ]
+
+
+def _check_processor(spec: Spec, layer: Layer) -> None:
+    name = type(layer.processor).__name__
+    if isinstance(layer.processor, SparseProcessor):
+        hint = "Call `remove()` on the first handle before applying again."
+        wrong_value("target", "not be adapted already", f"{name} in {layer.name}", hint)
+    if name not in spec.processors:
+        hint = "Set or load processors that are known, or leave this model dense."
+        known = ", ".join(spec.processors)
+        wrong_value("target", f"have attention processors of {known}", f"{name} in {layer.name}", hint)
+
+
+def _name_of(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else type(value).__name__

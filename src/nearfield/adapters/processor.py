@@ -1,0 +1,142 @@
+"""The attention processor that is put in place of a model's own.
+
+It calls the processor that was there, which projects, normalises and rotates as it always did, and takes over only
+where that one calls `scaled_dot_product_attention`. So it has no model code of its own. The call is taken over by a
+`TorchFunctionMode`: nothing is patched, other threads and models see nothing, and torch.compile traces through it.
+"""
+
+import copy
+import functools
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from nearfield._checks import shape_of, wrong_value
+from nearfield._types import Impl
+from nearfield.methods import Reader
+
+
+class Switch(Protocol):
+    """Says whether the step that is being computed stays dense."""
+
+    is_dense_step: bool
+
+
+class SparseProcessor:
+    """Reads what `reader` says; without one, and in dense steps, it is the original.
+
+    Args:
+        original: the processor that was there.
+        switch: the part of the model the processor belongs to.
+    """
+
+    def __init__(self, original: Any, switch: Switch, impl: Impl) -> None:
+        self.original = original
+        self.ending_in_torch = _ending_in_torch(original)
+        self.switch = switch
+        self.impl = impl
+        self.reader: Reader | None = None
+
+    def __call__(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.reader is None or self.switch.is_dense_step:
+            return self.original(attn, *args, **kwargs)
+        redirect = _Redirect(self.reader, self.impl)
+        with redirect:
+            out = self.ending_in_torch(attn, *args, **kwargs)
+        if redirect.times != 1:
+            got = f"{redirect.times} calls in {type(self.original).__name__}"
+            wrong_value("processor", "call `scaled_dot_product_attention` once", got)
+        return out
+
+    # diffusers sets these on processors that have them; they are for the dense parts.
+
+    @property
+    def _attention_backend(self) -> Any:
+        return getattr(self.original, "_attention_backend", None)
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: Any) -> None:
+        if hasattr(self.original, "_attention_backend"):
+            self.original._attention_backend = backend
+
+    @property
+    def _parallel_config(self) -> Any:
+        return getattr(self.original, "_parallel_config", None)
+
+    @_parallel_config.setter
+    def _parallel_config(self, config: Any) -> None:
+        if hasattr(self.original, "_parallel_config"):
+            self.original._parallel_config = config
+
+
+def sparse_processor(original: Any, switch: Switch, impl: Impl) -> SparseProcessor:
+    kind: Any = type(original)
+    return _class_like(kind)(original, switch, impl)
+
+
+@functools.cache
+def _class_like(original: Any) -> type[SparseProcessor]:
+    """A class whose `__call__` shows the original's signature: attention modules pass on only what they find there."""
+
+    @functools.wraps(original.__call__)
+    def call(self: SparseProcessor, *args: Any, **kwargs: Any) -> Any:
+        return SparseProcessor.__call__(self, *args, **kwargs)
+
+    return type(f"Sparse{original.__name__}", (SparseProcessor,), {"__call__": call})
+
+
+def _ending_in_torch(processor: Any) -> Any:
+    """A copy that does not take another backend, whatever is set on the processor or for the process."""
+    if not hasattr(processor, "_attention_backend"):
+        return processor
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    twin = copy.copy(processor)
+    twin._attention_backend = AttentionBackendName.NATIVE
+    twin._parallel_config = None
+    return twin
+
+
+class _Redirect(TorchFunctionMode):
+    """Sends `scaled_dot_product_attention` to a reader."""
+
+    def __init__(self, reader: Reader, impl: Impl) -> None:
+        super().__init__()
+        self.reader, self.impl = reader, impl
+        self.times = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.times += 1
+        return self._attend(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p or is_causal:
+            wrong_value("processor", "use neither dropout nor causal order", (dropout_p, is_causal))
+        bias = None if attn_mask is None else _key_bias(attn_mask)
+        return self.reader.attend(query, key, value, key_bias=bias, scale=scale, impl=self.impl).out
+
+
+def _key_bias(mask: Tensor) -> Tensor:
+    """A mask `[B, H or 1, 1, M]`, boolean or added to the logits, as a bias on keys."""
+    if mask.dim() != 4 or mask.shape[2] != 1:
+        wrong_value("attention_mask", "be the same for every query ([batch, heads, 1, keys])", shape_of(mask))
+    mask = mask[:, :, 0]
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))

@@ -1,0 +1,325 @@
+"""A region: the part of a model that tokens enter in raster order and leave in raster order.
+
+Most models are one region; a UNet has one per transformer. At its entrance, outside anything compiled, a region finds
+out how large the image is, fetches the order of its tokens and what each layer reads, and hands that to the
+processors. Between entrance and exit nothing is looked up and nothing but attention knows of the method.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nearfield._checks import wrong_value
+from nearfield._types import Impl
+from nearfield.adapters.grids import GridReader
+from nearfield.adapters.processor import SparseProcessor, sparse_processor
+from nearfield.adapters.specs import (
+    Arguments,
+    Located,
+    Move,
+    Spec,
+    check_arguments,
+    check_count,
+    find,
+    first_tensor,
+)
+from nearfield.adapters.steps import Steps
+from nearfield.methods import Method, Reader
+from nearfield.plan import Plan
+from nearfield.tokenmap import Ordering
+
+_REMEMBERED = 8
+_MANY_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention module of a region.
+
+    Args:
+        index: its number among the layers of the model; None where the method has no say (cross-attention).
+        sees_text: whether its sequence holds the text.
+        dense: why it stays dense, or None.
+        processor: what was found in it.
+        installed: what was put there; the same if it stays dense.
+    """
+
+    index: int | None
+    name: str
+    attention: Any
+    sees_text: bool
+    dense: str | None
+    processor: Any
+    installed: Any
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.dense is None
+
+
+class Ready(NamedTuple):
+    """Everything a call needs, made for one layout of tokens and one device; readers stand in the order of layers."""
+
+    located: Located
+    device: torch.device
+    ordering: Ordering
+    readers: tuple[Reader | None, ...]
+
+
+class Region:
+    """The hooks and processors of one region, and what its calls were like."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        root: nn.Module,
+        spec: Spec,
+        method: Method,
+        steps: Steps,
+        impl: Impl,
+    ) -> None:
+        self.name, self.module, self.root = name, module, root
+        self.spec, self.method, self.steps, self.impl = spec, method, steps, impl
+        self.layers: tuple[Layer, ...] = ()
+        self.is_dense_step = False
+        self.ready: Ready | None = None
+        self.order: Ordering | None = None
+        self.dense_calls: Counter[str] = Counter()
+        self._grids = GridReader()
+        self._kept: OrderedDict[Any, Ready] = OrderedDict()
+        self._handles: list[RemovableHandle] = []
+        self._moved: tuple[Tensor, Tensor] | None = None
+        self._places = [(move, find(module, move.place)) for move in spec.moves]
+        for move, places in self._places:
+            if not places:
+                where = f"{name}.{move.place}" if name else move.place
+                wrong_value("target", f"have `{where}`, where tokens enter or leave", type(root).__name__)
+
+    # -- putting in and taking out -------------------------------------------------------------------------------
+
+    def describe_layers(self, first: int, num_layers: int) -> Iterator[Layer]:
+        """The attention modules of the region; those of the model's layers are counted from `first`."""
+        image_only = {name for path in self.spec.image_only for name, _ in find(self.module, path)}
+        for path in self.spec.layers:
+            for name, attention in find(self.module, path):
+                reason = self.method.dense_layer_reason(first, num_layers)
+                if getattr(attention, "is_cross_attention", False):
+                    reason = "cross-attention: its keys are few"
+                yield self._layer(first, name, attention, name not in image_only, reason)
+                first += 1
+        for path, reason in self.spec.dense.items():
+            for name, attention in find(self.module, path):
+                yield self._layer(None, name, attention, False, reason)
+
+    def _layer(
+        self, index: int | None, name: str, attention: Any, sees_text: bool, reason: str | None
+    ) -> Layer:
+        processor = attention.get_processor()
+        installed = processor if reason else sparse_processor(processor, self, self.impl)
+        full_name = f"{self.name}.{name}" if self.name else name
+        return Layer(index, full_name, attention, sees_text, reason, processor, installed)
+
+    def install(self) -> None:
+        for layer in self.layers:
+            if layer.is_sparse:
+                layer.attention.set_processor(layer.installed)
+        # torch's own hooks: offloading exchanges `module.forward`, which would drop hooks that live there.
+        self._handles = [self.module.register_forward_pre_hook(self._entered, with_kwargs=True)]
+        for move, places in self._places:
+            for _, module in places if move.place else []:
+                self._handles.append(self._hook(module, move))
+
+    def _hook(self, module: nn.Module, move: Move) -> RemovableHandle:
+        if move.is_argument:
+            return module.register_forward_pre_hook(_ArgumentHook(self, move), with_kwargs=True)
+        return module.register_forward_hook(_ResultHook(self, move))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for layer in self.layers:
+            if layer.is_sparse and layer.attention.get_processor() is layer.installed:
+                layer.attention.set_processor(layer.processor)
+        self._kept.clear()
+
+    # -- a call --------------------------------------------------------------------------------------------------
+
+    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = Arguments(module, args, kwargs)
+        self._check_unchanged()
+        check_arguments(self.spec, arguments)
+        located = self.spec.locate(module, arguments, self._grids)
+        if not isinstance(located, str):
+            located = self.spec.padded(located)
+            check_count(self.spec, arguments, located)
+        if torch.compiler.is_compiling():
+            self._check_ready(located)
+        else:
+            self._get_ready(located, first_tensor(arguments.get(self.spec.sample)))
+        self.is_dense_step = self._is_dense_step()
+        for move in self.spec.moves:
+            if move.place == "":
+                assert isinstance(move.what, str)
+                value = arguments.get(move.what)
+                if value is not None:
+                    arguments.set(move.what, self.moved(value, move))
+        return tuple(arguments.args), arguments.kwargs
+
+    def _check_unchanged(self) -> None:
+        for layer in self.layers:
+            found = layer.attention.processor
+            if found is not layer.installed:
+                wrong_value(
+                    f"{layer.name}.processor",
+                    "stay as it was when nearfield was applied",
+                    type(found).__name__,
+                    "Load IP-Adapters, fuse projections and set processors first, then apply; `handle.remove()` now.",
+                )
+            if getattr(layer.installed, "_parallel_config", None) is not None:
+                wrong_value(f"{layer.name}.processor", "not be parallelised", "a parallel configuration")
+
+    def _check_ready(self, located: Located | str) -> None:
+        """Nothing can be looked up while torch.compile traces the whole model."""
+        if self.ready is None or located != self.ready.located:
+            wrong_value(
+                self.spec.sample,
+                "have a size that was made ready before the model is compiled",
+                located,
+                "Call `handle.prepare(height=..., width=...)` first, or compile blocks alone.",
+            )
+
+    def _is_dense_step(self) -> bool:
+        if not self.method.num_dense_steps(_MANY_STEPS):
+            return False
+        step = self.steps.now()
+        return step is not None and step.place < self.method.num_dense_steps(step.total)
+
+    # -- getting ready -------------------------------------------------------------------------------------------
+
+    def _get_ready(self, located: Located | str, sample: Tensor) -> None:
+        self._moved = None
+        if isinstance(located, str):
+            self.dense_calls[located] += 1
+            self._hand_out(None)
+            return
+        self.prepare(located, sample.device, sample.shape[0])
+
+    def prepare(self, located: Located, device: torch.device, batch: int) -> None:
+        """Fetch the order and the readers for a layout of tokens, and hand them to the processors."""
+        key = (located, device)
+        ready = self._kept.get(key)
+        if ready is None:
+            ready = self.make_ready(located, device)
+            self._kept[key] = ready
+            while len(self._kept) > _REMEMBERED:
+                self._kept.popitem(last=False)
+        _derive(ready.readers, self.layers, batch)
+        if ready is not self.ready:
+            self._hand_out(ready)
+        self._grids.expected = located.images
+
+    def make_ready(self, located: Located, device: torch.device) -> Ready:
+        kinds = {layer.sees_text for layer in self.layers if layer.is_sparse} or {True}
+        geometries = {sees: located.geometry(self.spec.text_first, sees) for sees in kinds}
+        ordering, *others = (
+            self.method.ordering(geometry, device=device) for geometry in geometries.values()
+        )
+        if not all(torch.equal(other.order, ordering.order) for other in others):
+            wrong_value("method", "order images alike with and without text", self.method)
+        readers = [
+            self.method.reader(
+                geometries[layer.sees_text], layer.index, heads=layer.attention.heads, device=device
+            )
+            if layer.is_sparse and layer.index is not None
+            else None
+            for layer in self.layers
+        ]
+        return Ready(located, device, ordering, tuple(readers))
+
+    def _hand_out(self, ready: Ready | None) -> None:
+        self.ready = ready
+        self.order = ready.ordering if ready else None
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer.installed, SparseProcessor):
+                layer.installed.reader = ready.readers[number] if ready else None
+
+    # -- moving tokens -------------------------------------------------------------------------------------------
+
+    def moved(self, value: Any, move: Move) -> Any:
+        """Tokens in their other order; also inside lists and dictionaries. What follows the images stays in place."""
+        if self.order is None:
+            return value
+        if isinstance(value, list | tuple):
+            return type(value)(self.moved(item, move) for item in value)
+        if isinstance(value, dict):
+            return {name: self.moved(item, move) for name, item in value.items()}
+        way: Callable[[Tensor, int], Tensor] = getattr(self.order, move.way)
+        images, length = len(self.order), value.shape[move.dim]
+        if length <= images:
+            return way(value, move.dim)
+        rest = value.narrow(move.dim, images, length - images)
+        return torch.cat([way(value.narrow(move.dim, 0, images), move.dim), rest], dim=move.dim)
+
+    def moved_argument(self, value: Tensor, move: Move) -> Tensor:
+        """As `moved`, but a tensor that many layers are given is moved once."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return self.moved(value, move)  # type: ignore[no-any-return]
+        if self._moved is None or self._moved[0] is not value:
+            self._moved = value, self.moved(value, move)
+        return self._moved[1]
+
+
+class _ArgumentHook:
+    """Moves one argument of a module that is called inside a region."""
+
+    def __init__(self, region: Region, move: Move) -> None:
+        self.region, self.move = region, move
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = Arguments(module, args, kwargs)
+        assert isinstance(self.move.what, str)
+        value = arguments.get(self.move.what)
+        arguments.set(self.move.what, self.region.moved_argument(value, self.move))
+        return tuple(arguments.args), arguments.kwargs
+
+
+class _ResultHook:
+    """Moves the result, or one part of it, of a module that is called inside a region."""
+
+    def __init__(self, region: Region, move: Move) -> None:
+        self.region, self.move = region, move
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.move.what is None:
+            return self.region.moved(output, self.move)
+        assert isinstance(self.move.what, int)
+        parts = list(output)
+        parts[self.move.what] = self.region.moved(parts[self.move.what], self.move)
+        return tuple(parts)
+
+
+def _derive(readers: tuple[Reader | None, ...], layers: tuple[Layer, ...], batch: int) -> None:
+    """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""
+    for reader, layer in zip(readers, layers, strict=True):
+        for plan in plans_of(reader):
+            heads = layer.attention.heads
+            parts = [plan, plan.transpose()] if torch.is_grad_enabled() else [plan]
+            if plan.device.type == "cuda":
+                for part in parts:
+                    part.longest_first(batch, heads)
+
+
+def plans_of(reader: Any) -> Iterator[Plan]:
+    """The plans inside a reader, whatever tuples it is made of."""
+    if isinstance(reader, Plan):
+        yield reader
+    elif isinstance(reader, tuple):
+        for part in reader:
+            yield from plans_of(part)

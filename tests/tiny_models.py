@@ -1,0 +1,268 @@
+"""Tiny random models of the real diffusers classes, with inputs of any size."""
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+Grid = tuple[int, int]
+Inputs = dict[str, Any]
+
+HEADS, HEAD_DIM = 2, 16
+TEXT = 7
+
+
+def settle(model: nn.Module) -> Any:
+    """Random weights everywhere, also where a fresh model has zeros; evaluation mode; no gradients."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = (noise / max(1.0, parameter.shape[-1]) ** 0.5).to(parameter.dtype)
+    return model.eval().requires_grad_(False)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# -- FLUX ----------------------------------------------------------------------------------------------------------
+
+
+def flux(layers: int = 2, single_layers: int = 3) -> Any:
+    return settle(
+        diffusers.FluxTransformer2DModel(
+            in_channels=4,
+            num_layers=layers,
+            num_single_layers=single_layers,
+            attention_head_dim=HEAD_DIM,
+            num_attention_heads=HEADS,
+            joint_attention_dim=8,
+            pooled_projection_dim=8,
+            axes_dims_rope=(4, 6, 6),
+        )
+    )
+
+
+def image_ids(grid: Grid, image: int = 0, width: int = 3) -> Tensor:
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    ids = torch.zeros(grid[0] * grid[1], width)
+    ids[:, 0], ids[:, 1], ids[:, 2] = image, rows.flatten(), columns.flatten()
+    return ids
+
+
+def flux_inputs(grid: Grid, batch: int = 1, references: tuple[Grid, ...] = ()) -> Inputs:
+    ids = torch.cat([image_ids(side, number) for number, side in enumerate((grid, *references))])
+    return {
+        "hidden_states": randn(batch, len(ids), 4),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "pooled_projections": randn(batch, 8, seed=2),
+        "timestep": torch.full((batch,), 0.5),
+        "img_ids": ids,
+        "txt_ids": torch.zeros(TEXT, 3),
+        "return_dict": False,
+    }
+
+
+def flux2(layers: int = 2, single_layers: int = 2) -> Any:
+    return settle(
+        diffusers.Flux2Transformer2DModel(
+            in_channels=4,
+            num_layers=layers,
+            num_single_layers=single_layers,
+            attention_head_dim=HEAD_DIM,
+            num_attention_heads=HEADS,
+            joint_attention_dim=8,
+            timestep_guidance_channels=8,
+            axes_dims_rope=(4, 4, 4, 4),
+        )
+    )
+
+
+def flux2_inputs(grid: Grid, batch: int = 1, references: tuple[Grid, ...] = ()) -> Inputs:
+    sides = (grid, *references)
+    ids = torch.cat([image_ids(side, 10 * number, width=4) for number, side in enumerate(sides)])
+    return {
+        "hidden_states": randn(batch, len(ids), 4),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "timestep": torch.full((batch,), 0.5),
+        "img_ids": ids.expand(batch, -1, -1),
+        "txt_ids": torch.zeros(batch, TEXT, 4),
+        "guidance": torch.full((batch,), 3.0),
+        "return_dict": False,
+    }
+
+
+# -- models that cut a latent into patches -------------------------------------------------------------------------
+
+
+def sd3(layers: int = 3) -> Any:
+    return settle(
+        diffusers.SD3Transformer2DModel(
+            sample_size=32,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=layers,
+            attention_head_dim=HEAD_DIM,
+            num_attention_heads=HEADS,
+            joint_attention_dim=8,
+            caption_projection_dim=HEADS * HEAD_DIM,
+            pooled_projection_dim=8,
+            pos_embed_max_size=40,
+            dual_attention_layers=(0, 1),
+            qk_norm="rms_norm",
+        )
+    )
+
+
+def sd3_inputs(grid: Grid, batch: int = 1) -> Inputs:
+    return {
+        "hidden_states": randn(batch, 4, 2 * grid[0], 2 * grid[1]),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "pooled_projections": randn(batch, 8, seed=2),
+        "timestep": torch.full((batch,), 500.0),
+        "return_dict": False,
+    }
+
+
+def pixart(layers: int = 3) -> Any:
+    return settle(
+        diffusers.PixArtTransformer2DModel(
+            num_attention_heads=HEADS,
+            attention_head_dim=HEAD_DIM,
+            in_channels=4,
+            out_channels=8,
+            num_layers=layers,
+            cross_attention_dim=HEADS * HEAD_DIM,
+            sample_size=32,
+            patch_size=2,
+            caption_channels=8,
+            use_additional_conditions=False,
+        )
+    )
+
+
+def pixart_inputs(grid: Grid, batch: int = 1) -> Inputs:
+    mask = torch.ones(batch, TEXT)
+    mask[-1, -2:] = 0
+    return {
+        "hidden_states": randn(batch, 4, 2 * grid[0], 2 * grid[1]),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "encoder_attention_mask": mask,
+        "timestep": torch.full((batch,), 500),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        "return_dict": False,
+    }
+
+
+# -- Qwen-Image and Z-Image ----------------------------------------------------------------------------------------
+
+
+def qwen(layers: int = 3) -> Any:
+    return settle(
+        diffusers.QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=4,
+            out_channels=1,
+            num_layers=layers,
+            attention_head_dim=HEAD_DIM,
+            num_attention_heads=HEADS,
+            joint_attention_dim=8,
+            axes_dims_rope=(4, 6, 6),
+        )
+    )
+
+
+def qwen_inputs(grid: Grid, batch: int = 1, references: tuple[Grid, ...] = ()) -> Inputs:
+    sides = (grid, *references)
+    mask = torch.ones(batch, TEXT, dtype=torch.bool)
+    mask[-1, -3:] = False
+    return {
+        "hidden_states": randn(batch, sum(height * width for height, width in sides), 4),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "encoder_hidden_states_mask": mask,
+        "timestep": torch.full((batch,), 0.5),
+        "img_shapes": [[(1, *side) for side in sides]] * batch,
+        "return_dict": False,
+    }
+
+
+def z_image(layers: int = 3) -> Any:
+    return settle(
+        diffusers.ZImageTransformer2DModel(
+            in_channels=4,
+            dim=HEADS * HEAD_DIM,
+            n_layers=layers,
+            n_refiner_layers=2,
+            n_heads=HEADS,
+            n_kv_heads=HEADS,
+            cap_feat_dim=8,
+            axes_dims=[4, 6, 6],
+            axes_lens=[128, 64, 64],
+        )
+    )
+
+
+def z_image_inputs(grid: Grid, batch: int = 1) -> Inputs:
+    return {
+        "x": [randn(4, 1, 2 * grid[0], 2 * grid[1], seed=number) for number in range(batch)],
+        "t": torch.full((batch,), 0.5),
+        # Captions of different lengths: the shorter ones are padded and masked.
+        "cap_feats": [randn(TEXT + 40 * number, 8, seed=9) for number in range(batch)],
+        "return_dict": False,
+    }
+
+
+# -- SDXL ----------------------------------------------------------------------------------------------------------
+
+
+def sdxl() -> Any:
+    return settle(
+        diffusers.UNet2DConditionModel(
+            sample_size=32,
+            in_channels=4,
+            out_channels=4,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(16, HEADS * HEAD_DIM),
+            layers_per_block=1,
+            norm_num_groups=4,
+            cross_attention_dim=8,
+            attention_head_dim=(2, HEADS),
+            transformer_layers_per_block=(1, 2),
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=4,
+            projection_class_embeddings_input_dim=8 + 6 * 4,
+        )
+    )
+
+
+def sdxl_inputs(grid: Grid, batch: int = 1) -> Inputs:
+    """`grid` is that of the first transformer, which works on half of the latent."""
+    return {
+        "sample": randn(batch, 4, 2 * grid[0], 2 * grid[1]),
+        "timestep": torch.full((batch,), 500),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "added_cond_kwargs": {"text_embeds": randn(batch, 8, seed=2), "time_ids": torch.ones(batch, 6)},
+        "return_dict": False,
+    }
+
+
+MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Inputs]]] = {
+    "flux": (flux, flux_inputs),
+    "flux2": (flux2, flux2_inputs),
+    "sd3": (sd3, sd3_inputs),
+    "pixart": (pixart, pixart_inputs),
+    "qwen": (qwen, qwen_inputs),
+    "z_image": (z_image, z_image_inputs),
+    "sdxl": (sdxl, sdxl_inputs),
+}
+
+
+def first(output: Any) -> Tensor:
+    """The tensor in a model's output; a list of samples is stacked."""
+    sample = output[0] if isinstance(output, tuple) else output
+    return torch.stack(list(sample)) if isinstance(sample, list) else sample
