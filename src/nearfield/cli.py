@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nearfield.bench import hilbert_cases, presets
+from nearfield.bench import hilbert_cases, model_cases, presets
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 # The library's, written out so that this file needs nothing to read arguments; a test holds them to the originals.
 QUERY_BLOCKS = (16, 32, 64, 128, 192)
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+SHARES = ("two-way", "keys")
 IMPLS = ("auto", "gluon", "triton", "grouped", "reference")
 _CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 interrupted"
 
@@ -208,6 +209,45 @@ def _bench_hilbert(arguments: argparse.Namespace) -> int:
     return _verdict(results, written)
 
 
+def _bench_model(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from nearfield.bench import flux_model, machine, model, model_report
+    from nearfield.bench.progress import Progress
+    from nearfield.bench.timing import Effort
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = ("tiles", "share", "shared_tokens", "far", "interleave")
+    fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    case = model_cases.ModelCase(arguments.model, arguments.layers, arguments.tiny, fields)
+    default = model_cases.TINY_SIZES if arguments.tiny else model_cases.SIZES
+    sizes = [model_cases.Size(*size) for size in arguments.sizes or default]
+    effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
+    with Progress(len(sizes) + 2) as progress:
+        try:
+            progress.step(f"making {arguments.model} with random weights")
+            bench = model.ModelBench(case, device, effort, arguments.impl)
+        except flux_model.MissingDiffusers as error:
+            raise UsageError(str(error)) from None
+        except flux_model.TooLarge as error:
+            _wrong("--model", "fit into memory", error, "Use --layers 2+4 for fewer layers, or --tiny.")
+        progress.step("checking outputs")
+        checked = bench.check(model.check_size(sizes))
+        if not checked.passed:
+            print(f"no figures: {checked}")
+            return FAILED
+        results = []
+        for size in sizes:
+            progress.step(f"{size}: {size.tokens + case.text:,} tokens")
+            results.append(bench.run(size))
+    parameters = flux_model.num_parameters(bench.model)
+    print(model_report.heading(case, parameters, machine.device_name(device), bench.dtype))
+    print(model_report.results_table(results))
+    print(f"checked: {checked}")
+    document = model_report.as_json(results, checked, parameters, machine.facts())
+    return _verdict(results, _write_reports(document, arguments.json))
+
+
 def _default_cases(device: str, quick: bool) -> tuple[str, ...]:
     if quick:
         return hilbert_cases.QUICK
@@ -243,7 +283,11 @@ def _default_presets(device: str, quick: bool) -> tuple[str, ...]:
 
 
 def _write_reports(
-    document: dict[str, Any], json_path: Path | None, picture: Path | None, draw: Drawing, device_name: str
+    document: dict[str, Any],
+    json_path: Path | None,
+    picture: Path | None = None,
+    draw: Drawing | None = None,
+    device_name: str = "",
 ) -> bool:
     """Write what was asked for, each whatever becomes of the other; returns whether all of it was written."""
     from nearfield.bench import report
@@ -251,7 +295,7 @@ def _write_reports(
     writers: dict[Path, Callable[[], None]] = {}
     if json_path:
         writers[json_path] = lambda: report.write_json(json_path, document)
-    if picture and any(record["status"] == "ok" for record in document["results"]):
+    if picture and draw and any(record["status"] == "ok" for record in document["results"]):
         writers[picture] = lambda: draw(picture, document["results"], device_name)
     elif picture:
         print("nothing to draw: no result passed its check", file=sys.stderr)
@@ -401,6 +445,7 @@ def _add_bench(commands: Any) -> None:
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK")
     _add_bench_attend(benchmarks)
     _add_bench_hilbert(benchmarks)
+    _add_bench_model(benchmarks)
 
 
 def _add_bench_attend(benchmarks: Any) -> None:
@@ -509,6 +554,76 @@ def _add_bench_hilbert(benchmarks: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 
+def _add_bench_model(benchmarks: Any) -> None:
+    parser = _command(
+        benchmarks,
+        "model",
+        _bench_model,
+        "time one denoising step of a real architecture with random weights: dense, with the Hilbert method, and"
+        " with no attention at all",
+        "  nearfield bench model --tiny\n  nearfield bench model --sizes 1024,2048,4096 --json model.json\n"
+        "  nearfield bench model --layers 2+4 --sizes 1024 --share two-way --tiles 4",
+    )
+    parser.add_argument(
+        "--model",
+        type=_member("--model", model_cases.MODELS),
+        default=model_cases.MODELS[0],
+        metavar="NAME",
+        help=f"one of {', '.join(model_cases.MODELS)} (default {model_cases.MODELS[0]})",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_list(_pixels("--sizes")),
+        metavar="N,HxW",
+        help="pixels of the images (default 1024,2048,4096)",
+    )
+    parser.add_argument(
+        "--layers", type=_two_layers, metavar="N+N", help="fewer layers: double-stream + single-stream blocks"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a few narrow layers and a small image")
+    _add_method(parser)
+    parser.add_argument(
+        "--impl",
+        type=_member("--impl", IMPLS),
+        default="auto",
+        metavar="A",
+        help=f"one of {', '.join(IMPLS)} (default auto)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_integer("--rounds", 2, 1000),
+        default=5,
+        metavar="N",
+        help="turns in which everything is timed (default 5)",
+    )
+    parser.add_argument(
+        "--json", type=_output("--json"), metavar="FILE", help="write results and machine facts"
+    )
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    """Fields of the Hilbert method; what is not given is left to the method or the size."""
+    parser.add_argument("--tiles", type=_integer("--tiles", 1), metavar="N", help="tiles per image")
+    parser.add_argument(
+        "--share",
+        type=_member("--share", SHARES),
+        metavar="HOW",
+        help="whether shared tokens read everything, too (two-way), or are only read (keys)",
+    )
+    parser.add_argument(
+        "--shared-tokens", type=_integer("--shared-tokens", 1), metavar="N", help="how many tokens are shared"
+    )
+    parser.add_argument(
+        "--far",
+        type=_integer("--far", 2),
+        metavar="N",
+        help="tokens per summary of what lies outside the tile",
+    )
+    parser.add_argument(
+        "--interleave", action="store_const", const=True, help="tiles differ between heads, too"
+    )
+
+
 def _add_demo(commands: Any) -> None:
     parser = _command(
         commands,
@@ -598,6 +713,28 @@ def _preset(argument: str) -> Callable[[str], str]:
 def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Values between commas, each once."""
     return lambda text: list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+
+
+def _pixels(argument: str) -> Callable[[str], tuple[int, int]]:
+    """`1024` or `768x1344`, in whole tokens."""
+    step = model_cases.PIXELS_PER_TOKEN
+
+    def parse(text: str) -> tuple[int, int]:
+        sides = text.lower().split("x")
+        numbers = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in sides]
+        if len(numbers) > 2 or any(number < step or number % step for number in numbers):
+            rule = f"be pixels or height x width, in multiples of {step}"
+            _wrong(argument, rule, repr(text), f"Example: {argument} 1024,768x1344")
+        return numbers[0], numbers[-1]
+
+    return parse
+
+
+def _two_layers(text: str) -> tuple[int, int]:
+    parts = text.split("+")
+    if len(parts) != 2 or not all(part.isdecimal() and 0 < int(part) < 1000 for part in parts):
+        _wrong("--layers", "be two numbers of blocks joined by +", repr(text), "Example: --layers 2+4")
+    return int(parts[0]), int(parts[1])
 
 
 def _layers(argument: str) -> Callable[[str], list[int]]:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from torch import Tensor
 from nearfield.plan import Plan
 
 INK, MUTED, FAINT = "#22262e", "#6b7280", "#e3e6eb"
-SHARED = "#4b5563"
+SHARED, SHARED_KEYS, FAR = "#4b5563", "#8b93a1", "#b5545c"
 _BAR_COLOURS = ("#2f6f9f", "#c27a2c", "#5a9367", "#8a6fae", "#b5545c")
+_MOST_VECTORS = 4096
+"""Lines that a vector picture holds as such; more of them are drawn as points."""
 Colour = tuple[float, float, float]
 
 
@@ -72,32 +74,86 @@ def _row_of_axes(pyplot: Any, shapes: Sequence[float]) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
+class LayerPicture(NamedTuple):
+    """What one layer of a method reads.
+
+    Args:
+        tile: `[n]` the tile of every token in raster order.
+        reads: `[rows, columns]` bool, which block of queries reads which block of keys.
+        reads_far: `[rows, summaries]` bool, or None where there is no far field.
+        subtitle: what to say below the layer's name.
+    """
+
+    layer: int
+    tile: Tensor
+    reads: Tensor
+    reads_far: Tensor | None
+    subtitle: str
+
+
+class MethodPicture(NamedTuple):
+    """A method on one image, ready to be drawn.
+
+    Args:
+        curve: `[n]` raster index of each token along the curve.
+        sequence: `[n]` raster index of each image token as they stand after the text.
+        is_shared: `[n]` bool in raster order.
+        shared_reads_all: whether shared tokens belong to no tile, as they read everything.
+        q_block, k_block: tokens per row and column of the masks.
+        facts: lines to print beside the masks.
+    """
+
+    grid: tuple[int, ...]
+    text: int
+    curve: Tensor
+    curve_name: str
+    sequence: Tensor
+    is_shared: Tensor
+    shared_reads_all: bool
+    num_tiles: int
+    q_block: int
+    k_block: int
+    layers: Sequence[LayerPicture]
+    facts: Sequence[str]
+
+
+def method_overview(path: Path, picture: MethodPicture) -> None:
+    """The curve and the tiles of each layer above, who reads whom in each layer below."""
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    canvas, frames = _canvas(picture.grid)
+    figure, above, below = _two_rows_of_axes(
+        pyplot, canvas.shape[1] / canvas.shape[0], 1 + len(picture.layers)
+    )
+    _shade(above[0], canvas, picture.is_shared)
+    _draw_curve_lines(above[0], picture.curve, canvas)
+    _picture_frame(above[0], *canvas.shape)
+    slices = f"; frames {', '.join(map(str, frames))}" if len(picture.grid) == 3 else ""
+    _title(above[0], picture.curve_name, "x".join(map(str, picture.grid)) + slices)
+    _write_facts(pyplot, below[0], picture)
+    for layer, tiles_axis, mask_axis in zip(picture.layers, above[1:], below[1:], strict=True):
+        _draw_cells(tiles_axis, _cell_colours(picture, layer), layer.tile, canvas)
+        _outline(tiles_axis, canvas, picture.is_shared)
+        _title(tiles_axis, f"Tiles of layer {layer.layer}", layer.subtitle)
+        _draw_reads(mask_axis, picture, layer)
+    _save(figure, path)
+
+
 def draw_curve(axis: Any, order: Tensor, grid: tuple[int, int]) -> None:
     """The curve through the cells, its colour running once around the wheel."""
-    from matplotlib.collections import LineCollection
-
     height, width = grid
-    points = torch.stack([order % width, order // width], dim=1).double()
-    closes = len(order) > 2 and float((points[0] - points[-1]).norm()) <= 1.0
-    path = torch.cat([points, points[:1]]) if closes else points
-    segments = torch.stack([path[:-1], path[1:]], dim=1).tolist()
-    colours = [_wheel(index / max(1, len(segments))) for index in range(len(segments))]
-    line_width = max(0.6, min(3.0, 110 / max(height, width)))
-    axis.add_collection(LineCollection(segments, colors=colours, linewidths=line_width, capstyle="round"))
+    closes = _draw_curve_lines(axis, order, _canvas(grid)[0])
     _picture_frame(axis, height, width)
     _title(axis, f"Hilbert curve, {height}x{width}", "closed: ends beside its start" if closes else "open")
 
 
 def draw_tiles(axis: Any, order: Tensor, grid: tuple[int, int], run: int, shift: int) -> None:
     """Every cell in the colour of its tile, with lines where tiles meet."""
-    height, width = grid
     tile_of_cell = torch.empty(len(order), dtype=torch.long)
     tile_of_cell[order] = _tile_of_position(len(order), run, shift)
-    tile = tile_of_cell.view(height, width)
     colours = torch.tensor(_tile_colours(math.ceil(len(order) / run)))
-    axis.imshow(colours[tile].numpy(), interpolation="nearest", aspect="equal")
-    _draw_borders(axis, tile)
-    _picture_frame(axis, height, width)
+    _draw_cells(axis, colours[tile_of_cell], tile_of_cell, _canvas(grid)[0])
 
 
 def draw_mask(axis: Any, plan: Plan, text: int, run: int, shift: int) -> None:
@@ -109,19 +165,11 @@ def draw_mask(axis: Any, plan: Plan, text: int, run: int, shift: int) -> None:
     tile = _tile_of_position(image, run, shift)[(rows - text).clamp(0, image - 1)]
     colours = torch.tensor(_tile_colours(math.ceil(image / run)))
     cells = colours[tile][:, None].expand(-1, plan.num_columns, -1).clone()
-    shared = (rows < text)[:, None] | (columns < text)[None]
-    cells[shared] = torch.tensor([int(SHARED[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    cells[(rows < text)[:, None] | (columns < text)[None]] = _rgb(SHARED)
     cells[~reads] = 1.0
     extent = (0, plan.num_columns * plan.k_block, plan.num_rows * plan.q_block, 0)
     axis.imshow(cells.numpy(), interpolation="nearest", aspect="auto", extent=extent)
-    axis.set_xlim(0, plan.num_keys)
-    axis.set_ylim(plan.num_queries, 0)
-    axis.set_box_aspect(1)
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.set_xlabel("keys", color=MUTED, fontsize=9, labelpad=3)
-    axis.set_ylabel("queries", color=MUTED, fontsize=9, labelpad=3)
-    _thin_spines(axis)
+    _mask_frame(axis, plan.num_queries, plan.num_keys)
 
 
 def benchmark_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
@@ -253,14 +301,189 @@ def _tile_of_position(length: int, run: int, shift: int) -> Tensor:
     return (torch.arange(length) - shift) % length // run
 
 
-def _draw_borders(axis: Any, tile: Tensor) -> None:
+def _rgb(colour: str) -> Tensor:
+    return torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+
+
+def _canvas(grid: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """Where cells are drawn, `[height, width]` raster indices with -1 for gaps, and which frames of a video these are.
+
+    A picture is its own canvas. Of a video up to four frames, from the first to the last, stand in two rows.
+    """
+    height, width = grid[-2:]
+    cells = torch.arange(math.prod(grid)).view(-1, height, width)
+    if len(cells) == 1:
+        return cells[0], [0]
+    shown = min(4, len(cells))
+    frames = sorted({round(index * (len(cells) - 1) / (shown - 1)) for index in range(shown)})
+    across, gap = min(2, shown), max(1, width // 16)
+    down = -(-shown // across)
+    canvas = torch.full((down * (height + gap) - gap, across * (width + gap) - gap), -1)
+    for index, frame in enumerate(frames):
+        y, x = index // across * (height + gap), index % across * (width + gap)
+        canvas[y : y + height, x : x + width] = cells[frame]
+    return canvas, frames
+
+
+def _draw_curve_lines(axis: Any, order: Tensor, canvas: Tensor) -> bool:
+    """Draws the steps between cells of one frame that are shown; returns whether the curve ends beside its start."""
     from matplotlib.collections import LineCollection
 
-    right = (tile[:, 1:] != tile[:, :-1]).nonzero().tolist()
-    below = (tile[1:] != tile[:-1]).nonzero().tolist()
+    points = torch.full((len(order), 2), -1.0, dtype=torch.float64)  # of cells in raster order
+    y, x = (canvas >= 0).nonzero().unbind(1)
+    points[canvas[y, x]] = torch.stack([x, y], dim=1).double()
+    shown = int((canvas >= 0).sum())
+    frame = torch.arange(len(order)) // (len(order) if shown == len(order) else _frame_size(canvas))
+    ends = points[order[0]], points[order[-1]]
+    closes = len(order) > 2 and shown == len(order) and float((ends[0] - ends[1]).norm()) <= 1.0
+    path = torch.cat([order, order[:1]]) if closes else order
+    start, stop = path[:-1], path[1:]
+    drawn = (frame[start] == frame[stop]) & (points[start, 0] >= 0)
+    segments = torch.stack([points[start], points[stop]], dim=1)
+    colours = [_wheel(index / max(1, len(start))) for index in drawn.nonzero().flatten().tolist()]
+    line_width = max(0.6, min(3.0, 110 / max(canvas.shape)))
+    axis.add_collection(
+        LineCollection(
+            segments[drawn].tolist(),
+            colors=colours,
+            linewidths=line_width,
+            capstyle="round",
+            rasterized=len(colours) > _MOST_VECTORS,
+        )
+    )
+    return closes
+
+
+def _frame_size(canvas: Tensor) -> int:
+    """Cells of one frame of a montage: its rows end at the first gap."""
+    width = int((canvas[0] < 0).nonzero()[0]) if bool((canvas[0] < 0).any()) else canvas.shape[1]
+    column = canvas[:, 0]
+    height = int((column < 0).nonzero()[0]) if bool((column < 0).any()) else canvas.shape[0]
+    return width * height
+
+
+def _draw_cells(axis: Any, colours: Tensor, label: Tensor, canvas: Tensor) -> None:
+    """Cells in colours given in raster order, with white lines where labels differ; gaps stay white."""
+    shown = torch.where((canvas >= 0)[..., None], colours[canvas.clamp(min=0)], 1.0)
+    axis.imshow(shown.numpy(), interpolation="nearest", aspect="equal")
+    labels = torch.where(canvas >= 0, label[canvas.clamp(min=0)], -1)
+    _draw_borders(axis, labels, colors="white", linewidths=1.4)
+    _picture_frame(axis, *canvas.shape)
+
+
+def _draw_borders(axis: Any, label: Tensor, **style: Any) -> None:
+    from matplotlib.collections import LineCollection
+
+    right = (label[:, 1:] != label[:, :-1]).nonzero().tolist()
+    below = (label[1:] != label[:-1]).nonzero().tolist()
     lines = [[(x + 0.5, y - 0.5), (x + 0.5, y + 0.5)] for y, x in right]
     lines += [[(x - 0.5, y + 0.5), (x + 0.5, y + 0.5)] for y, x in below]
-    axis.add_collection(LineCollection(lines, colors="white", linewidths=1.4, capstyle="projecting"))
+    many = len(lines) > _MOST_VECTORS
+    axis.add_collection(LineCollection(lines, capstyle="projecting", rasterized=many, **style))
+
+
+def _outline(axis: Any, canvas: Tensor, is_shared: Tensor) -> None:
+    """A dark line around what is shared."""
+    inside = (canvas >= 0) & is_shared[canvas.clamp(min=0)]
+    _draw_borders(
+        axis, torch.nn.functional.pad(inside, (1, 1, 1, 1)).int()[1:-1, 1:-1], colors=INK, linewidths=1.1
+    )
+
+
+def _shade(axis: Any, canvas: Tensor, is_shared: Tensor) -> None:
+    inside = (canvas >= 0) & is_shared[canvas.clamp(min=0)]
+    cells = torch.where(inside[..., None], _rgb("#d3d7de"), 1.0)
+    axis.imshow(cells.numpy(), interpolation="nearest", aspect="equal")
+
+
+def _cell_colours(picture: MethodPicture, layer: LayerPicture) -> Tensor:
+    """Tiles in their colours; shared cells grey, or half so where they also belong to a tile."""
+    colours = torch.tensor(_tile_colours(picture.num_tiles))[layer.tile]
+    mixed = _rgb(SHARED) if picture.shared_reads_all else (colours + _rgb(SHARED)) / 2
+    return torch.where(picture.is_shared[:, None], mixed, colours)
+
+
+def _draw_reads(axis: Any, picture: MethodPicture, layer: LayerPicture) -> None:
+    """Blocks that are read, in the colour of the query's tile; text and shared keys grey; summaries at the right."""
+    num_tokens = picture.text + len(picture.sequence)
+    row_tile, row_kind = _in_sequence(picture, layer, picture.q_block)
+    _, column_kind = _in_sequence(picture, layer, picture.k_block)
+    colours = torch.tensor(_tile_colours(picture.num_tiles))[row_tile]
+    reads_all = (row_kind == 0) | ((row_kind == 1) & picture.shared_reads_all)
+    colours[reads_all] = _rgb(SHARED)
+    cells = colours[:, None].expand(-1, len(column_kind), -1).clone()
+    cells[:, column_kind == 0] = _rgb(SHARED)
+    cells[(~reads_all)[:, None] & (column_kind == 1)[None]] = _rgb(SHARED_KEYS)
+    cells[~layer.reads] = 1.0
+    height = len(row_kind) * picture.q_block
+    box = (0, len(column_kind) * picture.k_block, height, 0)
+    axis.imshow(cells.numpy(), interpolation="nearest", aspect="auto", extent=box)
+    end = float(num_tokens)
+    if layer.reads_far is not None:
+        gap = 0.02 * num_tokens
+        end = num_tokens + gap + layer.reads_far.shape[1]
+        far = torch.where(layer.reads_far[..., None], _rgb(FAR), 1.0)
+        axis.imshow(
+            far.numpy(), interpolation="nearest", aspect="auto", extent=(num_tokens + gap, end, height, 0)
+        )
+    _mask_frame(axis, num_tokens, end)
+
+
+def _in_sequence(picture: MethodPicture, layer: LayerPicture, block: int) -> tuple[Tensor, Tensor]:
+    """The tile of the token in the middle of each block, and its kind: 0 text, 1 shared, 2 of a tile only."""
+    count = -(-(picture.text + len(picture.sequence)) // block)
+    middle = torch.arange(count) * block + block // 2 - picture.text
+    token = picture.sequence[middle.clamp(0, len(picture.sequence) - 1)]
+    kind = torch.where(picture.is_shared[token], 1, 2)
+    return layer.tile[token], torch.where(middle < 0, 0, kind)
+
+
+def _mask_frame(axis: Any, num_queries: int, num_keys: float) -> None:
+    axis.set_xlim(0, num_keys)
+    axis.set_ylim(num_queries, 0)
+    axis.set_box_aspect(1)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.set_xlabel("keys", color=MUTED, fontsize=9, labelpad=3)
+    axis.set_ylabel("queries", color=MUTED, fontsize=9, labelpad=3)
+    _thin_spines(axis)
+
+
+def _write_facts(pyplot: Any, axis: Any, picture: MethodPicture) -> None:
+    """A legend, and below it what the method comes to."""
+    axis.set_axis_off()
+    kinds = {}
+    if picture.text:
+        kinds["text" + (" and shared queries" if picture.shared_reads_all else "")] = SHARED
+    if bool(picture.is_shared.any()):
+        kinds["shared keys"] = SHARED_KEYS
+    if any(layer.reads_far is not None for layer in picture.layers):
+        kinds["far field: summaries"] = FAR
+    swatches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
+    if swatches:
+        axis.legend(swatches, kinds, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, 1.02),
+                    borderaxespad=0, handlelength=1, handleheight=1)  # fmt: skip
+    axis.annotate("\n".join(picture.facts), (0, 0), xycoords="axes fraction", fontsize=8.5, color=MUTED,
+                  va="bottom", linespacing=1.45)  # fmt: skip
+
+
+def _two_rows_of_axes(pyplot: Any, shape: float, columns: int) -> tuple[Any, list[Any], list[Any]]:
+    """Pictures of one shape (width over height) side by side above, a square below each."""
+    shape = min(2.5, max(0.62, shape))
+    gap, head, foot = 0.42, 0.62, 0.34
+    height = min(3.0, 17.0 / (columns * shape))
+    width = shape * height
+    square = min(width, 3.0)
+    size = columns * (width + gap) + gap, head + height + gap + square + foot
+    figure = pyplot.figure(figsize=size)
+    above, below = [], []
+    for column in range(columns):
+        left = (gap + column * (width + gap)) / size[0]
+        box = (left, (foot + square + gap) / size[1], width / size[0], height / size[1])
+        above.append(figure.add_axes(box, anchor="NW"))
+        wide = width if column == 0 else square
+        below.append(figure.add_axes((left, foot / size[1], wide / size[0], square / size[1]), anchor="NW"))
+    return figure, above, below
 
 
 def _picture_frame(axis: Any, height: int, width: int) -> None:
@@ -287,12 +510,16 @@ def _title(axis: Any, title: str, subtitle: str) -> None:
 
 def _save(figure: Any, path: Path) -> None:
     """Write the whole picture or nothing, without the date, so that equal pictures are equal files."""
+    import matplotlib
     import matplotlib.pyplot as pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".nearfield-{os.getpid()}.part")
+    kind = "svg" if path.suffix.lower() == ".svg" else "png"
+    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     try:
-        figure.savefig(part, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+        with matplotlib.rc_context({"svg.hashsalt": "nearfield"}):
+            figure.savefig(part, format=kind, dpi=110, facecolor="white", metadata=metadata)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -3,12 +3,16 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 Function = Callable[[], object]
+Repeat = Callable[[Function, int, torch.device], list[float]]
+Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 _FLUSH_BYTES = 2**30
 _FLUSHES = 3
 
@@ -43,20 +47,43 @@ class Timing:
         return cls(median, low, high, len(samples))
 
 
-def measure(functions: Mapping[str, Function], device: torch.device, effort: Effort) -> dict[str, Timing]:
-    """Time every function, in turns."""
+def measure(
+    functions: Mapping[str, Function], device: torch.device, effort: Effort, contexts: Contexts | None = None
+) -> dict[str, Timing]:
+    """Time every function, in turns.
+
+    Args:
+        contexts: what to enter before a function's turn and to leave after it; not timed.
+    """
+    contexts = contexts or {}
     repeat = _repeat_on_cuda if device.type == "cuda" else _repeat_on_cpu
-    counts = {}
+    counts, is_long = {}, {}
     for name, function in functions.items():
-        first = repeat(function, 1, device)[0]
-        is_long = device.type == "cpu" and first > 300  # on a GPU the first call may have compiled
-        estimate = (first if is_long else min(repeat(function, 2, device))) / 1000
+        with _context(contexts, name):
+            estimate = _estimate(repeat, function, device)
         counts[name] = max(1, min(effort.most, round(effort.seconds / effort.rounds / max(estimate, 1e-6))))
+        is_long[name] = estimate > 1
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(effort.rounds):
         for name, function in functions.items():
-            samples[name] += repeat(function, counts[name], device)
+            with _context(contexts, name):
+                if name in contexts and not is_long[name]:
+                    function()  # what is made at the first call is not timed; it hardly matters to a long one
+                samples[name] += repeat(function, counts[name], device)
     return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def _context(contexts: Contexts, name: str) -> AbstractContextManager[Any]:
+    return contexts[name]() if name in contexts else nullcontext()
+
+
+def _estimate(repeat: Repeat, function: Function, device: torch.device) -> float:
+    """Seconds per call, of as few calls as will do. On a GPU the first may have compiled and says nothing."""
+    first = repeat(function, 1, device)[0]
+    if device.type == "cpu" and first > 300:
+        return first / 1000
+    second = repeat(function, 1, device)[0]
+    return (second if second > 300 else min(second, *repeat(function, 1, device))) / 1000
 
 
 def _repeat_on_cpu(function: Function, count: int, device: torch.device) -> list[float]:

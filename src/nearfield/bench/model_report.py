@@ -1,0 +1,88 @@
+"""Results of `bench model` as a table for people and as JSON for programs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from nearfield.bench.check import Checked
+from nearfield.bench.model import CEILING, OURS, REORDERING, ModelResult
+from nearfield.bench.model_cases import ModelCase
+from nearfield.bench.report import check_record, table
+
+
+def heading(case: ModelCase, parameters: int, device: str, dtype: torch.dtype) -> str:
+    blocks = f"{case.config['num_layers']} + {case.config['num_single_layers']} blocks"
+    size = f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+    return f"{case.model}: {blocks}, {size} parameters, {str(dtype).removeprefix('torch.')}, on {device}"
+
+
+def results_table(results: Sequence[ModelResult]) -> str:
+    """Every size as a line; what broke is named below, without figures."""
+    dense = list(dict.fromkeys(name for result in results for name in result.dense))
+    headings = ["pixels", "tokens", "kept", *(f"{name} ms" for name in (*dense, CEILING)), "ms"]
+    headings += [*(f"over {name}" for name in dense), "ceiling", "target", "reordering"]
+    lines = [table([headings, *(_cells(result, dense) for result in results)])]
+    if any(result.ceiling for result in results):
+        lines.append("ceiling: the speed-up over the best dense step if attention cost nothing")
+    lines += [f"{result.size}: {result.status}: {result.note}" for result in results if result.status != "ok"]
+    return "\n".join(lines)
+
+
+def _cells(result: ModelResult, dense: Sequence[str]) -> list[str]:
+    start = [str(result.size), f"{result.tokens:,}"]
+    if result.status != "ok":
+        return [*start, *["-"] * (2 * len(dense) + 5), result.status]
+    times = [result.timings[name].median for name in (*dense, CEILING, OURS)]
+    ratios = [result.over(name) for name in dense]
+    target = result.case.target(result.size)
+    verdict = "reached" if result.reached else "missed"
+    return [
+        *start,
+        f"{result.density:.1%}",
+        *(f"{time:.1f}" for time in times),
+        *(f"{ratio:.2f}x" for ratio in ratios),
+        f"{result.ceiling:.2f}x",
+        f"{target:.2f}x {verdict}" if target else "-",
+        f"{result.reordering_share:.2%}",
+    ]
+
+
+def as_json(
+    results: Sequence[ModelResult], checked: Checked, parameters: int, machine: dict[str, Any]
+) -> dict[str, Any]:
+    """A document with the machine's facts, the verdict and, for each size, its figures (null where there are none)."""
+    return {
+        "format": 1,
+        "benchmark": "model",
+        "machine": machine,
+        "model": results[0].case.model,
+        "config": results[0].case.config,
+        "parameters": parameters,
+        "check": check_record(checked),
+        "results": [_record(result) for result in results],
+    }
+
+
+def _record(result: ModelResult) -> dict[str, Any]:
+    return {
+        "pixels": str(result.size),
+        "grid": list(result.size.grid),
+        "tokens": result.tokens,
+        "method": result.case.method_fields(result.size),
+        "status": result.status,
+        "note": result.note,
+        "density": result.density,
+        "milliseconds": {name: asdict(timing) for name, timing in result.timings.items()},
+        "dense_backend": result.best_dense,
+        "speed_up": result.speed_up,
+        "speed_ups": {name: result.over(name) for name in result.dense},
+        "ceiling": result.ceiling,
+        "ceilings": {name: result.over(name, CEILING) for name in result.dense},
+        "reordering_share": result.over(REORDERING),
+        "target": result.case.target(result.size),
+        "target_reached": result.reached,
+        "peak_bytes": result.peak_bytes,
+        "summary": result.summary,
+    }
