@@ -223,6 +223,51 @@ def test_ring_knows_whether_its_rows_are_equally_long():
     assert not planning.ring(512, 128, keys=[(0, 64)], q_block=64).uniform
 
 
+# -- from_spans --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def spans_of_rows(draw):
+    """Starts and stops `[rows, spans]` in any order, overlapping, empty or backwards, and the sizes of a plan."""
+    q_block, k_block = draw(small_blocks), draw(small_blocks)
+    num_queries, num_keys = draw(st.integers(1, 40)), draw(st.integers(1, 60))
+    rows, spans = -(-num_queries // q_block), draw(st.integers(1, 5))
+    end = st.integers(0, num_keys)
+    ends = st.lists(st.lists(end, min_size=spans, max_size=spans), min_size=rows, max_size=rows)
+    sizes = {"q_block": q_block, "k_block": k_block, "num_queries": num_queries, "num_keys": num_keys}
+    return torch.tensor(draw(ends)), torch.tensor(draw(ends)), sizes
+
+
+@given(spans_of_rows())
+@settings(max_examples=200)
+def test_from_spans_reads_the_union_rounded_to_blocks(example):
+    starts, stops, sizes = example
+    plan = planning.from_spans(starts, stops, **sizes)
+    assert_well_formed(plan)
+    read = torch.zeros(sizes["num_queries"], sizes["num_keys"], dtype=torch.bool)
+    for query in range(sizes["num_queries"]):
+        row = query // sizes["q_block"]
+        for start, stop in zip(starts[row].tolist(), stops[row].tolist(), strict=True):
+            read[query, start:stop] = True
+    expected = block_cover(read, sizes["q_block"], sizes["k_block"])
+    assert torch.equal(plan.pair_counts()[0, 0], expected.int())
+
+
+def test_from_spans_keeps_its_arguments():
+    starts, stops = torch.tensor([[40, 0], [9, 9]]), torch.tensor([[50, 20], [30, 9]])
+    copies = starts.clone(), stops.clone()
+    plan = planning.from_spans(starts, stops, **SIZES)
+    assert row_lists(plan) == [[[[0, 1, 2, 3], [0, 1]]]]
+    assert torch.equal(starts, copies[0])
+    assert torch.equal(stops, copies[1])
+
+
+def test_from_spans_knows_whether_its_rows_are_equally_long():
+    starts = torch.tensor([[0], [16]])
+    assert planning.from_spans(starts, starts + 16, **SIZES).uniform
+    assert not planning.from_spans(starts, starts * 0 + 32, **SIZES).uniform
+
+
 # -- from_mask ---------------------------------------------------------------------------------------------------------
 
 
@@ -394,8 +439,15 @@ def test_key_lists_wait_for_the_device_only_to_check():
     assert plan.layout.capacity == 20
 
 
+def spans_build(length, device=None):
+    starts = torch.zeros(-(-length // 64), 1, dtype=torch.int64, device="cpu")
+    sizes = {"q_block": 64, "k_block": 64, "num_queries": length, "num_keys": length}
+    return planning.from_spans(starts, starts + length, **sizes, device=device)
+
+
 @pytest.mark.parametrize(
-    "build", [planning.full, lambda length, device=None: planning.ring(length, 64, device=device)]
+    "build",
+    [planning.full, lambda length, device=None: planning.ring(length, 64, device=device), spans_build],
 )
 def test_layout_plans_read_nothing_back_from_the_device(build):
     """On the meta device nothing can be read back: what the host needs, the host must have computed."""
@@ -432,6 +484,7 @@ def test_a_large_topk_is_built():
 
 SIZES = {"q_block": 16, "k_block": 16, "num_queries": 32, "num_keys": 50}
 MASK = torch.ones(2, 4, dtype=torch.bool)
+SPANS = torch.zeros(2, 1, dtype=torch.int64)
 KEYS, COUNTS = torch.tensor([[[[0, 1], [2, 3]]]]), torch.tensor([[[2, 2]]])
 BLOCK_RULE = "must be one of 1, 2, 4, 8, 16, 32, 64, 128, 192"
 
@@ -502,6 +555,51 @@ BAD = [
         lambda: planning.ring(9, 3, num_keys=12, keys=[(9, 11)]),
         ValueError,
         "`keys` must hold every key past `length` (9); got key 11 in none of its spans.",
+    ),
+    (
+        lambda: planning.from_spans([[0]], SPANS, **SIZES),
+        TypeError,
+        "`starts` must be a tensor; got list.",
+    ),
+    (
+        lambda: planning.from_spans(SPANS[0], SPANS, **SIZES),
+        ValueError,
+        "`starts` must have 2 dimensions; got shape [1].",
+    ),
+    (
+        lambda: planning.from_spans(SPANS, SPANS.int(), **SIZES),
+        TypeError,
+        "`stops` must be int64; got torch.int32.",
+    ),
+    (
+        lambda: planning.from_spans(SPANS[:1], SPANS, **SIZES),
+        ValueError,
+        "`starts` must be [2, at least 1]: a row for each of ceil(num_queries / q_block); got shape [1, 1].",
+    ),
+    (
+        lambda: planning.from_spans(SPANS[:, :0], SPANS, **SIZES),
+        ValueError,
+        "`starts` must be [2, at least 1]: a row for each of ceil(num_queries / q_block); got shape [2, 0].",
+    ),
+    (
+        lambda: planning.from_spans(SPANS, SPANS + 51, **SIZES),
+        ValueError,
+        "`stops` must lie from 0 to `num_keys` (50); got [51, 51].",
+    ),
+    (
+        lambda: planning.from_spans(SPANS - 1, SPANS, **SIZES),
+        ValueError,
+        "`starts` must lie from 0 to `num_keys` (50); got [-1, -1].",
+    ),
+    (
+        lambda: planning.from_spans(SPANS, SPANS.expand(2, 3), **SIZES),
+        ValueError,
+        "`stops` must have the shape of `starts` [2, 1]; got shape [2, 3].",
+    ),
+    (
+        lambda: planning.from_spans(SPANS, SPANS, **{**SIZES, "k_block": 3}),
+        ValueError,
+        f"`k_block` {BLOCK_RULE}; got 3.",
     ),
     (lambda: planning.from_mask([[True]], **SIZES), TypeError, "`mask` must be a tensor; got list."),
     (
@@ -620,6 +718,7 @@ def test_bad_calls_are_refused(call, kind, message):
 
 def test_the_arguments_of_the_table_are_good():
     assert planning.from_mask(MASK, **SIZES).density == 1.0
+    assert planning.from_spans(SPANS, SPANS + 50, **SIZES).density == 1.0
     assert planning.topk(MASK.float(), 4, **SIZES).density == 1.0
     assert planning.key_lists(KEYS, COUNTS, **SIZES).counts.tolist() == COUNTS.tolist()
     assert planning.ring(9, 3, both=[(0, 4)], keys=[(2, 9)], ring=(1, 9)).num_pairs == 81

@@ -1,0 +1,167 @@
+"""Mutants of the Hilbert method that the suite must kill: one line changed, one named statement that then fails.
+
+A mutant is a copy of a module with a text replaced. The method around it is always a copy, too, since it keeps its
+plans: none that a mutant made may outlive it. test_hilbert.py runs the same statements on the method as it is; that
+copying alone changes nothing is tested below.
+"""
+
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from tests.test_mutants import PACKAGE, load
+from tests.tiles import STATEMENTS
+
+METHOD, TILING, TOKENMAP = "methods/hilbert.py", "tiling.py", "tokenmap.py"
+
+
+class Mutant(NamedTuple):
+    module: str
+    old: str
+    new: str
+    statement: str
+
+
+MUTANTS = {
+    "the tiles do not slide": Mutant(
+        METHOD,
+        "(phase, method.cycle), layout.unit",
+        "(0, method.cycle), layout.unit",
+        "plan_is_the_papers_pattern",
+    ),
+    "the tiles slide the other way": Mutant(
+        TILING,
+        'device="cpu") * cycle + phase)',
+        'device="cpu") * cycle - phase)',
+        "plan_is_the_papers_pattern",
+    ),
+    "the tile that wraps loses its second piece": Mutant(
+        TILING,
+        "(first - n).clamp(min=0), (last - n).clamp(min=0)",
+        "(first - n).clamp(min=0), (first - n).clamp(min=0)",
+        "plan_is_the_papers_pattern",
+    ),
+    "the queries of the wrap stay where they were": Mutant(
+        TILING,
+        "torch.where(positions < begins[0], positions + n, positions)",
+        "positions.clamp(min=int(begins[0]))",
+        "plan_is_the_papers_pattern",
+    ),
+    "tokens enter by the inverse permutation": Mutant(
+        TOKENMAP,
+        'self._moved("x", x, dim, self.order)',
+        'self._moved("x", x, dim, self.inverse)',
+        "tiles_are_squares_of_the_image",
+    ),
+    "tokens enter by the inverse permutation, seen in the steps": Mutant(
+        TOKENMAP,
+        'self._moved("x", x, dim, self.order)',
+        'self._moved("x", x, dim, self.inverse)',
+        "neighbours_on_the_ring_are_neighbours_in_the_image",
+    ),
+    "the tokens stay in raster order": Mutant(
+        TILING,
+        "        order = curve_order(grid, curve)\n",
+        "        order = curves.raster(grid)\n",
+        "tiles_are_squares_of_the_image",
+    ),
+    "shared tokens are not read": Mutant(
+        METHOD,
+        "    always = [geometry.text_span, *(segment.shared for segment in layout.segments)]\n    spans = [",
+        "    always = [geometry.text_span]\n    spans = [",
+        "plan_is_the_papers_pattern",
+    ),
+    "shared tokens do not read": Mutant(
+        METHOD,
+        "everything[slice(*segment.shared)] = True",
+        "everything[slice(*segment.shared)] = False",
+        "plan_is_the_papers_pattern",
+    ),
+    "the text does not read": Mutant(
+        METHOD,
+        "everything[slice(*geometry.text_span)] = True",
+        "everything[slice(*geometry.text_span)] = False",
+        "plan_is_the_papers_pattern",
+    ),
+    "shared tokens read the first tile": Mutant(
+        METHOD,
+        "tiling.tile_at(segment.places, begins) + 1",
+        "tiling.tile_at(segment.places * 0, begins) + 1",
+        "shared_tokens_read_their_own_tile",
+    ),
+    "the far field holds the own tile, too": Mutant(
+        METHOD, ".index_select(1, column) == 0", ".index_select(1, column) >= 0", "every_token_counts_once"
+    ),
+    "windows run into the block of a neighbour": Mutant(
+        METHOD,
+        "pieces += [(start, head), (head, tail), (tail, stop)]",
+        "pieces += [(start, stop)]",
+        "every_token_counts_once",
+    ),
+    "cuts fall inside windows": Mutant(
+        METHOD,
+        "q_block if method.far is None else math.lcm(q_block, method.far)",
+        "q_block",
+        "every_token_counts_once",
+    ),
+    "a summary counts once": Mutant(METHOD, "sizes.log()", "sizes.log().mul(0)", "far_field_is_its_formula"),
+    "short windows are divided by the long size": Mutant(
+        METHOD, "sums / self.sizes.to(sums.dtype)[:, None]", "sums / self.window", "far_field_is_its_formula"
+    ),
+    "the far field forgets its bias": Mutant(
+        METHOD, "key_bias=self.far.bias", "key_bias=None", "far_field_is_its_formula"
+    ),
+}
+
+
+def changed(mutant: Mutant, folder: Path) -> Path:
+    source = (PACKAGE / mutant.module).read_text(encoding="utf-8")
+    assert source.count(mutant.old) == 1, f"{mutant.module} has changed; write this mutant anew"
+    path = folder / Path(mutant.module).name
+    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    return path
+
+
+def copied_method(patch: pytest.MonkeyPatch, module: str = METHOD, path: Path | None = None) -> ModuleType:
+    """A copy of the method with caches of its own, made with another file in the place of one of its modules."""
+    method = load("nearfield_mutant", path if path and module == METHOD else PACKAGE / METHOD, patch)
+    if path and module == TILING:
+        patch.setattr(method, "tiling", load("nearfield_mutant_tiling", path, patch))
+    if path and module == TOKENMAP:
+        patch.setattr(method, "Ordering", load("nearfield_mutant_tokenmap", path, patch).Ordering)
+    return method
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_killed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = MUTANTS[name]
+    method = copied_method(monkeypatch, mutant.module, changed(mutant, tmp_path))
+    with pytest.raises(AssertionError):
+        STATEMENTS[mutant.statement](method)
+
+
+@pytest.mark.parametrize("statement", sorted({mutant.statement for mutant in MUTANTS.values()}))
+@pytest.mark.parametrize("module", [METHOD, TILING, TOKENMAP])
+def test_statement_holds_without_mutants(
+    module: str, statement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    STATEMENTS[statement](copied_method(monkeypatch, module, PACKAGE / module))
+
+
+def test_coming_back_does_not_prove_locality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving undoes entering for the inverse permutation as well: only the places of the tokens tell."""
+    mutant = MUTANTS["tokens enter by the inverse permutation"]
+    source = (PACKAGE / TOKENMAP).read_text(encoding="utf-8")
+    both = source.replace(mutant.old, mutant.new).replace(
+        'self._moved("y", y, dim, self.inverse)', 'self._moved("y", y, dim, self.order)'
+    )
+    path = tmp_path / "tokenmap.py"
+    path.write_text(both, encoding="utf-8")
+    method = copied_method(monkeypatch, TOKENMAP, path)
+    geometry = method.Geometry((64, 64))
+    ordering = method.Hilbert().ordering(geometry)
+    tokens = method.torch.arange(4096)[None, :, None]
+    assert method.torch.equal(ordering.leave(ordering.enter(tokens)), tokens)
+    with pytest.raises(AssertionError):
+        STATEMENTS["tiles_are_squares_of_the_image"](method)
