@@ -152,10 +152,7 @@ def run_merged(call: Call, plans: Sequence[Plan], impl: str) -> Results:
             nearfield.attend(query, key, value, plan, key_bias=key_bias, impl=impl)  # type: ignore[arg-type]
             for plan in plans
         ]
-        lse = torch.logaddexp(parts[0].lse, parts[1].lse)
-        total = lse.masked_fill(lse == -INF, 0)
-        first, second = (part.out * torch.exp(part.lse - total)[..., None] for part in parts)
-        return first + second, lse
+        return nearfield.merge(*parts)
 
     return _differentiated(merged, call, call.query.dtype, True)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import nearfield
-from nearfield import Positions, planning
+from nearfield import Plan, Positions, planning
 
 IMPLEMENTATIONS = [
     "reference",
@@ -319,6 +319,57 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
     (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(gradient.sum(), query)
+
+
+# -- merging -----------------------------------------------------------------------------------------------------
+
+
+def halves_of(plan: Plan) -> list[Plan]:
+    """Two plans that share out the columns of one: every other, and the rest."""
+    cells = plan.block_counts() > 0
+    even = torch.arange(plan.num_columns) % 2 == 0
+    sizes = dict(zip(("q_block", "k_block", "num_queries", "num_keys"), plan.layout[3:], strict=True))
+    return [planning.from_mask(cells & side, **sizes) for side in (even, ~even)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_merging_reads_the_union(dtype: torch.dtype) -> None:
+    """Rows that are empty in one part, in the other, or in both; the results keep their dtypes."""
+    inputs = random_inputs(2, 2, 70, 90, 16, dtype=dtype)
+    plan = random_plan(70, 90, q_block=16, k_block=8, share=0.2, empty_rows=True)
+    parts = [nearfield.attend(*inputs, half) for half in halves_of(plan)]
+    got = nearfield.merge(*parts)
+    whole = nearfield.attend(*inputs, plan)
+    assert (got.out.dtype, got.lse.dtype) == (whole.out.dtype, whole.lse.dtype)
+    results = {"out": got.out, "lse": got.lse}
+    assert_within_budget(Call(*inputs, plan), "grouped", backward=False, results=results)
+    nothing = whole.lse == -INF
+    assert bool(nothing.any())
+    assert bool((got.lse[nothing] == -INF).all())
+    assert not bool(got.out[nothing].any())
+
+
+def test_merging_with_nothing_changes_nothing() -> None:
+    inputs = random_inputs(1, 2, 40, 50, 16)
+    some = nearfield.attend(*inputs, random_plan(40, 50, q_block=16, k_block=8))
+    sizes = {"q_block": 16, "k_block": 8, "num_queries": 40, "num_keys": 50}
+    none = nearfield.attend(*inputs, planning.from_mask(torch.zeros(3, 7, dtype=torch.bool), **sizes))
+    for merged in (nearfield.merge(some, none), nearfield.merge(none, some)):
+        assert torch.equal(merged.out, some.out)
+        assert torch.equal(merged.lse, some.lse)
+
+
+def test_merging_is_differentiable() -> None:
+    """Rows that are empty in one part included: the summaries of rows that have read everything."""
+    query, key, value = (x.requires_grad_() for x in random_inputs(1, 1, 8, 12, 3, dtype=torch.float64))
+    sizes = {"q_block": 4, "k_block": 4, "num_queries": 8, "num_keys": 12}
+    masks = torch.tensor([[[1, 1, 1], [1, 0, 0]], [[0, 0, 0], [0, 1, 1]]], dtype=torch.bool)
+    plans = [planning.from_mask(mask, **sizes) for mask in masks]
+
+    def merged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return nearfield.merge(*(nearfield.attend(query, key, value, plan) for plan in plans))
+
+    assert torch.autograd.gradcheck(merged, (query, key, value))
 
 
 # -- torch.compile and the operator ------------------------------------------------------------------------------
