@@ -128,7 +128,9 @@ def _located(region: Region, sizes: Sequence[tuple[int, int]], text: int | None)
     spec = region.spec
     root = region.root
     images: tuple[Grid, ...] = tuple(spec.size(root, region.name, height, width) for height, width in sizes)
-    if text is None:
+    if spec.text == 0:
+        text = 0
+    elif text is None:
         text = region.ready.located.text - region.ready.located.tail if region.ready else spec.text
     return spec.padded(Located(images, text))
 

@@ -110,6 +110,8 @@ class _Redirect(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # written in Python, and torch.compile knows it only as a method
+            return args[0].unflatten(*args[1:], **kwargs)
         if func is not scaled_dot_product_attention:
             return func(*args, **kwargs)
         self.times += 1

@@ -27,6 +27,7 @@ from nearfield.adapters.specs import (
     check_count,
     find,
     first_tensor,
+    parameter_names,
 )
 from nearfield.adapters.steps import Steps
 from nearfield.methods import Method, Reader
@@ -35,6 +36,12 @@ from nearfield.tokenmap import Ordering
 
 _REMEMBERED = 8
 _MANY_STEPS = 1000
+
+# Not put together where it is raised: torch.compile could not trace that.
+_NOT_READY = (
+    "`hidden_states` must have the size that was made ready before the model was compiled; got another."
+    " Call `handle.prepare(height=..., width=...)` first, or compile blocks alone with `compile_repeated_blocks`."
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class Region:
         self.ready: Ready | None = None
         self.order: Ordering | None = None
         self.dense_calls: Counter[str] = Counter()
+        self._names = parameter_names(module)
         self._grids = GridReader()
         self._kept: OrderedDict[Any, Ready] = OrderedDict()
         self._handles: list[RemovableHandle] = []
@@ -137,7 +145,8 @@ class Region:
 
     def _hook(self, module: nn.Module, move: Move) -> RemovableHandle:
         if move.is_argument:
-            return module.register_forward_pre_hook(_ArgumentHook(self, move), with_kwargs=True)
+            hook = _ArgumentHook(self, move, parameter_names(module))
+            return module.register_forward_pre_hook(hook, with_kwargs=True)
         return module.register_forward_hook(_ResultHook(self, move))
 
     def remove(self) -> None:
@@ -152,7 +161,7 @@ class Region:
     # -- a call --------------------------------------------------------------------------------------------------
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = Arguments(module, args, kwargs)
+        arguments = Arguments(self._names, args, kwargs)
         self._check_unchanged()
         check_arguments(self.spec, arguments)
         located = self.spec.locate(module, arguments, self._grids)
@@ -188,12 +197,7 @@ class Region:
     def _check_ready(self, located: Located | str) -> None:
         """Nothing can be looked up while torch.compile traces the whole model."""
         if self.ready is None or located != self.ready.located:
-            wrong_value(
-                self.spec.sample,
-                "have a size that was made ready before the model is compiled",
-                located,
-                "Call `handle.prepare(height=..., width=...)` first, or compile blocks alone.",
-            )
+            raise ValueError(_NOT_READY)
 
     def _is_dense_step(self) -> bool:
         if not self.method.num_dense_steps(_MANY_STEPS):
@@ -279,11 +283,11 @@ class Region:
 class _ArgumentHook:
     """Moves one argument of a module that is called inside a region."""
 
-    def __init__(self, region: Region, move: Move) -> None:
-        self.region, self.move = region, move
+    def __init__(self, region: Region, move: Move, names: tuple[str, ...]) -> None:
+        self.region, self.move, self.names = region, move, names
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = Arguments(module, args, kwargs)
+        arguments = Arguments(self.names, args, kwargs)
         assert isinstance(self.move.what, str)
         value = arguments.get(self.move.what)
         arguments.set(self.move.what, self.region.moved_argument(value, self.move))

@@ -8,7 +8,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -42,10 +41,14 @@ class Located(NamedTuple):
 
 
 class Arguments:
-    """The arguments of a module's call, by name, however they were passed."""
+    """The arguments of a module's call, by name, however they were passed.
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._names = _parameter_names(type(module).forward)
+    Args:
+        names: of the parameters of its `forward`, in order.
+    """
+
+    def __init__(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._names = names
         self.args, self.kwargs = list(args), dict(kwargs)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -62,9 +65,8 @@ class Arguments:
             self.kwargs[name] = value
 
 
-@cache
-def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 Locate = Callable[[nn.Module, Arguments, GridReader], "Located | str"]
@@ -113,7 +115,7 @@ class Spec:
         refused: arguments that must be None, and why.
         attention_kwargs: the argument that is passed on to processors.
         size: the grid of a region for an image of so many pixels.
-        text: tokens of text, where nothing else is known.
+        text: tokens of text, where nothing else is known; 0 if no layer sees text.
         multiple: image and text are padded to multiples of it.
     """
 
