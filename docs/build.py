@@ -10,22 +10,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from nearfield import plots  # noqa: E402
-from nearfield.bench import demo  # noqa: E402
+from nearfield import Geometry, Hilbert, plots  # noqa: E402
+from nearfield.bench import demo, show  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> None:
-    """The overview, the same for a grid of odd sides, and bars for every committed benchmark result."""
+    """The overview, the same for a grid of odd sides, the Hilbert method, and bars for every committed result."""
     demo.draw(IMAGES / "overview.png", demo.preset_for((64, 64)), tiles=16)
     demo.draw(IMAGES / "any-grid.png", demo.preset_for((45, 80)), tiles=9)
-    for path in sorted(RESULTS.glob("attend-*.json")):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        gpus = document["machine"]["gpus"]
-        name = gpus[0]["name"] if gpus else document["machine"]["cpu"]["name"]
-        plots.benchmark_bars(IMAGES / f"{path.stem}.png", document["results"], name)
+    method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16), layers=range(4))
+    show.draw(IMAGES / "hilbert.png", method)
+    for benchmark, draw in (("attend", plots.benchmark_bars), ("hilbert", plots.hilbert_bars)):
+        for path in sorted(RESULTS.glob(f"{benchmark}-*.json")):
+            document = json.loads(path.read_text(encoding="utf-8"))
+            gpus = document["machine"]["gpus"]
+            name = gpus[0]["name"] if gpus else document["machine"]["cpu"]["name"]
+            draw(IMAGES / f"{path.stem}.png", document["results"], name)
     for picture in sorted(IMAGES.glob("*.png")):
         print(f"{picture.relative_to(ROOT)}  {picture.stat().st_size / 1024:.0f} KiB")
 

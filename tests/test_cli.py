@@ -42,7 +42,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # -- help and errors ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["explain"], ["bench"], ["bench", "attend"], ["demo"]])
+COMMANDS = ["", "doctor", "explain", "bench", "bench attend", "bench hilbert", "bench model", "demo", "show"]
+
+
+@pytest.mark.parametrize("command", [name.split() for name in COMMANDS])
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])

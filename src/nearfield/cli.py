@@ -21,12 +21,14 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 QUERY_BLOCKS = (16, 32, 64, 128, 192)
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 SHARES = ("two-way", "keys")
+SHARED = ("centre", "distributed", "none")
+CURVES = ("auto", "hilbert", "hilbert-closed", "morton", "raster")
 IMPLS = ("auto", "gluon", "triton", "grouped", "reference")
 _CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 interrupted"
 
 # What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
 _MOST_BLOCKS, _MOST_IDS = 2**29, 2**26
-_MOST_DRAWN = 2**16
+_MOST_DRAWN, _MOST_LAYERS, _MOST_TILES = 2**16, 8, 2**12
 
 
 Drawing = Callable[[Path, Sequence[dict[str, Any]], str], None]
@@ -137,6 +139,38 @@ def _demo(arguments: argparse.Namespace) -> int:
     text, passed = demo.speed_table(preset, arguments.tiles)
     print(text)
     return OK if passed else FAILED
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    _require_drawable(arguments)
+    _require_drawing("--out")
+    from nearfield import Geometry, Hilbert
+    from nearfield.bench import show
+
+    names = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "interleave")
+    fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    try:
+        geometry = Geometry(arguments.grid, text=arguments.text)
+        shown = show.examine(geometry, Hilbert(**fields), arguments.layer, arguments.q_block)
+        report = show.record(shown)
+    except ValueError as error:  # fields that do not go together, or not with this grid
+        raise UsageError(str(error)) from None
+    show.draw(arguments.out, shown)
+    if arguments.json:
+        print(json.dumps(report | {"picture": str(arguments.out)}, indent=1))
+    else:
+        print(f"{report['description']}\nwrote {arguments.out}")
+    return OK
+
+
+def _require_drawable(arguments: argparse.Namespace) -> None:
+    grid, tokens = arguments.grid, math.prod(arguments.grid)
+    if len(grid) == 1:
+        _wrong("--grid", "have two or three sides to be drawn", _grid_name(grid), "Example: --grid 64x64")
+    if tokens > _MOST_DRAWN:
+        _wrong("--grid", f"hold at most {_MOST_DRAWN:,} tokens to be drawn", f"{tokens:,}")
+    if len(arguments.layer) > _MOST_LAYERS:
+        _wrong("--layer", f"name at most {_MOST_LAYERS} layers to be drawn", len(arguments.layer))
 
 
 def _bench_attend(arguments: argparse.Namespace) -> int:
@@ -346,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Sparse attention for diffusion transformers: who reads whom, how fast, and why.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"examples:\n  nearfield doctor\n  nearfield explain flux-1024 --grid 90x160\n  nearfield demo\n"
-        f"  nearfield bench attend --quick\n\n{_CODES}",
+        f"  nearfield show --grid 64x64 --layer 0..3\n  nearfield bench attend --quick\n\n{_CODES}",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     _show_help_without_command(parser)
@@ -355,6 +389,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_bench(commands)
     _add_demo(commands)
+    _add_show(commands)
     return parser
 
 
@@ -601,9 +636,11 @@ def _add_bench_model(benchmarks: Any) -> None:
     )
 
 
-def _add_method(parser: argparse.ArgumentParser) -> None:
+def _add_method(parser: argparse.ArgumentParser, most_tiles: int = 2**24) -> None:
     """Fields of the Hilbert method; what is not given is left to the method or the size."""
-    parser.add_argument("--tiles", type=_integer("--tiles", 1), metavar="N", help="tiles per image")
+    parser.add_argument(
+        "--tiles", type=_integer("--tiles", 1, most_tiles), metavar="N", help="tiles per image (default 16)"
+    )
     parser.add_argument(
         "--share",
         type=_member("--share", SHARES),
@@ -649,6 +686,67 @@ def _add_demo(commands: Any) -> None:
         metavar="FILE",
         help="the picture (default nearfield-demo.png)",
     )
+
+
+def _add_show(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "show",
+        _show,
+        "draw the Hilbert method on an image: the curve, the tiles of some layers, what is shared, who reads whom",
+        "  nearfield show\n  nearfield show --grid 64x64 --tiles 16 --layer 0..3 --share keys\n"
+        "  nearfield show --grid 21x30x52 --text 0 --shared distributed --out video.svg\n"
+        "  nearfield show --grid 45x80 --tiles 9 --far 64 --q-block 64 --json",
+    )
+    parser.add_argument(
+        "--grid",
+        type=_grid,
+        default=(64, 64),
+        metavar="HxW",
+        help="image tokens per side, or frames x height x width, of which some frames are drawn (default 64x64)",
+    )
+    parser.add_argument(
+        "--text",
+        type=_integer("--text", 0, 2**13),
+        default=512,
+        metavar="N",
+        help="text tokens (default 512)",
+    )
+    parser.add_argument(
+        "--layer",
+        type=_layers("--layer"),
+        default=[0, 1, 2, 3],
+        metavar="N..N",
+        help="layers to draw: 2, 0,2 or 0..3 (default 0..3)",
+    )
+    parser.add_argument(
+        "--shared",
+        type=_member("--shared", SHARED),
+        metavar="WHERE",
+        help=f"image tokens that everyone reads: {', '.join(SHARED)} (default centre)",
+    )
+    parser.add_argument(
+        "--curve",
+        type=_member("--curve", CURVES),
+        metavar="NAME",
+        help=f"one of {', '.join(CURVES)} (default auto)",
+    )
+    _add_method(parser, _MOST_TILES)
+    parser.add_argument(
+        "--q-block",
+        type=_member("--q-block", QUERY_BLOCKS),
+        default=16,
+        metavar="N",
+        help="queries per list, to which tiles are rounded (default 16; on a GPU 128)",
+    )
+    parser.add_argument(
+        "--out",
+        type=_output("--out", ".png", ".svg"),
+        default="nearfield-show.png",
+        metavar="FILE",
+        help="the picture, .png or .svg (default nearfield-show.png)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 class _Version(argparse.Action):
@@ -760,16 +858,16 @@ def _layers(argument: str) -> Callable[[str], list[int]]:
     return parse
 
 
-def _output(argument: str, suffix: str = "") -> Callable[[str], Path]:
+def _output(argument: str, *suffixes: str) -> Callable[[str], Path]:
     """A file that can be written, as far as can be told before there is anything to write."""
-    hint = f"Example: {argument} results{suffix or '.json'}"
+    hint = f"Example: {argument} results{suffixes[0] if suffixes else '.json'}"
 
     def parse(text: str) -> Path:
         path = Path(text)
         if not text.strip():
             _wrong(argument, "name a file", repr(text), hint)
-        if not path.name.lower().endswith(suffix):
-            _wrong(argument, f"end in {suffix}", repr(text), hint)
+        if suffixes and not path.name.lower().endswith(suffixes):
+            _wrong(argument, f"end in {' or '.join(suffixes)}", repr(text), hint)
         try:
             if path.is_dir() or text.endswith(("/", os.sep)):
                 _wrong(argument, "name a file, not a directory", repr(text), hint)

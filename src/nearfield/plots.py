@@ -13,7 +13,7 @@ from torch import Tensor
 from nearfield.plan import Plan
 
 INK, MUTED, FAINT = "#22262e", "#6b7280", "#e3e6eb"
-SHARED, SHARED_KEYS, FAR = "#4b5563", "#8b93a1", "#b5545c"
+SHARED, SHARED_KEYS, SHADE, FAR = "#4b5563", "#8b93a1", "#d3d7de", "#b5545c"
 _BAR_COLOURS = ("#2f6f9f", "#c27a2c", "#5a9367", "#8a6fae", "#b5545c")
 _MOST_VECTORS = 4096
 """Lines that a vector picture holds as such; more of them are drawn as points."""
@@ -122,18 +122,18 @@ def method_overview(path: Path, picture: MethodPicture) -> None:
     require_matplotlib()
     import matplotlib.pyplot as pyplot
 
-    canvas, frames = _canvas(picture.grid)
-    figure, above, below = _two_rows_of_axes(
-        pyplot, canvas.shape[1] / canvas.shape[0], 1 + len(picture.layers)
-    )
+    canvas = _canvas(picture.grid)
+    height, width = canvas.cells.shape
+    figure, above, below = _two_rows_of_axes(pyplot, width / height, 1 + len(picture.layers))
     _shade(above[0], canvas, picture.is_shared)
     _draw_curve_lines(above[0], picture.curve, canvas)
-    _picture_frame(above[0], *canvas.shape)
-    slices = f"; frames {', '.join(map(str, frames))}" if len(picture.grid) == 3 else ""
+    _picture_frame(above[0], height, width)
+    slices = f"; frames {', '.join(map(str, canvas.frames))}" if len(picture.grid) == 3 else ""
     _title(above[0], picture.curve_name, "x".join(map(str, picture.grid)) + slices)
     _write_facts(pyplot, below[0], picture)
     for layer, tiles_axis, mask_axis in zip(picture.layers, above[1:], below[1:], strict=True):
-        _draw_cells(tiles_axis, _cell_colours(picture, layer), layer.tile, canvas)
+        label = torch.where(picture.is_shared & picture.shared_reads_all, -2, layer.tile)
+        _draw_cells(tiles_axis, _cell_colours(picture, layer), label, canvas)
         _outline(tiles_axis, canvas, picture.is_shared)
         _title(tiles_axis, f"Tiles of layer {layer.layer}", layer.subtitle)
         _draw_reads(mask_axis, picture, layer)
@@ -143,7 +143,7 @@ def method_overview(path: Path, picture: MethodPicture) -> None:
 def draw_curve(axis: Any, order: Tensor, grid: tuple[int, int]) -> None:
     """The curve through the cells, its colour running once around the wheel."""
     height, width = grid
-    closes = _draw_curve_lines(axis, order, _canvas(grid)[0])
+    closes = _draw_curve_lines(axis, order, _canvas(grid))
     _picture_frame(axis, height, width)
     _title(axis, f"Hilbert curve, {height}x{width}", "closed: ends beside its start" if closes else "open")
 
@@ -153,7 +153,7 @@ def draw_tiles(axis: Any, order: Tensor, grid: tuple[int, int], run: int, shift:
     tile_of_cell = torch.empty(len(order), dtype=torch.long)
     tile_of_cell[order] = _tile_of_position(len(order), run, shift)
     colours = torch.tensor(_tile_colours(math.ceil(len(order) / run)))
-    _draw_cells(axis, colours[tile_of_cell], tile_of_cell, _canvas(grid)[0])
+    _draw_cells(axis, colours[tile_of_cell], tile_of_cell, _canvas(grid))
 
 
 def draw_mask(axis: Any, plan: Plan, text: int, run: int, shift: int) -> None:
@@ -305,70 +305,68 @@ def _rgb(colour: str) -> Tensor:
     return torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
 
 
-def _canvas(grid: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-    """Where cells are drawn, `[height, width]` raster indices with -1 for gaps, and which frames of a video these are.
+class _Canvas(NamedTuple):
+    """Where cells are drawn: `[height, width]` raster indices, -1 for gaps; which frames these are; cells per frame."""
 
-    A picture is its own canvas. Of a video up to four frames, from the first to the last, stand in two rows.
-    """
+    cells: Tensor
+    frames: list[int]
+    frame_size: int
+
+    @property
+    def shown(self) -> Tensor:
+        return self.cells >= 0
+
+    def of(self, values: Tensor) -> Tensor:
+        """Values given in raster order as they are drawn; gaps hold anything."""
+        return values[self.cells.clamp(min=0)]
+
+
+def _canvas(grid: tuple[int, ...]) -> _Canvas:
+    """A picture is its own canvas. Of a video up to four frames, from the first to the last, stand in two rows."""
     height, width = grid[-2:]
     cells = torch.arange(math.prod(grid)).view(-1, height, width)
     if len(cells) == 1:
-        return cells[0], [0]
-    shown = min(4, len(cells))
-    frames = sorted({round(index * (len(cells) - 1) / (shown - 1)) for index in range(shown)})
-    across, gap = min(2, shown), max(1, width // 16)
-    down = -(-shown // across)
-    canvas = torch.full((down * (height + gap) - gap, across * (width + gap) - gap), -1)
+        return _Canvas(cells[0], [0], height * width)
+    count = min(4, len(cells))
+    frames = [round(index * (len(cells) - 1) / (count - 1)) for index in range(count)]
+    down, gap = -(-count // 2), max(1, width // 16)
+    drawn = torch.full((down * (height + gap) - gap, 2 * width + gap), -1)
     for index, frame in enumerate(frames):
-        y, x = index // across * (height + gap), index % across * (width + gap)
-        canvas[y : y + height, x : x + width] = cells[frame]
-    return canvas, frames
+        y, x = index // 2 * (height + gap), index % 2 * (width + gap)
+        drawn[y : y + height, x : x + width] = cells[frame]
+    return _Canvas(drawn, frames, height * width)
 
 
-def _draw_curve_lines(axis: Any, order: Tensor, canvas: Tensor) -> bool:
-    """Draws the steps between cells of one frame that are shown; returns whether the curve ends beside its start."""
+def _draw_curve_lines(axis: Any, order: Tensor, canvas: _Canvas) -> bool:
+    """Draws the steps inside each frame that is shown; returns whether a picture's curve ends beside its start."""
     from matplotlib.collections import LineCollection
 
     points = torch.full((len(order), 2), -1.0, dtype=torch.float64)  # of cells in raster order
-    y, x = (canvas >= 0).nonzero().unbind(1)
-    points[canvas[y, x]] = torch.stack([x, y], dim=1).double()
-    shown = int((canvas >= 0).sum())
-    frame = torch.arange(len(order)) // (len(order) if shown == len(order) else _frame_size(canvas))
-    ends = points[order[0]], points[order[-1]]
-    closes = len(order) > 2 and shown == len(order) and float((ends[0] - ends[1]).norm()) <= 1.0
+    y, x = canvas.shown.nonzero().unbind(1)
+    points[canvas.cells[y, x]] = torch.stack([x, y], dim=1).double()
+    reach = float((points[order[0]] - points[order[-1]]).norm())
+    closes = len(order) > 2 and canvas.frame_size == len(order) and reach <= 1.0
     path = torch.cat([order, order[:1]]) if closes else order
     start, stop = path[:-1], path[1:]
-    drawn = (frame[start] == frame[stop]) & (points[start, 0] >= 0)
-    segments = torch.stack([points[start], points[stop]], dim=1)
-    colours = [_wheel(index / max(1, len(start))) for index in drawn.nonzero().flatten().tolist()]
-    line_width = max(0.6, min(3.0, 110 / max(canvas.shape)))
-    axis.add_collection(
-        LineCollection(
-            segments[drawn].tolist(),
-            colors=colours,
-            linewidths=line_width,
-            capstyle="round",
-            rasterized=len(colours) > _MOST_VECTORS,
-        )
-    )
+    stays = start // canvas.frame_size == stop // canvas.frame_size
+    drawn = (stays & (points[start, 0] >= 0)).nonzero().flatten()
+    segments = torch.stack([points[start], points[stop]], dim=1)[drawn].tolist()
+    colours = [_wheel(index / max(1, len(start))) for index in drawn.tolist()]
+    style: dict[str, Any] = {
+        "linewidths": max(0.6, min(3.0, 110 / max(canvas.cells.shape))),
+        "capstyle": "round",
+    }
+    many = len(segments) > _MOST_VECTORS
+    axis.add_collection(LineCollection(segments, colors=colours, rasterized=many, **style))
     return closes
 
 
-def _frame_size(canvas: Tensor) -> int:
-    """Cells of one frame of a montage: its rows end at the first gap."""
-    width = int((canvas[0] < 0).nonzero()[0]) if bool((canvas[0] < 0).any()) else canvas.shape[1]
-    column = canvas[:, 0]
-    height = int((column < 0).nonzero()[0]) if bool((column < 0).any()) else canvas.shape[0]
-    return width * height
-
-
-def _draw_cells(axis: Any, colours: Tensor, label: Tensor, canvas: Tensor) -> None:
+def _draw_cells(axis: Any, colours: Tensor, label: Tensor, canvas: _Canvas) -> None:
     """Cells in colours given in raster order, with white lines where labels differ; gaps stay white."""
-    shown = torch.where((canvas >= 0)[..., None], colours[canvas.clamp(min=0)], 1.0)
-    axis.imshow(shown.numpy(), interpolation="nearest", aspect="equal")
-    labels = torch.where(canvas >= 0, label[canvas.clamp(min=0)], -1)
-    _draw_borders(axis, labels, colors="white", linewidths=1.4)
-    _picture_frame(axis, *canvas.shape)
+    drawn = torch.where(canvas.shown[..., None], canvas.of(colours), 1.0)
+    axis.imshow(drawn.numpy(), interpolation="nearest", aspect="equal")
+    _draw_borders(axis, torch.where(canvas.shown, canvas.of(label), -1), colors="white", linewidths=1.4)
+    _picture_frame(axis, *canvas.cells.shape)
 
 
 def _draw_borders(axis: Any, label: Tensor, **style: Any) -> None:
@@ -382,17 +380,14 @@ def _draw_borders(axis: Any, label: Tensor, **style: Any) -> None:
     axis.add_collection(LineCollection(lines, capstyle="projecting", rasterized=many, **style))
 
 
-def _outline(axis: Any, canvas: Tensor, is_shared: Tensor) -> None:
+def _outline(axis: Any, canvas: _Canvas, is_shared: Tensor) -> None:
     """A dark line around what is shared."""
-    inside = (canvas >= 0) & is_shared[canvas.clamp(min=0)]
-    _draw_borders(
-        axis, torch.nn.functional.pad(inside, (1, 1, 1, 1)).int()[1:-1, 1:-1], colors=INK, linewidths=1.1
-    )
+    _draw_borders(axis, canvas.shown & canvas.of(is_shared), colors=INK, linewidths=1.5)
 
 
-def _shade(axis: Any, canvas: Tensor, is_shared: Tensor) -> None:
-    inside = (canvas >= 0) & is_shared[canvas.clamp(min=0)]
-    cells = torch.where(inside[..., None], _rgb("#d3d7de"), 1.0)
+def _shade(axis: Any, canvas: _Canvas, is_shared: Tensor) -> None:
+    inside = canvas.shown & canvas.of(is_shared)
+    cells = torch.where(inside[..., None], _rgb(SHADE), 1.0)
     axis.imshow(cells.numpy(), interpolation="nearest", aspect="equal")
 
 
@@ -453,9 +448,11 @@ def _write_facts(pyplot: Any, axis: Any, picture: MethodPicture) -> None:
     """A legend, and below it what the method comes to."""
     axis.set_axis_off()
     kinds = {}
-    if picture.text:
-        kinds["text" + (" and shared queries" if picture.shared_reads_all else "")] = SHARED
-    if bool(picture.is_shared.any()):
+    is_any_shared = bool(picture.is_shared.any())
+    names = ["text"] * bool(picture.text) + ["shared queries"] * (is_any_shared and picture.shared_reads_all)
+    if names:
+        kinds[" and ".join(names)] = SHARED
+    if is_any_shared:
         kinds["shared keys"] = SHARED_KEYS
     if any(layer.reads_far is not None for layer in picture.layers):
         kinds["far field: summaries"] = FAR

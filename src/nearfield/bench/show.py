@@ -1,0 +1,153 @@
+"""The Hilbert method on one image, as a picture and in numbers: curve, tiles, shared region, who reads whom."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nearfield import Geometry, Hilbert, curves, plots, tiling
+from nearfield.methods.hilbert import HilbertReader
+from nearfield.tiling import Segment
+
+_DEFAULT_TILES = 16
+_FINE, _COARSE, _FINE_TOKENS = 16, 64, 20_000
+"""Keys per block of a mask. Pairs are counted in fine ones; beyond so many tokens nobody would see them drawn."""
+
+
+class Shown(NamedTuple):
+    """A method on a geometry, with everything that is drawn or printed about it."""
+
+    geometry: Geometry
+    method: Hilbert
+    segment: Segment
+    tiles: int
+    unit: int
+    q_block: int
+    layers: dict[int, HilbertReader]
+    density: dict[int, float]
+
+    def cuts(self, layer: int) -> torch.Tensor:
+        """Where the tiles of a layer begin on the ring."""
+        shift = layer % self.method.cycle, self.method.cycle
+        return tiling.cuts(self.segment.ring, self.tiles, shift, self.unit)
+
+    def tile_of_cell(self, layer: int) -> torch.Tensor:
+        """The tile of every token in raster order; shared tokens lie where the curve passes them."""
+        start, stop = self.segment.ring
+        tile = torch.zeros(len(self.segment.order), dtype=torch.long)
+        if start < stop:
+            positions = torch.cat([self.segment.places, torch.arange(stop - start)])
+            tile[self.segment.order] = tiling.tile_at(positions, self.cuts(layer))
+        return tile
+
+
+def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block: int = 16) -> Shown:
+    """Plans and tiles of the chosen layers. The tiles are cut by the functions that the method cuts them with."""
+    unit = q_block if method.far is None else math.lcm(q_block, method.far)
+    (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens, unit)
+    coarse = _FINE if geometry.num_tokens <= _FINE_TOKENS else _COARSE
+    readers, density = {}, {}
+    for layer in layers:
+        fine, readers[layer] = (
+            method.reader(geometry, layer, heads=method.cycle, q_block=q_block, k_block=k_block)
+            for k_block in (_FINE, coarse)
+        )
+        density[layer] = fine.num_pairs / geometry.num_tokens**2
+    tiles = method.tiles or _DEFAULT_TILES
+    return Shown(geometry, method, segment, tiles, unit, q_block, readers, density)
+
+
+def draw(path: Path, shown: Shown) -> None:
+    plots.method_overview(path, picture(shown))
+
+
+def picture(shown: Shown) -> plots.MethodPicture:
+    geometry, method = shown.geometry, shown.method
+    is_shared = torch.zeros(len(shown.segment.order), dtype=torch.bool)
+    is_shared[shown.segment.order[: shown.segment.num_shared]] = True
+    return plots.MethodPicture(
+        grid=geometry.grid,
+        text=geometry.text,
+        curve=tiling.curve_order(geometry.grid, method.curve),
+        curve_name=_curve_name(shown),
+        sequence=shown.segment.order,
+        is_shared=is_shared,
+        shared_reads_all=method.share == "two-way",
+        num_tiles=shown.tiles,
+        q_block=shown.q_block,
+        k_block=next(iter(shown.layers.values())).near.k_block,
+        layers=[_layer_picture(shown, layer) for layer in shown.layers],
+        facts=_facts(shown),
+    )
+
+
+def _layer_picture(shown: Shown, layer: int) -> plots.LayerPicture:
+    near, far = shown.layers[layer]
+    head = "head 0: " if shown.method.interleave else ""
+    return plots.LayerPicture(
+        layer,
+        shown.tile_of_cell(layer),
+        near.block_counts()[0, 0] > 0,
+        far.plan.block_counts()[0, 0] > 0 if far is not None else None,
+        f"{head}slid by {int(shown.cuts(layer)[0])}; {shown.density[layer]:.1%} of the pairs",
+    )
+
+
+def _curve_name(shown: Shown) -> str:
+    curve = shown.method.curve
+    if curve in ("morton", "raster"):
+        return f"{curve.capitalize()} order"
+    closed = {"auto": None, "hilbert": False}.get(curve, True)
+    is_closed = curves.choose(shown.geometry.grid, closed=closed).closed
+    return f"Hilbert curve, {'closed' if is_closed else 'open'}"
+
+
+def _sizes(shown: Shown, layer: int) -> list[int]:
+    """Tokens of each tile that is not empty."""
+    found: list[int] = shown.cuts(layer).diff().tolist()
+    return [size for size in found if size]
+
+
+def _facts(shown: Shown) -> list[str]:
+    sizes = [size for layer in shown.layers for size in _sizes(shown, layer)]
+    span = f"{min(sizes)} to {max(sizes)}" if len(set(sizes)) > 1 else f"{max(sizes, default=0)}"
+    density = sum(shown.density.values()) / len(shown.density)
+    text = f", {shown.geometry.text} of text" if shown.geometry.text else ""
+    facts = [
+        f"{shown.geometry.num_tokens:,} tokens{text}",
+        f"{len(_sizes(shown, next(iter(shown.layers))))} tiles of {span} tokens",
+    ]
+    if shown.segment.num_shared:
+        manner = "read and are read by all" if shown.method.share == "two-way" else "are read by all"
+        facts.append(f"{shown.segment.num_shared} shared tokens {manner}")
+    if shown.method.far is not None:
+        facts.append(f"far field: means of {shown.method.far} tokens")
+    return [*facts, f"{density:.1%} of the pairs: at most {1 / density:.2f}x"]
+
+
+def record(shown: Shown) -> dict[str, Any]:
+    """The numbers, as plain values."""
+    layers = [
+        {
+            "layer": layer,
+            "shift": int(shown.cuts(layer)[0]),
+            "tiles": _sizes(shown, layer),
+            "density": shown.density[layer],
+            "bound_over_dense": 1 / shown.density[layer],
+        }
+        for layer in shown.layers
+    ]
+    return {
+        "grid": list(shown.geometry.grid),
+        "text": shown.geometry.text,
+        "tokens": shown.geometry.num_tokens,
+        "method": asdict(shown.method),
+        "q_block": shown.q_block,
+        "curve": _curve_name(shown),
+        "shared_tokens": shown.segment.num_shared,
+        "layers": layers,
+        "description": shown.method.describe(shown.geometry, q_block=shown.q_block),
+    }

@@ -1,0 +1,209 @@
+"""`nearfield show`: tiles that are those of the plan, pictures that are drawn, and what is said when they cannot be."""
+
+import json
+import sys
+from pathlib import Path
+from typing import get_args
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from nearfield import Geometry, Hilbert, cli, plots
+from nearfield.bench import show
+from nearfield.methods.hilbert import Share
+from nearfield.tiling import Curve, Shared
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = cli.main(["show", *arguments])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return captured.out
+
+
+def test_choices_are_those_of_the_method() -> None:
+    assert get_args(Share) == cli.SHARES
+    assert get_args(Shared) == cli.SHARED
+    assert get_args(Curve) == cli.CURVES
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("grid", "fields"),
+    [
+        ((12, 16), {"tiles": 5}),
+        ((9, 13), {"tiles": 3, "shared": "none", "curve": "raster"}),
+        ((12, 16), {"tiles": 5, "share": "keys", "shared": "distributed"}),
+        ((4, 6, 8), {"tiles": 4, "far": 16}),
+    ],
+)
+def test_tiles_that_are_shown_are_those_of_the_plan(
+    grid: tuple[int, ...], fields: dict[str, object], layer: int
+) -> None:
+    """Two tokens of the ring read each other if and only if they are shown in one tile."""
+    geometry, method = Geometry(grid, text=16), Hilbert(**fields)
+    shown = show.examine(geometry, method, [layer])
+    start, stop = shown.segment.ring
+    reads = shown.layers[layer].near.to_mask()[0, 0, start:stop, start:stop]
+    tile = shown.tile_of_cell(layer)[shown.segment.order[shown.segment.num_shared :]]
+    same = tile[:, None] == tile[None]
+    assert reads[same].all()
+    # A block of keys at a cut is read by both sides; no more than that.
+    assert (reads & ~same).sum(dim=1).max() < 2 * 16
+    drawn = show.picture(shown)
+    assert drawn.is_shared.sum() == shown.segment.num_shared
+    assert torch.equal(drawn.sequence, method.ordering(geometry, q_block=16).order)
+
+
+def test_more_tokens_are_drawn_in_larger_blocks_but_counted_in_fine_ones() -> None:
+    geometry, method = Geometry((160, 160)), Hilbert(tiles=16, shared="none")
+    shown = show.examine(geometry, method, [1])
+    assert shown.layers[1].near.k_block == 64
+    assert shown.density[1] == pytest.approx(method.plan(geometry, 1, k_block=16).density)
+
+
+def test_frames_of_a_video_are_shown_side_by_side() -> None:
+    canvas = plots._canvas((9, 4, 6))
+    assert canvas.frames == [0, 3, 5, 8]
+    assert canvas.cells.shape == (2 * 4 + 1, 2 * 6 + 1)
+    assert canvas.cells[0, 0] == 0
+    assert canvas.cells[0, 7] == 3 * 24
+    assert canvas.cells[-1, -1] == 9 * 24 - 1
+    assert canvas.cells[4].eq(-1).all()
+    assert plots._canvas((2, 4, 6)).frames == [0, 1]
+    assert torch.equal(plots._canvas((4, 6)).cells, torch.arange(24).view(4, 6))
+
+
+class Recorder:
+    """An axis that remembers the lines it is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[object] = []
+
+    def add_collection(self, collection) -> None:
+        self.lines = collection.get_segments()
+
+
+def test_the_curve_is_drawn_step_by_step_inside_frames() -> None:
+    axis, grid = Recorder(), (2, 4, 4)
+    order = torch.cat([torch.arange(16), torch.arange(16) + 16])
+    assert not plots._draw_curve_lines(axis, order, plots._canvas(grid))
+    assert len(axis.lines) == 15 + 15
+    assert plots._draw_curve_lines(axis, torch.tensor([0, 1, 3, 2]), plots._canvas((2, 2)))
+    assert [line.tolist() for line in axis.lines] == [
+        [[0, 0], [1, 0]],
+        [[1, 0], [1, 1]],
+        [[1, 1], [0, 1]],
+        [[0, 1], [0, 0]],
+    ]
+
+
+def test_masks_have_the_colours_of_text_shared_tokens_and_tiles() -> None:
+    images: list[torch.Tensor] = []
+
+    class Axis(Recorder):
+        @property
+        def spines(self) -> dict[str, object]:
+            return {}
+
+        def imshow(self, cells, **_: object) -> None:
+            images.append(torch.from_numpy(cells))
+
+        def __getattr__(self, name: str):
+            return lambda *_, **__: None
+
+    shown = show.examine(Geometry((16, 16), text=32), Hilbert(tiles=4, shared_tokens=32, far=16), [1])
+    picture = show.picture(shown)
+    plots._draw_reads(Axis(), picture, picture.layers[0])
+    near, far = images
+    assert near.shape == (18, 18, 3)
+    assert far.shape == (18, shown.layers[1].far.plan.num_keys, 3)
+    dark, keys = plots._rgb(plots.SHARED), plots._rgb(plots.SHARED_KEYS)
+    assert (near[:4] == dark).all()
+    assert (near[:, :2] == dark).all()
+    assert (near[4:, 2:4] == keys).all()
+    assert (near[4, 4:] == 1).all(dim=-1).any()
+    assert (far[:4] == 1).all()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_picture_and_description(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "show.png"
+    text = run(
+        capsys, "--grid", "16x20", "--tiles", "4", "--layer", "0,2", "--text", "16", "--out", str(path)
+    )
+    described = Hilbert(tiles=4).describe(Geometry((16, 20), text=16), q_block=16)
+    assert text == f"{described}\nwrote {path}\n"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [entry.name for entry in path.parent.iterdir()] == ["show.png"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--grid 9x13 --shared none --curve morton --text 0",
+        "--grid 12x16 --share keys --shared distributed --interleave --layer 5",
+        "--grid 5x6x8 --far 16 --layer 1..2 --shared-tokens 32",
+        "--grid 3x2 --tiles 2 --text 1 --q-block 32",
+    ],
+)
+def test_everything_can_be_drawn_and_twice_alike(
+    arguments: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    paths = tmp_path / "one.svg", tmp_path / "two.svg"
+    for path in paths:
+        run(capsys, *arguments.split(), "--out", str(path))
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert ElementTree.parse(paths[0]).getroot().tag.endswith("svg")
+
+
+def test_json_has_the_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "show.png"
+    arguments = ["--grid", "16x16", "--tiles", "4", "--layer", "0..3", "--share", "keys", "--json"]
+    report = json.loads(run(capsys, *arguments, "--text", "32", "--out", str(path)))
+    assert report["picture"] == str(path)
+    assert report["method"]["share"] == "keys"
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2, 3]
+    for layer in report["layers"]:
+        assert sum(layer["tiles"]) + report["shared_tokens"] == 256
+        assert 0 < layer["density"] < 1
+    assert len({layer["shift"] for layer in report["layers"]}) == 4
+
+
+def test_without_matplotlib_the_extra_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["show"]) == 2
+    assert "Install it with `pip install 'nearfield[bench]'`." in capsys.readouterr().err
+
+
+BAD_CALLS = {
+    "--grid 64": "`--grid` must have two or three sides to be drawn; got 64. Example: --grid 64x64",
+    "--grid 300x300": "`--grid` must hold at most 65,536 tokens to be drawn; got 90,000.",
+    "--layer 0..8": "`--layer` must name at most 8 layers to be drawn; got 9.",
+    "--tiles 5000": "`--tiles` must be at most 4,096; got 5,000.",
+    "--shared corner": "`--shared` must be one of centre, distributed, none; got 'corner'.",
+    "--curve peano": "`--curve` must be one of auto, hilbert, hilbert-closed, morton, raster; got 'peano'.",
+    "--out show.jpg": "`--out` must end in .png or .svg; got 'show.jpg'. Example: --out results.png",
+    "--shared none --shared-tokens 8": '`shared_tokens` must be left out where `shared` is "none"; got 8.',
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", *call.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"nearfield: error: {BAD_CALLS[call]}\n"
+    assert captured.out == ""
+
+
+def test_a_curve_that_does_not_fit_the_grid_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "--grid", "5x7", "--curve", "hilbert-closed"]) == 2
+    assert "A closed curve needs an even number of tokens" in capsys.readouterr().err
