@@ -29,7 +29,7 @@ _POINTERS = {
 
 def compile_forward(dim: int, q_block: int, k_block: int, has_bias: bool, is_ragged: bool) -> str:
     """Compile one variant and return its PTX."""
-    launch = hopper.launch_for(q_block, k_block)
+    launch = hopper.launch_for(q_block, k_block, dim)
     constants = hopper.constants(
         launch, dim, q_block, k_block, is_ragged=is_ragged, has_order=is_ragged, has_bias=has_bias
     )
@@ -59,7 +59,7 @@ def main() -> int:
     # Triton 3.9 wants this said; it is what every earlier version did.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     print(f"Triton {triton.__version__}: compiling the Hopper kernels for sm_90")
-    for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64)):
+    for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64, 128)):
         for has_bias, is_ragged in ((False, False), (True, True)) if q_block == 192 else ((False, True),):
             ptx = compile_forward(dim, q_block, k_block, has_bias, is_ragged)
             copies = "cp.async.cg" if k_block == 1 else "cp.async.bulk.tensor"

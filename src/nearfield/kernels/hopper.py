@@ -39,10 +39,13 @@ class Launch(NamedTuple):
 _COPIED_GRAIN = 8  # the copy engine writes whole 8-row swizzle groups; smaller blocks are gathered
 
 
-def launch_for(q_block: int, k_block: int) -> Launch:
+def launch_for(q_block: int, k_block: int, dim: int) -> Launch:
     gather_warps = 0 if k_block >= _COPIED_GRAIN else 4
     if q_block == 192:
         return Launch(64, 4, gather_warps, *((144, 80) if gather_warps else (160, 24)))
+    if q_block == 128 and k_block >= 64:
+        # Two consumers have the registers for wide tiles, which halve the waiting per product.
+        return Launch(128, 256 // dim, 0, 240, 24)
     return Launch(64, 4, gather_warps, *((208, 96) if gather_warps else (240, 24)))
 
 
@@ -131,7 +134,7 @@ def attend_forward(
     lse = torch.empty(batch, heads, num_queries, device=query.device, dtype=torch.float32)
     query, scale = nonnegative(query, scale)
     order = plan.longest_first(batch, heads)
-    launch = launch or launch_for(plan.q_block, plan.k_block)
+    launch = launch or launch_for(plan.q_block, plan.k_block, dim)
     counter = torch.zeros(1, device=query.device, dtype=torch.int32) if order is not None else plan.offsets
     num_items = batch * heads * plan.num_rows
     box = launch.box(plan.k_block)

@@ -388,7 +388,7 @@ def _blocks(q_block: int | None, k_block: int | None, device: torch.device | str
     if q_block is None:
         q_block = 128 if on_gpu else 16
     if k_block is None:
-        k_block = 64 if on_gpu else 16
+        k_block = 128 if on_gpu else 16
     check_block("q_block", q_block)
     check_block("k_block", k_block)
     return q_block, k_block
