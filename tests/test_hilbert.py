@@ -257,13 +257,14 @@ def two_way_pairs(ring, always, sizes):
     ("side", "tiles", "bound"), [(64, 4, 2.09), (64, 16, 2.87), (128, 4, 2.63), (128, 16, 4.44)]
 )
 def test_pairs_of_flux_two_way_in_exact_arithmetic(side, tiles, bound):
-    """Blocks of 4 divide every tile and every shift, so nothing is rounded."""
+    """The blocks divide every tile and every shift, so nothing is rounded."""
     shared = side**2 // 16
     ring, always = side**2 - shared, 512 + shared
     exact = two_way_pairs(ring, always, [ring // tiles] * tiles)
+    block = math.gcd(ring // tiles // 4, 16)
     geometry = Geometry((side, side), text=512)
     for layer in range(4):
-        plan = Hilbert(tiles=tiles).plan(geometry, layer, q_block=4, k_block=4)
+        plan = Hilbert(tiles=tiles).plan(geometry, layer, q_block=block, k_block=block)
         assert plan.num_pairs == exact
     assert round(geometry.num_tokens**2 / exact, 2) == bound
 
@@ -518,6 +519,28 @@ def test_a_prepared_reader_compiles_whole(method, backend):
     torch._dynamo.reset()
     for eager, fast in zip(*gradients, strict=True):
         torch.testing.assert_close(fast, eager)
+
+
+# torch's remark on itself, where a graph that is broken is taken up again.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_model_of_layers_compiles_around_its_plans():
+    """Plans are looked up outside of the graphs: whatever the layer, the same few graphs run."""
+    geometry = Geometry((12, 12), text=16)
+    layers = [make_layer(layer=layer) for layer in range(6)]
+
+    def model(x):
+        for layer in layers:
+            x = x + layer(x, geometry)
+        return x
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(1, geometry.num_tokens, 24, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()
+    assert len(breaks) == 1
+    assert "plans are looked up, not traced" in next(iter(breaks))
 
 
 # -- the module --------------------------------------------------------------------------------------------------------

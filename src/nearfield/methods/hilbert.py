@@ -10,7 +10,7 @@ differ between heads, and a far field: what lies outside the tile is read in sum
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -313,8 +313,19 @@ def hilbert_attention(
             "query", f"have the {geometry.num_tokens} tokens of the geometry ({geometry})", query.shape[2]
         )
     bias = None if key_mask is None else _checked_mask_bias(key_mask, query)
-    reader = (method or Hilbert()).reader(geometry, layer, heads=query.shape[1], device=query.device)
+    reader = _ready_reader(method or Hilbert(), geometry, layer, query.shape[1], query.device)
     return reader.attend(query, key, value, key_bias=bias, scale=scale, impl=impl).out
+
+
+def _reader(
+    method: Hilbert, geometry: Geometry, layer: int, heads: int, device: torch.device
+) -> HilbertReader:
+    return method.reader(geometry, layer, heads=heads, device=device)
+
+
+_ready_reader: Callable[[Hilbert, Geometry, int, int, torch.device], HilbertReader] = torch.compiler.disable(
+    _reader, reason="plans are looked up, not traced; for a whole graph, make a reader outside"
+)
 
 
 def mask_bias(key_mask: Tensor) -> Tensor:
