@@ -97,10 +97,9 @@ def merge(first: Attended, second: Attended) -> Attended:
     in either.
     """
     lse = torch.logaddexp(first.lse, second.lse)
-    total = lse.masked_fill(lse == float("-inf"), 0)
-    weights = [torch.exp(part.lse - total).unsqueeze(-1) for part in (first, second)]
-    out = first.out * weights[0] + second.out * weights[1]
-    return Attended(out.to(first.out.dtype), lse)
+    # Which part of the weights is the second's. Of two empty rows neither has any, and both give zeros.
+    share = torch.sigmoid((second.lse - first.lse).masked_fill(lse == float("-inf"), 0))
+    return Attended(torch.lerp(first.out, second.out, share.to(first.out.dtype).unsqueeze(-1)), lse)
 
 
 class Choice(NamedTuple):

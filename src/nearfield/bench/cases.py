@@ -127,13 +127,13 @@ def _cases_of(
     backward: bool,
     ragged: bool,
 ) -> Iterator[Case]:
-    rows = q_block or preset.q_block
     for grain in grains:
-        yield Case(preset, "random", grain, rows, impl)
+        yield Case(preset, "random", grain, q_block or preset.queries_per_list(grain), impl)
     if preset.text:
         # On the CPU small blocks cost nothing and fit tiles of any length; kernels want whole compute tiles. Text,
         # centre and tiles are multiples of 128 tokens, not of 192.
         tile_rows, tile_grain = (q_block or 128, 64) if on_cuda else (q_block or 16, 16)
         yield Case(preset, "ragged" if ragged else "tiles", tile_grain, tile_rows, impl)
     if backward:
+        rows = q_block or preset.queries_per_list(64)
         yield Case(preset, "random", 64, rows, impl, backward=True)

@@ -16,7 +16,7 @@ class Preset:
         grid: image or video tokens, slowest axis first.
         text: tokens before the image that read everything and are read by everyone.
         kept: share of the keys that a query block reads in the random lists.
-        q_block: queries per list on a GPU (192 is three warpgroups of 64 rows).
+        q_block: queries per list of small blocks (192 is three warpgroups of 64 rows).
     """
 
     name: str
@@ -27,6 +27,10 @@ class Preset:
     text: int
     kept: float
     q_block: int = 192
+
+    def queries_per_list(self, grain: int) -> int:
+        """Whole key tiles of 128 wide heads keep two warpgroups busy; smaller blocks are better shared by three."""
+        return min(self.q_block, 128) if grain >= 64 and self.head_dim == 128 else self.q_block
 
     @property
     def image(self) -> int:

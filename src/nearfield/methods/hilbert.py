@@ -10,7 +10,7 @@ differ between heads, and a far field: what lies outside the tile is read in sum
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -313,19 +313,8 @@ def hilbert_attention(
             "query", f"have the {geometry.num_tokens} tokens of the geometry ({geometry})", query.shape[2]
         )
     bias = None if key_mask is None else _checked_mask_bias(key_mask, query)
-    reader = _ready_reader(method or Hilbert(), geometry, layer, query.shape[1], query.device)
+    reader = (method or Hilbert()).reader(geometry, layer, heads=query.shape[1], device=query.device)
     return reader.attend(query, key, value, key_bias=bias, scale=scale, impl=impl).out
-
-
-def _reader(
-    method: Hilbert, geometry: Geometry, layer: int, heads: int, device: torch.device
-) -> HilbertReader:
-    return method.reader(geometry, layer, heads=heads, device=device)
-
-
-_ready_reader: Callable[[Hilbert, Geometry, int, int, torch.device], HilbertReader] = torch.compiler.disable(
-    _reader, reason="plans are looked up, not traced; for a whole graph, make a reader outside"
-)
 
 
 def mask_bias(key_mask: Tensor) -> Tensor:
@@ -541,7 +530,10 @@ def _windows(span: Span, window: int) -> Tensor:
 def _sums(x: Tensor, span: Span, window: int) -> Tensor:
     """The sum of each window of a span, in float32 at least."""
     start, stop = span
-    tokens = nn.functional.pad(x[:, :, start:stop], (0, 0, start % window, -stop % window))
+    tokens = x[:, :, start:stop]
+    before, after = start % window, -stop % window
+    if before or after:  # padding copies, even by nothing
+        tokens = nn.functional.pad(tokens, (0, 0, before, after))
     windows: Tensor = tokens.unflatten(2, (-1, window))
     return windows.sum(dim=3, dtype=torch.promote_types(x.dtype, torch.float32))
 
