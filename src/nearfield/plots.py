@@ -207,38 +207,47 @@ def hilbert_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) ->
     others = list(dict.fromkeys(name for record in measured for name in record["speed_ups"]))
     colours = dict(zip(others, _BAR_COLOURS, strict=False))
     figure, axis = pyplot.subplots(figsize=(8.6, 1.3 + 0.62 * len(measured)))
+    _times_axis(
+        axis, [figure for record in measured for figure in (*record["speed_ups"].values(), record["bound"])]
+    )
     thickness = 0.8 / max(1, len(others))
     for place, record in enumerate(measured):
         for index, name in enumerate(others):
             if (speed_up := record["speed_ups"].get(name)) is not None:
                 height = place - 0.4 + (index + 0.5) * thickness
-                axis.barh(height, speed_up, height=0.92 * thickness, color=colours[name])
-                axis.text(speed_up, height, f" {speed_up:.2f}x", va="center", fontsize=8, color=INK)
+                _draw_speed_up(axis, height, speed_up, 0.92 * thickness, colours[name])
         _mark(axis, record["bound"], place, INK)
         if record["target"]:
-            _mark(axis, record["target"], place, MUTED, dashed=True)
+            _mark(axis, record["target"], place, INK, dashed=True)
     axis.set_yticks(range(len(measured)), [record["case"] for record in measured])
     axis.set_ylim(len(measured) - 0.45, -0.55)
-    axis.set_xscale("log")
-    figures = [
-        value for record in measured for value in (*record["speed_ups"].values(), record["bound"], 1.0)
-    ]
-    axis.set_xlim(min(figures, default=1) / 1.15, max(figures, default=1) * 1.35)
-    ticks = [
-        tick
-        for tick in (0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 50)
-        if axis.get_xlim()[0] < tick < axis.get_xlim()[1]
-    ]
-    axis.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
-    axis.set_xticks([], minor=True)
     axis.set_xlabel(
-        "speed-up of one attention call;  solid line: bound by pairs over the best dense, dashed: target"
+        "speed-up of one attention call;  solid line: bound by pairs over the best dense, dotted: target"
     )
     _plain_bars(axis)
     _legend(pyplot, axis, colours, [f"over {name}" for name in others])
     axis.set_title(f"Hilbert on {machine}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
     figure.tight_layout()
     _save(figure, path)
+
+
+def _times_axis(axis: Any, figures: Sequence[float]) -> None:
+    """A logarithmic axis of ratios that holds all figures, and 1."""
+    least, most = min([*figures, 1.0]) / 1.15, max([*figures, 1.0]) * 1.15
+    axis.set_xscale("log")
+    axis.set_xlim(least, most)
+    ticks = [tick for tick in (0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100) if least < tick < most]
+    axis.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axis.set_xticks([], minor=True)
+
+
+def _draw_speed_up(axis: Any, place: float, value: float, height: float, colour: str) -> None:
+    """A bar with its figure at the foot, where no mark of a bound stands; beside it if the bar is short."""
+    axis.barh(place, value, height=height, color=colour)
+    least, most = axis.get_xlim()
+    fits = math.log(value / least) > 0.1 * math.log(most / least)
+    axis.text(least if fits else value, place, f" {value:.2f}x", va="center", fontsize=8,
+              color="white" if fits else INK)  # fmt: skip
 
 
 def _mark(axis: Any, value: float, place: float, colour: str, dashed: bool = False) -> None:

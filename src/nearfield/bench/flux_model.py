@@ -58,18 +58,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Weights that keep the size of what flows through, so that the output stays finite; no biases; norms of one."""
-    generator: dict[torch.device, torch.Generator] = {}
-    for parameter in model.parameters():
-        if parameter.dim() < 2:
-            continue
-        source = generator.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
-        parameter.data.normal_(std=0.5 / math.sqrt(parameter.shape[1]), generator=source)
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            module.bias.data.zero_()
-        elif isinstance(module, nn.RMSNorm | nn.LayerNorm) and module.weight is not None:
-            module.weight.data.fill_(1.0)
+    """Weights that keep the size of what flows through, so that the output stays finite; no biases.
+
+    The norms of queries and keys (the only ones with weights) are two: logits then vary by about four, and a token
+    reads a few others rather than the mean of all, as in a trained model. A mistake in attention shows in the output.
+    """
+    generator = None
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            generator = generator or torch.Generator(parameter.device).manual_seed(seed)
+            parameter.data.normal_(std=1 / math.sqrt(parameter.shape[1]), generator=generator)
+        else:
+            parameter.data.fill_(0.0 if name.endswith("bias") else 2.0)
 
 
 def num_parameters(model: nn.Module) -> int:
