@@ -182,11 +182,17 @@ def test_cases_cover_grains_tiles_and_backward() -> None:
     )
     kinds = [(case.pattern, case.grain, case.q_block, case.backward) for case in found]
     assert kinds == [
-        ("random", 64, 192, False),
+        ("random", 64, 128, False),
         ("random", 1, 192, False),
         ("ragged", 64, 128, False),
-        ("random", 64, 192, True),
+        ("random", 64, 128, True),
     ]
+
+
+def test_lists_of_wide_heads_and_whole_tiles_hold_fewer_queries() -> None:
+    blocks = {name: PRESETS[name].queries_per_list(64) for name in ("flux-2048", "pixel-256", "cpu-small")}
+    assert blocks == {"flux-2048": 128, "pixel-256": 192, "cpu-small": 64}
+    assert PRESETS["flux-2048"].queries_per_list(16) == 192
 
 
 def measured_result() -> Result:

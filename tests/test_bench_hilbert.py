@@ -143,6 +143,7 @@ def test_figures_follow_from_the_times() -> None:
     assert result.reached is False
     assert result.reordering_share == pytest.approx(0.57 / (57 * 2.5))
     assert replace(result, dense={"flash": result.dense["flash"]}).reached is True
+    assert replace(result, dense={"sdpa": result.dense["flash"]}).reached is None
 
 
 def test_table_has_every_ratio_and_names_what_did_not_run() -> None:

@@ -316,7 +316,7 @@ def test_dry_run_lists_without_measuring(
     text = run(capsys, "bench", "attend", "--presets", "flux-2048,wan-480p", "--dry-run", "--backward")
     assert text.startswith("9 measurements on ")
     assert "  wan-480p forward, random, blocks 192 x 1, auto\n" in text
-    assert "  flux-2048 backward, random, blocks 192 x 64, auto\n" in text
+    assert "  flux-2048 backward, random, blocks 128 x 64, auto\n" in text
 
 
 def test_bench_writes_table_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

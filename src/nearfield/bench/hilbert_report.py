@@ -49,8 +49,7 @@ def _cells(result: HilbertResult, others: Sequence[str]) -> list[str]:
 
 
 def _target_words(result: HilbertResult) -> str:
-    """Targets are for one H200, so on other machines they say little; whoever reads the table knows where it ran."""
-    if result.case.target is None:
+    if result.reached is None:
         return "-"
     return f"{result.case.target:.2f}x {'reached' if result.reached else 'missed'}"
 
