@@ -283,7 +283,7 @@ def test_pairs_of_flux_two_way_on_a_gpu(side, bound):
     ring, always = side**2 * 15 // 16, 512 + side**2 // 16
     total = 0
     for layer in range(4):
-        plan = Hilbert(tiles=16).plan(geometry, layer, q_block=128, k_block=64)
+        plan = Hilbert(tiles=16).plan(geometry, layer, q_block=128, k_block=128)
         assert plan.num_pairs == two_way_pairs(ring, always, even_cuts(ring, 16, layer, 4, 128))
         total += plan.num_pairs
     assert f"{4 * geometry.num_tokens**2 / total:.2f}" == bound
@@ -313,7 +313,7 @@ def test_pairs_of_flux_keys_only_on_a_gpu(side, tiles, shared, bound):
         seen = [sum(sizes[one] for one in set(block.tolist())) for block in tile.split(128)]
         pairs = 512 * geometry.num_tokens + side**2 * always
         pairs += sum(size**2 for size in sizes) + 128 * sum(seen)
-        assert method.plan(geometry, layer, q_block=128, k_block=64).num_pairs == pairs
+        assert method.plan(geometry, layer, q_block=128, k_block=128).num_pairs == pairs
         total += pairs
     assert f"{4 * geometry.num_tokens**2 / total:.2f}" == bound
     assert f"(at most {bound}x faster than dense)" in method.describe(geometry, device="cuda")
