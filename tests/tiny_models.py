@@ -97,7 +97,7 @@ def flux2_inputs(grid: Grid, batch: int = 1, references: tuple[Grid, ...] = ()) 
 # -- models that cut a latent into patches -------------------------------------------------------------------------
 
 
-def sd3(layers: int = 3) -> Any:
+def sd3(layers: int = 3, dual: tuple[int, ...] = (0, 1)) -> Any:
     return settle(
         diffusers.SD3Transformer2DModel(
             sample_size=32,
@@ -111,7 +111,7 @@ def sd3(layers: int = 3) -> Any:
             caption_projection_dim=HEADS * HEAD_DIM,
             pooled_projection_dim=8,
             pos_embed_max_size=40,
-            dual_attention_layers=(0, 1),
+            dual_attention_layers=dual,
             qk_norm="rms_norm",
         )
     )
@@ -219,7 +219,7 @@ def z_image_inputs(grid: Grid, batch: int = 1) -> Inputs:
 
 
 def sdxl() -> Any:
-    return settle(
+    model = settle(
         diffusers.UNet2DConditionModel(
             sample_size=32,
             in_channels=4,
@@ -238,6 +238,11 @@ def sdxl() -> Any:
             projection_class_embeddings_input_dim=8 + 6 * 4,
         )
     )
+    # Among so many convolutions attention would be lost in rounding.
+    for name, parameter in model.named_parameters():
+        if ".attn1.to_" in name or ".attentions.0.proj_out" in name:
+            parameter.data *= 8
+    return model
 
 
 def sdxl_inputs(grid: Grid, batch: int = 1) -> Inputs:
@@ -266,3 +271,81 @@ def first(output: Any) -> Tensor:
     """The tensor in a model's output; a list of samples is stacked."""
     sample = output[0] if isinstance(output, tuple) else output
     return torch.stack(list(sample)) if isinstance(sample, list) else sample
+
+
+# -- pipelines -----------------------------------------------------------------------------------------------------
+
+NO_ENCODERS = dict.fromkeys(["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
+
+
+def vae(channels: int) -> Any:
+    """One that keeps the size of images."""
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
+        block_out_channels=(4,),
+        latent_channels=channels,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0,
+        scaling_factor=1.0,
+    ).eval()
+
+
+def pipeline(kind: str, **parts: Any) -> Any:
+    pipe = getattr(diffusers, kind)(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def flux_pipeline(kind: str = "FluxPipeline", transformer: Any = None, **parts: Any) -> Any:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    transformer = transformer or flux()
+    return pipeline(kind, transformer=transformer, scheduler=scheduler, vae=vae(1), **NO_ENCODERS, **parts)
+
+
+def flux_call(height: int = 24, width: int = 20, steps: int = 5, batch: int = 1) -> Inputs:
+    return {
+        "prompt_embeds": randn(batch, TEXT, 8, seed=1),
+        "pooled_prompt_embeds": randn(batch, 8, seed=2),
+        "height": height,
+        "width": width,
+        "num_inference_steps": steps,
+        "guidance_scale": 1.0,
+        "generator": torch.Generator().manual_seed(3),
+        "output_type": "latent",
+    }
+
+
+def sd3_pipeline() -> Any:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    third = {"text_encoder_3": None, "tokenizer_3": None}
+    parts = {"transformer": sd3(), "scheduler": scheduler, "vae": vae(4)}
+    return pipeline("StableDiffusion3Pipeline", **parts, **NO_ENCODERS, **third)
+
+
+def guided_call(height: int = 24, width: int = 32, steps: int = 5) -> Inputs:
+    """With classifier-free guidance."""
+    return {
+        "prompt_embeds": randn(1, TEXT, 8, seed=1),
+        "pooled_prompt_embeds": randn(1, 8, seed=2),
+        "negative_prompt_embeds": randn(1, TEXT, 8, seed=4),
+        "negative_pooled_prompt_embeds": randn(1, 8, seed=5),
+        "height": height,
+        "width": width,
+        "num_inference_steps": steps,
+        "guidance_scale": 3.0,
+        "generator": torch.Generator().manual_seed(3),
+        "output_type": "latent",
+    }
+
+
+def sdxl_pipeline(scheduler: Any = None) -> Any:
+    parts = {"unet": sdxl(), "scheduler": scheduler or diffusers.EulerDiscreteScheduler(), "vae": vae(4)}
+    return pipeline("StableDiffusionXLPipeline", **parts, **NO_ENCODERS)
+
+
+def pixart_pipeline() -> Any:
+    parts = {"transformer": pixart(), "scheduler": diffusers.DPMSolverMultistepScheduler(), "vae": vae(4)}
+    return pipeline("PixArtSigmaPipeline", text_encoder=None, tokenizer=None, **parts)

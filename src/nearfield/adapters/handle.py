@@ -9,7 +9,6 @@ from torch import nn
 
 from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
-from nearfield.adapters.processor import SparseProcessor
 from nearfield.adapters.region import Layer, Region
 from nearfield.adapters.specs import SPECS, Located, Spec, find, spec_of
 from nearfield.adapters.steps import Steps
@@ -88,7 +87,7 @@ class Handle:
         check_int("width", width, at_least=1)
         for region in self._regions:
             located = _located(region, [(height, width), *references], text)
-            where = next(region.module.parameters()).device if device is None else torch.device(device)
+            where = region.device if device is None else torch.device(device)
             region.prepare(located, where, batch)
 
     def summary(self, *, height: int | None = None, width: int | None = None, text: int | None = None) -> str:
@@ -164,6 +163,9 @@ def _regions_of(model: nn.Module, method: Method, steps: Steps, impl: Impl) -> l
         known = ", ".join(spec.model for spec in SPECS)
         wrong_value("target", f"be, or have, one of {known}", _name_of(model))
     parts = _parts(model, spec)
+    if any(Region.is_on(part) for _, part in parts):
+        hint = "Call `remove()` on the first handle before applying again."
+        wrong_value("target", "not be adapted already", _name_of(model), hint)
     regions = [Region(name, part, model, spec, method, steps, impl) for name, part in parts]
     counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
     if not sum(counts):
@@ -191,9 +193,6 @@ def _parts(model: nn.Module, spec: Spec) -> list[tuple[str, nn.Module]]:
 
 def _check_processor(spec: Spec, layer: Layer) -> None:
     name = type(layer.processor).__name__
-    if isinstance(layer.processor, SparseProcessor):
-        hint = "Call `remove()` on the first handle before applying again."
-        wrong_value("target", "not be adapted already", f"{name} in {layer.name}", hint)
     if name not in spec.processors:
         hint = "Set or load processors that are known, or leave this model dense."
         known = ", ".join(spec.processors)

@@ -97,6 +97,7 @@ class Region:
         self.is_dense_step = False
         self.ready: Ready | None = None
         self.order: Ordering | None = None
+        self.dtype: torch.dtype | None = None
         self.dense_calls: Counter[str] = Counter()
         self._names = parameter_names(module)
         self._grids = GridReader()
@@ -108,6 +109,12 @@ class Region:
             if not places:
                 where = f"{name}.{move.place}" if name else move.place
                 wrong_value("target", f"have `{where}`, where tokens enter or leave", type(root).__name__)
+
+    @staticmethod
+    def is_on(module: nn.Module) -> bool:
+        """Whether some region is in place on a module."""
+        hooks = module._forward_pre_hooks.values()
+        return any(isinstance(getattr(hook, "__self__", None), Region) for hook in hooks)
 
     # -- putting in and taking out -------------------------------------------------------------------------------
 
@@ -205,10 +212,18 @@ class Region:
         step = self.steps.now()
         return step is not None and step.place < self.method.num_dense_steps(step.total)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the last call was computed, or would be."""
+        if self.ready is not None:
+            return self.ready.device
+        device = next(self.module.parameters()).device
+        return torch.device("cpu") if device.type == "meta" else device  # offloaded weights are nowhere
+
     # -- getting ready -------------------------------------------------------------------------------------------
 
     def _get_ready(self, located: Located | str, sample: Tensor) -> None:
-        self._moved = None
+        self._moved, self.dtype = None, sample.dtype
         if isinstance(located, str):
             self.dense_calls[located] += 1
             self._hand_out(None)

@@ -98,11 +98,10 @@ def _geometry_lines(known: Sequence[tuple[Region, Located]], method: Method, ste
     shown: set[Located] = set()
     choice = ""
     for region, located in known:
-        device = region.ready.device if region.ready else next(region.module.parameters()).device
-        ready = region.make_ready(located, device)
+        ready = region.make_ready(located, region.device)
         geometry = located.geometry(region.spec.text_first, sees_text=True)
         if located not in shown:
-            lines += method.describe(geometry, device=device).splitlines()
+            lines += method.describe(geometry, device=region.device).splitlines()
             shown.add(located)
         sparse_read, sparse_all, layers_all = _pairs(region, ready)
         read, everything, whole = read + sparse_read, everything + sparse_all, whole + layers_all
@@ -146,10 +145,9 @@ def _speed_lines(read: int, everything: int, whole: int, method: Method, steps: 
 def _choice_words(region: Region, ready: Ready) -> str:
     for layer, reader in zip(region.layers, ready.readers, strict=True):
         for plan in plans_of(reader):
-            weight = next(layer.attention.parameters())
             heads = layer.attention.heads
             head_dim = layer.attention.inner_dim // heads
-            dtype = weight.dtype if weight.dtype.is_floating_point else torch.float32
+            dtype = region.dtype or next(layer.attention.parameters()).dtype
             query = torch.empty(1, plan.num_queries, heads, head_dim, dtype=dtype, device=ready.device)
             query = query.transpose(1, 2)
             choice = explain_choice(query, query, plan, impl=region.impl)

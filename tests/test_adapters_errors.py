@@ -1,0 +1,243 @@
+"""What `apply` refuses, in exact words, and that a refusal changes nothing."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_processor import (
+    AttnProcessor,
+    FusedJointAttnProcessor2_0,
+    JointAttnProcessor2_0,
+)
+from tests import tiny_models
+from tests.test_adapters import SPARSE, run, trace
+
+import nearfield
+from nearfield import Hilbert
+
+MODELS = (
+    "FluxTransformer2DModel, Flux2Transformer2DModel, SD3Transformer2DModel, PixArtTransformer2DModel, "
+    "QwenImageTransformer2DModel, ZImageTransformer2DModel, UNet2DConditionModel"
+)
+
+
+class OwnProcessor:
+    def __call__(self, attn: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        return hidden_states
+
+
+def with_own_processor() -> Any:
+    model = tiny_models.flux()
+    model.single_transformer_blocks[1].attn.set_processor(OwnProcessor())
+    return model
+
+
+def adapted() -> Any:
+    model = tiny_models.flux()
+    nearfield.apply(model, SPARSE)
+    return model
+
+
+BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "not a model": (
+        lambda: "flux",
+        TypeError,
+        "`target` must be a diffusers pipeline with a transformer or unet, or a model; got str.",
+    ),
+    "unknown model": (
+        lambda: torch.nn.Linear(2, 2),
+        ValueError,
+        f"`target` must be, or have, one of {MODELS}; got Linear.",
+    ),
+    "unknown diffusers model": (
+        lambda: tiny_models.vae(1),
+        ValueError,
+        f"`target` must be, or have, one of {MODELS}; got AutoencoderKL.",
+    ),
+    "unknown processor": (
+        with_own_processor,
+        ValueError,
+        "`target` must have attention processors of FluxAttnProcessor; got OwnProcessor in "
+        "single_transformer_blocks.1.attn. Set or load processors that are known, or leave this model dense.",
+    ),
+    "applied twice": (
+        adapted,
+        ValueError,
+        "`target` must not be adapted already; got FluxTransformer2DModel. "
+        "Call `remove()` on the first handle before applying again.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TARGETS)
+def test_bad_target(case: str) -> None:
+    make, kind, message = BAD_TARGETS[case]
+    target = make()
+    before = trace(target) if isinstance(target, torch.nn.Module) else None
+    with pytest.raises(kind) as error:
+        nearfield.apply(target, SPARSE)
+    assert str(error.value) == message
+    assert before is None or trace(target) == before
+
+
+def test_bad_method_and_impl() -> None:
+    model = tiny_models.flux()
+    with pytest.raises(TypeError) as error:
+        nearfield.apply(model, Hilbert)  # type: ignore[arg-type]
+    assert str(error.value) == "`method` must be a method such as nearfield.Hilbert(); got Hilbert."
+    with pytest.raises(ValueError) as wrong:
+        nearfield.apply(model, SPARSE, impl="fast")  # type: ignore[arg-type]
+    assert str(wrong.value).startswith("`impl` must be one of 'auto',")
+
+
+def test_applied_twice_where_every_layer_is_dense() -> None:
+    model = tiny_models.flux()
+    with nearfield.apply(model, Hilbert(dense_layers=99)), pytest.raises(ValueError, match="adapted already"):
+        nearfield.apply(model, SPARSE)
+
+
+def test_a_pipeline_is_not_half_applied() -> None:
+    """The second of two models is refused: the first stays as it was."""
+
+    class Pipe:
+        transformer = tiny_models.flux()
+        transformer_2 = with_own_processor()
+
+    before = trace(Pipe.transformer)
+    with pytest.raises(ValueError, match="OwnProcessor"):
+        nearfield.apply(Pipe(), SPARSE)
+    assert trace(Pipe.transformer) == before
+
+
+REPLACED = (
+    "`transformer_blocks.{block}.attn.processor` must stay as it was when nearfield was applied; got {found}. "
+    "Load IP-Adapters, fuse projections and set processors first, then apply; `handle.remove()` now."
+)
+
+
+def test_fused_projections_that_exchange_processors_are_noticed() -> None:
+    model, inputs = tiny_models.sd3(dual=()), tiny_models.sd3_inputs((9, 14))
+    handle = nearfield.apply(model, SPARSE)
+    expected = run(model, inputs)
+    model.fuse_qkv_projections()
+    with pytest.raises(ValueError) as error:
+        run(model, inputs)
+    assert str(error.value) == REPLACED.format(block=0, found="FusedJointAttnProcessor2_0")
+    handle.remove()
+    # What was put there since stays there.
+    kinds = {type(processor) for processor in model.attn_processors.values()}
+    assert kinds == {FusedJointAttnProcessor2_0}
+    with nearfield.apply(model, SPARSE):
+        assert (run(model, inputs) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_replaced_processor_of_a_dense_layer_is_noticed() -> None:
+    model, inputs = tiny_models.sd3(), tiny_models.sd3_inputs((9, 14))
+    with nearfield.apply(model, Hilbert(tiles=4, dense_layers=(2,), dense_steps=0)):
+        model.transformer_blocks[1].attn.set_processor(JointAttnProcessor2_0())
+        with pytest.raises(ValueError) as error:
+            run(model, inputs)
+    assert str(error.value) == REPLACED.format(block=1, found="JointAttnProcessor2_0")
+
+
+def test_a_replaced_cross_attention_processor_is_noticed() -> None:
+    model, inputs = tiny_models.sdxl(), tiny_models.sdxl_inputs((9, 14))
+    with nearfield.apply(model, SPARSE):
+        name = "mid_block.attentions.0.transformer_blocks.0.attn2"
+        model.get_submodule(name).set_processor(AttnProcessor())
+        with pytest.raises(ValueError, match=f"^`{name}.processor` must stay"):
+            run(model, inputs)
+
+
+BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "attention mask of all tokens": (
+        "flux",
+        {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 1, 133, 133)}},
+        "`joint_attention_kwargs` must hold `scale` at most under nearfield; got attention_mask. "
+        "What processors are told about tokens would be in raster order.",
+    ),
+    "cached references": (
+        "flux2",
+        {"kv_cache_mode": "extract"},
+        "`kv_cache_mode` must be None under nearfield; got str. "
+        "Cached reference images have no place in the order of the tokens.",
+    ),
+    "mask of image tokens": (
+        "pixart",
+        {"attention_mask": torch.ones(1, 126)},
+        "`attention_mask` must be None under nearfield; got Tensor. A mask of image tokens is in raster order.",
+    ),
+    "shapes of another image": (
+        "qwen",
+        {"img_shapes": [[(1, 9, 13)]]},
+        "`hidden_states` must hold the 117 tokens of 9x13; got 126.",
+    ),
+    "ids of another image": (
+        "flux",
+        {"img_ids": tiny_models.image_ids((9, 13))},
+        "`hidden_states` must hold the 117 tokens of 9x13; got 126.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_call(case: str) -> None:
+    name, wrong, message = BAD_CALLS[case]
+    make, inputs_of = tiny_models.MODELS[name]
+    model, inputs = make(), inputs_of((9, 14))
+    with nearfield.apply(model, SPARSE):
+        expected = run(model, inputs)
+        with pytest.raises(ValueError) as error:
+            run(model, inputs | wrong)
+        assert str(error.value) == message
+        assert torch.equal(run(model, inputs), expected)
+
+
+def test_parallel_models_are_refused() -> None:
+    model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
+    with nearfield.apply(model, SPARSE):
+        model.transformer_blocks[0].attn.processor._parallel_config = object()
+        with pytest.raises(ValueError) as error:
+            run(model, inputs)
+    assert str(error.value) == (
+        "`transformer_blocks.0.attn.processor` must not be parallelised; got a parallel configuration."
+    )
+
+
+def test_a_processor_that_never_attends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were diffusers to change its processors, the method must not be lost in silence."""
+    kind = diffusers.models.transformers.transformer_flux.FluxAttnProcessor
+    monkeypatch.setattr(kind, "__call__", lambda self, attn, hidden_states, *args, **kwargs: hidden_states)
+    model, inputs = tiny_models.flux(0, 1), tiny_models.flux_inputs((9, 14))
+    with nearfield.apply(model, SPARSE), pytest.raises(ValueError) as error:
+        run(model, inputs)
+    assert str(error.value) == (
+        "`processor` must call `scaled_dot_product_attention` once; got 0 calls in FluxAttnProcessor."
+    )
+
+
+def test_prepare_and_summary_want_whole_sizes() -> None:
+    with nearfield.apply(tiny_models.flux(), SPARSE) as handle:
+        with pytest.raises(TypeError) as error:
+            handle.prepare(height=16.0, width=16)  # type: ignore[arg-type]
+        assert str(error.value) == "`height` must be an integer; got float."
+        with pytest.raises(ValueError) as wrong:
+            handle.summary(height=512)
+        assert str(wrong.value) == "`width` must be given together with `height`; got None."
+
+
+def test_processors_look_like_those_they_stand_for() -> None:
+    """Attention modules pass on what they find in the signature, and diffusers sets these attributes."""
+    model = tiny_models.flux()
+    stock = inspect.signature(model.transformer_blocks[0].attn.processor.__call__)
+    with nearfield.apply(model, SPARSE):
+        processor = model.transformer_blocks[0].attn.processor
+        assert inspect.signature(processor.__call__) == stock
+        assert processor._attention_backend is None
+        assert processor._parallel_config is None
+        assert_same(
+            run(model, tiny_models.flux_inputs((9, 14))), run(model, tiny_models.flux_inputs((9, 14)))
+        )

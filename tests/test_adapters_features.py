@@ -1,0 +1,317 @@
+"""`apply` beside everything else people do to diffusers models."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import diffusers
+import peft
+import pytest
+import torch
+from tests import tiny_models
+from tests.test_adapters import EVERYTHING, SPARSE, assert_differ, assert_same, double, run
+from tests.tiny_models import MODELS, first
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import nearfield
+from nearfield import Hilbert
+
+
+@pytest.fixture
+def flux() -> Any:
+    return tiny_models.flux().double()
+
+
+@pytest.fixture
+def inputs() -> dict[str, Any]:
+    return double(tiny_models.flux_inputs((9, 14), 2))
+
+
+# -- LoRA ----------------------------------------------------------------------------------------------------------
+
+# Also the layers before the tokens enter and behind the place they leave.
+TARGETS = {
+    "flux": ["to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "x_embedder", "proj_out", "norm_out.linear"],
+    "sd3": ["to_q", "to_k", "to_v", "to_out.0", "pos_embed.proj", "proj_out", "norm_out.linear"],
+    "sdxl": ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out"],
+    "z_image": ["to_q", "to_k", "to_v", "to_out.0", "all_x_embedder.2-1", "all_final_layer.2-1.linear"],
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_lora_loaded_and_unloaded_between_calls(name: str) -> None:
+    make, inputs_of = MODELS[name]
+    model, call = make().double(), double(inputs_of((9, 14)))
+    stock = run(model, call)
+    with nearfield.apply(model, EVERYTHING):
+        run(model, call)
+        torch.manual_seed(0)
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=TARGETS[name], init_lora_weights=False))
+        model.double()
+        found = run(model, call)
+    with_lora = run(model, call)
+    assert_same(found, with_lora)
+    assert_differ(found, stock)
+    with nearfield.apply(model, EVERYTHING):
+        assert_same(run(model, call), with_lora)
+        model.unload_lora()
+        assert_same(run(model, call), stock)
+
+
+def test_lora_scale_is_passed_on(flux: Any, inputs: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    flux.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    flux.double()
+    halved = inputs | {"joint_attention_kwargs": {"scale": 0.5}}
+    stock = run(flux, halved)
+    assert_differ(stock, run(flux, inputs))
+    with nearfield.apply(flux, EVERYTHING):
+        assert_same(run(flux, halved), stock)
+
+
+def test_fused_projections(flux: Any, inputs: dict[str, Any]) -> None:
+    with nearfield.apply(flux, SPARSE):
+        separate = run(flux, inputs)
+        flux.fuse_qkv_projections()
+        assert_same(run(flux, inputs), separate)
+
+
+# -- caching, casting, offloading ----------------------------------------------------------------------------------
+
+
+def cached_run(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    """Two steps of which the second skips all blocks but the first."""
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=1.0))
+    moved = inputs | {"hidden_states": inputs["hidden_states"] + 0.01}
+    with model.cache_context("cond"):
+        results = [run(model, inputs), run(model, moved)]
+    model.disable_cache()
+    return results
+
+
+def test_first_block_cache(flux: Any, inputs: dict[str, Any]) -> None:
+    stock = cached_run(flux, inputs)
+    with nearfield.apply(flux, EVERYTHING):
+        found = cached_run(flux, inputs)
+        uncached = run(flux, inputs | {"hidden_states": inputs["hidden_states"] + 0.01})
+    for result, expected in zip(found, stock, strict=True):
+        assert_same(result, expected)
+    assert_differ(found[1], uncached)  # so the second step was indeed skipped
+
+
+def test_cache_enabled_before(flux: Any, inputs: dict[str, Any]) -> None:
+    stock = run(flux, inputs)
+    flux.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.0))
+    with nearfield.apply(flux, EVERYTHING), flux.cache_context("cond"):
+        assert_same(run(flux, inputs), stock)
+    with flux.cache_context("other"):
+        assert_same(run(flux, inputs), stock)
+
+
+def test_layerwise_casting() -> None:
+    model, call = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    stock = run(model, call)
+    with nearfield.apply(model, EVERYTHING) as handle:
+        assert (run(model, call) - stock).abs().max() <= 1e-5 * stock.abs().max()
+        assert "attend: grouped" in handle.summary()
+
+
+def sequential(model: nn.Module) -> None:
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+
+
+def whole_model(model: nn.Module) -> None:
+    accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cpu"))
+
+
+def by_groups(model: Any) -> None:
+    model.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
+
+
+@pytest.mark.parametrize("offload", [sequential, whole_model, by_groups])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_offloading(flux: Any, inputs: dict[str, Any], offload: Any, is_first: bool) -> None:
+    with nearfield.apply(flux, SPARSE):
+        expected = run(flux, inputs)
+    if is_first:
+        offload(flux)
+    handle = nearfield.apply(flux, SPARSE)
+    if not is_first:
+        offload(flux)
+    assert_same(run(flux, inputs), expected)
+    # A pipeline takes its offloading away and puts it back between images.
+    if offload is not by_groups:
+        accelerate.hooks.remove_hook_from_module(flux, recurse=True)
+        assert_same(run(flux, inputs), expected)
+        offload(flux)
+        assert_same(run(flux, inputs), expected)
+    handle.remove()
+    assert_differ(run(flux, inputs), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, on its own norms
+def test_autocast() -> None:
+    """Norms give float32 where projections give bfloat16; torch casts for its own attention."""
+    model, call = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
+    exact = run(model, call)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = run(model, call)
+        with nearfield.apply(model, EVERYTHING):
+            found = run(model, call)
+    assert (found - exact).abs().max() <= 2 * (stock - exact).abs().max()
+
+
+def test_inference_mode(flux: Any, inputs: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        made_here = {
+            name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()
+        }
+        stock = first(flux(**made_here))
+        with nearfield.apply(flux, EVERYTHING):
+            for _ in range(2):
+                assert_same(first(flux(**made_here)), stock)
+    with nearfield.apply(flux, EVERYTHING):
+        flux.requires_grad_(True)
+        first(flux(**inputs)).sum().backward()
+    assert flux.x_embedder.weight.grad is not None
+
+
+def test_attention_backend_of_dense_parts(flux: Any, inputs: dict[str, Any]) -> None:
+    method = Hilbert(tiles=4, shared="none", dense_layers=1, dense_steps=0)
+    with nearfield.apply(flux, method):
+        expected = run(flux, inputs)
+        flux.set_attention_backend("_native_math")
+        backends = {
+            type(processor).__name__: processor._attention_backend
+            for processor in flux.attn_processors.values()
+        }
+        assert_same(run(flux, inputs), expected)
+    assert {name: backend.value for name, backend in backends.items()} == {
+        "FluxAttnProcessor": "_native_math",
+        "SparseFluxAttnProcessor": "_native_math",
+    }
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Any, call: dict[str, Any]) -> dict[str, Tensor]:
+    model.requires_grad_(True).zero_grad()
+    out = first(model(**call))
+    (out * tiny_models.randn(*out.shape, seed=7).to(out)).sum().backward()
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "sdxl", "z_image"])
+def test_gradients_with_and_without_checkpointing(name: str) -> None:
+    make, inputs_of = MODELS[name]
+    model, call = make().double(), double(inputs_of((9, 14)))
+    stock = gradients(model, call)
+    with nearfield.apply(model, EVERYTHING):
+        everything = gradients(model, call)
+    with nearfield.apply(model, SPARSE):
+        plain = gradients(model, call)
+        model.enable_gradient_checkpointing()
+        model.train()
+        checkpointed = gradients(model, call)
+    assert stock.keys() == everything.keys() == checkpointed.keys()
+    for parameter, expected in stock.items():
+        assert torch.allclose(everything[parameter], expected, rtol=1e-4, atol=1e-5), parameter
+        assert torch.allclose(checkpointed[parameter], plain[parameter], rtol=1e-4, atol=1e-5), parameter
+    assert any(not torch.allclose(plain[name], stock[name], rtol=1e-2) for name in stock)
+
+
+# -- torch.compile -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs() -> Iterator[Any]:
+    """How many graphs were made so far."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("name", "most"), [("flux", 4), ("qwen", 2), ("z_image", 6), ("sdxl", 3)])
+def test_compiled_blocks_are_shared_by_layers(name: str, most: int, graphs: Any) -> None:
+    """Tiles are back where they began after four layers; the number of graphs does not grow with that of layers."""
+    make, inputs_of = MODELS[name]
+    model = make(4, 5) if name == "flux" else make() if name == "sdxl" else make(5)
+    call = inputs_of((9, 14), 2)
+    with nearfield.apply(model, SPARSE):
+        expected = run(model, call)
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        assert torch.equal(run(model, call), expected)
+        once = graphs()
+        assert 0 < once <= most
+        assert torch.equal(run(model, call), expected)
+        assert graphs() == once
+
+
+class Schedule:
+    """A scheduler as far as `apply` asks."""
+
+    step_index: int | None = None
+    timesteps = range(6)
+
+
+def test_compiled_blocks_with_dense_steps(graphs: Any) -> None:
+    model, call, schedule = tiny_models.flux(2, 1), tiny_models.flux_inputs((9, 14)), Schedule()
+    stock = run(model, call)
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    with nearfield.apply(model, Hilbert(tiles=4, dense_layers=0, dense_steps=2), scheduler=schedule):
+        differences, made = [], []
+        for step in range(6):
+            schedule.step_index = step or None
+            differences.append((run(model, call) - stock).abs().max().item())
+            made.append(graphs())
+    assert max(differences[:2]) < 1e-5 < 1e-2 < min(differences[2:])
+    assert made[0] == made[1] < made[2] == made[-1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_model_compiled(name: str, graphs: Any) -> None:
+    make, inputs_of = MODELS[name]
+    sizes = {"flux": (1, 1), "flux2": (1, 1), "sdxl": ()}.get(name, (2,))
+    model, call = make(*sizes), inputs_of((9, 14))
+    with nearfield.apply(model, SPARSE):
+        expected = run(model, call)
+    with nearfield.apply(model, SPARSE) as handle:
+        handle.prepare(height=9 * 16, width=14 * 16, text=tiny_models.TEXT)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert torch.equal(run(compiled, call), expected)
+        once = graphs()
+        assert torch.equal(run(compiled, call), expected)
+        assert graphs() == once
+
+
+def test_whole_model_compiled_says_what_is_missing(graphs: Any) -> None:
+    model, call = tiny_models.sd3(1), tiny_models.sd3_inputs((9, 14))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with nearfield.apply(compiled, SPARSE) as handle:
+        with pytest.raises(Exception, match=r"handle.prepare\(height=..., width=...\)"):
+            run(compiled, call)
+        handle.prepare(height=14 * 16, width=9 * 16, text=tiny_models.TEXT)
+        with pytest.raises(Exception, match=r"handle.prepare\(height=..., width=...\)"):
+            run(compiled, call)
+        handle.prepare(height=9 * 16, width=14 * 16, text=tiny_models.TEXT)
+        assert run(compiled, call).isfinite().all()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # looked at by torch.compile
+def test_compiled_training_step(graphs: Any) -> None:
+    model, call = tiny_models.flux(1, 1).double(), double(tiny_models.flux_inputs((9, 14)))
+    with nearfield.apply(model, SPARSE):
+        expected = gradients(model, call)
+        model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+        found = gradients(model, call)
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-5), name

@@ -1,0 +1,246 @@
+"""`apply` on whole pipelines: which steps stay dense, references, guidance, image-to-image."""
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from tests import tiny_models
+from tests.tiny_models import flux_call, flux_pipeline, guided_call, sd3_pipeline
+from torch import Tensor
+
+import nearfield
+from nearfield import Hilbert
+
+EVERYTHING = Hilbert(tiles=1, dense_layers=0, dense_steps=0)
+TOLERANCE = 1e-5  # of float32, over several steps
+
+
+def sparse(**fields: Any) -> Hilbert:
+    return Hilbert(**({"tiles": 4, "shared": "none", "dense_layers": 0, "dense_steps": 0} | fields))
+
+
+def images(pipe: Any, call: dict[str, Any], **more: Any) -> Tensor:
+    result: Tensor = pipe(**call | more).images
+    return result
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def assert_differ(found: Tensor, other: Tensor) -> None:
+    assert (found - other).abs().max() > 100 * TOLERANCE * other.abs().max()
+
+
+def sparse_from(pipe: Any, call: dict[str, Any], first_sparse: int) -> Tensor:
+    """The pipeline dense up to a step, counted by the pipeline's own callback, and sparse from there on."""
+    handles = []
+
+    def after(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step + 1 == first_sparse:
+            handles.append(nearfield.apply(pipe, sparse()))
+        return {}
+
+    result = images(pipe, call, callback_on_step_end=after)
+    assert len(handles) == 1
+    handles[0].remove()
+    return result
+
+
+PIPELINES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
+    "flux": (flux_pipeline, flux_call),
+    "sd3": (sd3_pipeline, guided_call),
+}
+
+
+@pytest.mark.parametrize(("dense_steps", "num_dense"), [(2, 2), (0.5, 3)])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_first_steps_stay_dense(name: str, dense_steps: float, num_dense: int) -> None:
+    make, call = PIPELINES[name]
+    pipe = make()
+    expected = sparse_from(pipe, call(), num_dense)
+    with nearfield.apply(pipe, sparse(dense_steps=dense_steps)) as handle:
+        found = images(pipe, call())
+        assert f"the first {num_dense} of 5 dense" in handle.summary()
+    assert_close(found, expected)
+    assert_differ(found, images(pipe, call()))
+    assert_differ(found, sparse_from(pipe, call(), num_dense - 1))
+
+
+def test_image_to_image_begins_where_its_noise_is() -> None:
+    """Of 6 steps it does the last 3; the first 4 are dense, so one of those it does is."""
+    pipe = flux_pipeline("FluxImg2ImgPipeline")
+    picture = torch.rand(1, 3, 24, 20, generator=torch.Generator().manual_seed(0))
+
+    def call() -> dict[str, Any]:
+        return flux_call(steps=6) | {"image": picture, "strength": 0.5}
+
+    expected = sparse_from(pipe, call(), 1)
+    with nearfield.apply(pipe, sparse(dense_steps=4)):
+        assert_close(images(pipe, call()), expected)
+
+
+def test_inpainting() -> None:
+    pipe = flux_pipeline("FluxInpaintPipeline")
+    picture = torch.rand(1, 3, 24, 20, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(1, 1, 24, 20)
+    mask[..., 10:] = 1
+
+    def call() -> dict[str, Any]:
+        return flux_call() | {"image": picture, "mask_image": mask, "strength": 0.8}
+
+    stock = images(pipe, call())
+    with nearfield.apply(pipe, EVERYTHING):
+        assert_close(images(pipe, call()), stock)
+
+
+def test_kontext_reference_image() -> None:
+    pipe = flux_pipeline("FluxKontextPipeline")
+    picture = torch.rand(1, 3, 16, 12, generator=torch.Generator().manual_seed(0))
+
+    def call() -> dict[str, Any]:
+        return flux_call(steps=2) | {"image": picture, "max_area": 24 * 20, "_auto_resize": False}
+
+    stock = images(pipe, call())
+    with nearfield.apply(pipe, EVERYTHING) as handle:
+        assert_close(images(pipe, call()), stock)
+        assert "7 text + 12x10 + 8x6: 175 tokens" in handle.summary()
+    with nearfield.apply(pipe, sparse()):
+        assert_differ(images(pipe, call()), stock)
+
+
+def test_controlnet() -> None:
+    controlnet = tiny_models.settle(
+        diffusers.FluxControlNetModel(
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=tiny_models.HEAD_DIM,
+            num_attention_heads=tiny_models.HEADS,
+            joint_attention_dim=8,
+            pooled_projection_dim=8,
+            axes_dims_rope=(4, 6, 6),
+        )
+    )
+    pipe = flux_pipeline("FluxControlNetPipeline", controlnet=controlnet)
+    picture = torch.rand(1, 3, 24, 20, generator=torch.Generator().manual_seed(0))
+
+    def call(scale: float = 1.0) -> dict[str, Any]:
+        return flux_call(steps=2) | {"control_image": picture, "controlnet_conditioning_scale": scale}
+
+    stock = images(pipe, call())
+    with nearfield.apply(pipe, EVERYTHING):
+        assert_close(images(pipe, call()), stock)
+        assert_differ(images(pipe, call(0.0)), stock)
+
+
+def test_sdxl_pipeline_with_guidance() -> None:
+    pipe = tiny_models.sdxl_pipeline()
+    stock = images(pipe, guided_call())
+    with nearfield.apply(pipe, EVERYTHING):
+        assert_close(images(pipe, guided_call()), stock)
+    with nearfield.apply(pipe, sparse(dense_steps=5)):
+        assert_close(images(pipe, guided_call()), stock)
+    with nearfield.apply(pipe, sparse()), pytest.raises(AssertionError):
+        assert_close(images(pipe, guided_call()), stock)
+
+
+def test_pixart_pipeline_with_guidance() -> None:
+    pipe = tiny_models.pixart_pipeline()
+    masks = {"prompt_attention_mask": torch.ones(1, 7), "negative_prompt_attention_mask": torch.ones(1, 7)}
+
+    def call() -> dict[str, Any]:
+        call = guided_call() | masks | {"negative_prompt": None, "use_resolution_binning": False}
+        return {name: value for name, value in call.items() if "pooled" not in name}
+
+    stock = images(pipe, call())
+    with nearfield.apply(pipe, EVERYTHING):
+        assert_close(images(pipe, call()), stock)
+
+
+def test_several_images_per_prompt() -> None:
+    pipe = flux_pipeline()
+    stock = images(pipe, flux_call(steps=2), num_images_per_prompt=3)
+    assert stock.shape[0] == 3
+    with nearfield.apply(pipe, EVERYTHING):
+        assert_close(images(pipe, flux_call(steps=2), num_images_per_prompt=3), stock)
+
+
+def test_two_pipelines_at_once_share_a_model_class_and_nothing_else() -> None:
+    pipes = [flux_pipeline(), flux_pipeline()]
+    methods = [sparse(dense_steps=1), sparse(tiles=2, dense_steps=3)]
+    expected = []
+    for pipe, method in zip(pipes, methods, strict=True):
+        with nearfield.apply(pipe, method):
+            expected.append(images(pipe, flux_call()))
+    with nearfield.apply(pipes[0], methods[0]), nearfield.apply(pipes[1], methods[1]):
+        assert torch.equal(images(pipes[1], flux_call()), expected[1])
+        assert torch.equal(images(pipes[0], flux_call()), expected[0])
+    assert_differ(expected[0], expected[1])
+
+
+def test_an_exchanged_scheduler_is_asked() -> None:
+    pipe = flux_pipeline()
+    expected = sparse_from(pipe, flux_call(), 2)
+    with nearfield.apply(pipe, sparse(dense_steps=2)):
+        images(pipe, flux_call())
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+        assert_close(images(pipe, flux_call()), expected)
+
+
+def test_a_model_alone_takes_a_scheduler() -> None:
+    pipe = flux_pipeline()
+    expected = sparse_from(pipe, flux_call(), 2)
+    with nearfield.apply(pipe.transformer, sparse(dense_steps=2), scheduler=pipe.scheduler):
+        assert_close(images(pipe, flux_call()), expected)
+    with nearfield.apply(pipe.transformer, sparse(dense_steps=2)) as handle:
+        assert_differ(images(pipe, flux_call()), expected)
+        assert "without a scheduler no step is known to be a first one" in handle.summary()
+
+
+def test_a_scheduler_that_does_not_know_its_step_is_refused() -> None:
+    pipe = tiny_models.sdxl_pipeline(diffusers.DDIMScheduler())
+    message = (
+        "`scheduler` must know its step (have `step_index`) where the method keeps first steps dense; got "
+        "DDIMScheduler. Use another scheduler, or `dense_steps=0`."
+    )
+    with pytest.raises(ValueError) as error:
+        nearfield.apply(pipe, sparse(dense_steps=0.2))
+    assert str(error.value) == message
+    with nearfield.apply(pipe, EVERYTHING):  # keeps no step dense
+        assert images(pipe, guided_call()).isfinite().all()
+
+
+SUMMARY = """\
+nearfield: {method}
+FluxTransformer2DModel
+  changed: 4 attention processors; tokens move at input hidden_states, input img_ids, input controlnet_block_samples, \
+input controlnet_single_block_samples, norm_out output
+  attention: 4 sparse, 1 dense
+    dense, dense_layers=1: transformer_blocks.0.attn
+  steps: the first 1 of 5 dense (FlowMatchEulerDiscreteScheduler)
+"""
+
+
+def test_summary() -> None:
+    pipe = flux_pipeline()
+    method = sparse(dense_layers=1, dense_steps=0.2)
+    with nearfield.apply(pipe, method) as handle:
+        assert handle.summary().endswith(
+            "not known before the first call; ask with summary(height=..., width=...)"
+        )
+        images(pipe, flux_call(height=48, width=40))
+        told = handle.summary()
+        asked = handle.summary(height=384, width=320)
+    assert told.startswith(SUMMARY.format(method=method))
+    assert told == asked
+    geometry = nearfield.Geometry((24, 20), 7)
+    shares = [method.reader(geometry, layer).num_pairs / 487**2 for layer in range(1, 5)]
+    share = sum(shares) / 4
+    assert f"pairs: {share:.1%} in sparse layers; attention at most {1 / share:.2f}x faster there" in told
+    in_model = (1 + 4 * share) / 5
+    assert f"{1 / in_model:.2f}x with the dense layers" in told
+    assert f"with dense steps {1 / (0.2 + 0.8 * in_model):.2f}x over all 5 steps" in told
+    assert "attend: grouped, plain torch" in told
