@@ -105,7 +105,8 @@ class Handle:
                 places.append(_located(region, [(height, width)], text))
             else:
                 places.append(region.ready.located if region.ready else None)
-        return summary(self._models, self._regions, places, self.method, self._steps)
+        origin = "last call" if height is None else f"{height}x{width} pixels"
+        return summary(self._models, self._regions, places, self.method, self._steps, origin)
 
     def __enter__(self) -> "Handle":
         return self

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from nearfield.adapters.region import Ready, Region, plans_of
-from nearfield.adapters.specs import Located
+from nearfield.adapters.specs import Located, Move
 from nearfield.adapters.steps import Steps
 from nearfield.attend import explain_choice
 from nearfield.methods import Method
@@ -22,15 +23,17 @@ def summary(
     places: Sequence[Located | None],
     method: Method,
     steps: Steps,
+    origin: str,
 ) -> str:
+    """All of it. `places` are the tokens to tell about, region by region, and `origin` says where they come from."""
     if not models:
         return "nearfield: removed; nothing is changed"
-    lines = [f"nearfield: {method}"]
+    lines = [f"nearfield: {_method_words(method)}"]
     for model in models:
         mine = [
             (region, place) for region, place in zip(regions, places, strict=True) if region.root is model
         ]
-        lines += [type(model).__name__, *(f"  {line}" for line in _model_lines(mine, method, steps))]
+        lines += [type(model).__name__, *(f"  {line}" for line in _model_lines(mine, method, steps, origin))]
     return "\n".join(lines)
 
 
@@ -45,19 +48,33 @@ def _model_lines(parts: Sequence[tuple[Region, Located | None]], method: Method,
     known = [(region, place) for region, place in parts if place is not None]
     if not known:
         return [*lines, "geometry: not known before the first call; ask with summary(height=..., width=...)"]
-    return lines + _geometry_lines(known, method, steps)
+    return lines + _geometry_lines(known, method, steps, origin)
+
+
+def _method_words(method: Method) -> str:
+    """The method with the fields that were set."""
+    value: Any = method
+    if not is_dataclass(value):
+        return str(value)
+    values = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
+    given = ", ".join(f"{name}={setting!r}" for name, setting, default in values if setting != default)
+    return f"{type(method).__name__}({given})"
 
 
 def _changed_words(regions: Sequence[Region]) -> str:
     sparse = sum(layer.is_sparse for region in regions for layer in region.layers)
-    places = Counter(_place_words(region, move) for region in regions for move in region.spec.moves)
-    moves = ", ".join(f"{place} ({count} times)" if count > 1 else place for place, count in places.items())
-    return f"changed: {sparse} attention processors; tokens move at {moves}"
+    places: dict[str, list[str]] = {"enter": [], "leave": []}
+    for move in regions[0].spec.moves:
+        places[move.way].append(_place_words(move))
+    number = f" of each of {len(regions)} {regions[0].spec.region}" if regions[0].spec.region else ""
+    enter, leave = (", ".join(names) for names in places.values())
+    return f"changed: {sparse} attention processors; tokens enter at {enter} and leave at {leave}{number}"
 
 
-def _place_words(region: Region, move: Any) -> str:
-    what = {None: "output"}.get(move.what, f"output {move.what}" if isinstance(move.what, int) else move.what)
-    return f"{move.place or 'input'} {what}"
+def _place_words(move: Move) -> str:
+    if isinstance(move.what, str):
+        return f"{move.place}({move.what})" if move.place else move.what
+    return move.place if move.what is None else f"{move.place}[{move.what}]"
 
 
 def _layer_lines(regions: Sequence[Region]) -> list[str]:
@@ -93,7 +110,9 @@ def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
     return [f"dense calls: {count}, {reason}" for reason, count in calls.items()]
 
 
-def _geometry_lines(known: Sequence[tuple[Region, Located]], method: Method, steps: Steps) -> list[str]:
+def _geometry_lines(
+    known: Sequence[tuple[Region, Located]], method: Method, steps: Steps, origin: str
+) -> list[str]:
     lines, read, everything, whole = [], 0, 0, 0
     shown: set[Located] = set()
     choice = ""
@@ -101,7 +120,8 @@ def _geometry_lines(known: Sequence[tuple[Region, Located]], method: Method, ste
         ready = region.make_ready(located, region.device)
         geometry = located.geometry(region.spec.text_first, sees_text=True)
         if located not in shown:
-            lines += method.describe(geometry, device=region.device).splitlines()
+            words = method.describe(geometry, device=region.device)
+            lines += f"{origin}: {words}".splitlines()
             shown.add(located)
         sparse_read, sparse_all, layers_all = _pairs(region, ready)
         read, everything, whole = read + sparse_read, everything + sparse_all, whole + layers_all
