@@ -37,7 +37,9 @@ def summary(
     return "\n".join(lines)
 
 
-def _model_lines(parts: Sequence[tuple[Region, Located | None]], method: Method, steps: Steps) -> list[str]:
+def _model_lines(
+    parts: Sequence[tuple[Region, Located | None]], method: Method, steps: Steps, origin: str
+) -> list[str]:
     regions = [region for region, _ in parts]
     lines = [
         _changed_words(regions),
