@@ -15,6 +15,7 @@ Repeat = Callable[[Function, int, torch.device], list[float]]
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 _FLUSH_BYTES = 2**30
 _FLUSHES = 3
+_LONG_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def measure(
         with _context(contexts, name):
             estimate = _estimate(repeat, function, device)
         counts[name] = max(1, min(effort.most, round(effort.seconds / effort.rounds / max(estimate, 1e-6))))
-        is_long[name] = estimate > 1
+        is_long[name] = estimate > _LONG_SECONDS
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(effort.rounds):
         for name, function in functions.items():
