@@ -192,6 +192,19 @@ def test_unet_of_odd_latents(size: Grid) -> None:
         assert_same(run(model, inputs), stock)
 
 
+@pytest.mark.parametrize("grid", [(1, 1), (1, 40), (3, 5), (33, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_small_and_thin_images_with_default_fields(name: str, grid: Grid) -> None:
+    """Fewer tokens than blocks or tiles: still every token reads something, and comes back to its place."""
+    make, inputs_of = MODELS[name]
+    model, inputs = make().double(), double(inputs_of(grid))
+    stock = run(model, inputs)
+    with nearfield.apply(model, EVERYTHING):
+        assert_same(run(model, inputs), stock)
+    with nearfield.apply(model, Hilbert()):
+        assert run(model, inputs).isfinite().all()
+
+
 def test_dense_layers_are_stock(oracle: Callable[..., Tensor]) -> None:
     model, inputs = tiny_models.flux().double(), double(tiny_models.flux_inputs((9, 14)))
     layouts = geometries("flux", (9, 14), 1, ())

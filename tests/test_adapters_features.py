@@ -8,6 +8,7 @@ import diffusers
 import peft
 import pytest
 import torch
+from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from tests import tiny_models
 from tests.test_adapters import EVERYTHING, SPARSE, assert_differ, assert_same, double, run
 from tests.tiny_models import MODELS, first
@@ -194,6 +195,36 @@ def test_attention_backend_of_dense_parts(flux: Any, inputs: dict[str, Any]) -> 
     }
 
 
+class ImageEmbeddings(nn.Module):
+    """Stands for the projection that an IP-Adapter brings."""
+
+    def forward(self, embeddings: list[Tensor]) -> list[Tensor]:
+        return embeddings
+
+
+def test_ip_adapter_of_a_unet() -> None:
+    """Loaded before: its cross-attention stays as it is."""
+    model, call = tiny_models.sdxl().double(), double(tiny_models.sdxl_inputs((9, 14)))
+    width = tiny_models.HEADS * tiny_models.HEAD_DIM
+    torch.manual_seed(0)
+    for name, module in model.named_modules():
+        if name.endswith("attn2"):
+            module.set_processor(IPAdapterAttnProcessor2_0(width, cross_attention_dim=8).double())
+    model.register_to_config(encoder_hid_dim_type="ip_image_proj")
+    model.encoder_hid_proj = ImageEmbeddings()
+    call["added_cond_kwargs"]["image_embeds"] = [tiny_models.randn(1, 1, 4, 8, seed=3).double()]
+    stock = run(model, call)
+    with nearfield.apply(model, EVERYTHING):
+        assert_same(run(model, call), stock)
+    with nearfield.apply(model, SPARSE):
+        assert_differ(run(model, call), stock)
+        masks = {"ip_adapter_masks": [torch.ones(1, 1, 18, 28)]}
+        with pytest.raises(
+            ValueError, match="`cross_attention_kwargs` must hold `scale` at most under nearfield"
+        ):
+            run(model, call | {"cross_attention_kwargs": masks})
+
+
 # -- training ------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +320,22 @@ def test_whole_model_compiled(name: str, graphs: Any) -> None:
         once = graphs()
         assert torch.equal(run(compiled, call), expected)
         assert graphs() == once
+
+
+def test_whole_model_compiled_with_dense_steps(graphs: Any) -> None:
+    model, call, schedule = tiny_models.flux(1, 1), tiny_models.flux_inputs((9, 14)), Schedule()
+    stock = run(model, call)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    method = Hilbert(tiles=4, dense_layers=0, dense_steps=2)
+    with nearfield.apply(model, method, scheduler=schedule) as handle:
+        handle.prepare(height=9 * 16, width=14 * 16, text=tiny_models.TEXT)
+        differences, made = [], []
+        for step in range(6):
+            schedule.step_index = step or None
+            differences.append((run(compiled, call) - stock).abs().max().item())
+            made.append(graphs())
+    assert max(differences[:2]) < 1e-5 < 1e-2 < min(differences[2:])
+    assert made[3] == made[-1]
 
 
 def test_whole_model_compiled_says_what_is_missing(graphs: Any) -> None:

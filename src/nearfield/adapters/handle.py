@@ -42,9 +42,14 @@ def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "a
     regions = [region for model in models for region in _regions_of(model, method, steps, impl)]
     if method.num_dense_steps(1000):
         steps.now()
-    for region in regions:
-        region.install()
-    return Handle(models, regions, method, steps)
+    handle = Handle(models, regions, method, steps)
+    try:
+        for region in regions:
+            region.install()
+    except BaseException:  # nothing stays half applied
+        handle.remove()
+        raise
+    return handle
 
 
 class Handle:

@@ -7,8 +7,8 @@ processors. Between entrance and exit nothing is looked up and nothing but atten
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,13 +69,20 @@ class Layer:
         return self.dense is None
 
 
-class Ready(NamedTuple):
-    """Everything a call needs, made for one layout of tokens and one device; readers stand in the order of layers."""
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """Everything a call needs, made for one layout of tokens and one device.
+
+    Args:
+        readers: what each layer reads, in the order of layers; None where it is dense.
+        derived: for which batches, and whether for training, plans have derived what they keep.
+    """
 
     located: Located
     device: torch.device
     ordering: Ordering
     readers: tuple[Reader | None, ...]
+    derived: set[tuple[int, bool]] = field(default_factory=set)
 
 
 class Region:
@@ -163,6 +170,7 @@ class Region:
         for layer in self.layers:
             if layer.is_sparse and layer.attention.get_processor() is layer.installed:
                 layer.attention.set_processor(layer.processor)
+        self._hand_out(None)
         self._kept.clear()
 
     # -- a call --------------------------------------------------------------------------------------------------
@@ -178,7 +186,7 @@ class Region:
         if torch.compiler.is_compiling():
             self._check_ready(located)
         else:
-            self._get_ready(located, first_tensor(arguments.get(self.spec.sample)))
+            self._get_ready(located, arguments.get(self.spec.sample))
         self.is_dense_step = self._is_dense_step()
         for move in self.spec.moves:
             if move.place == "":
@@ -222,13 +230,15 @@ class Region:
 
     # -- getting ready -------------------------------------------------------------------------------------------
 
-    def _get_ready(self, located: Located | str, sample: Tensor) -> None:
+    def _get_ready(self, located: Located | str, samples: Any) -> None:
+        """`samples` are a tensor, or a list with one for each sample of the batch."""
+        sample = first_tensor(samples)
         self._moved, self.dtype = None, sample.dtype
         if isinstance(located, str):
             self.dense_calls[located] += 1
             self._hand_out(None)
             return
-        self.prepare(located, sample.device, sample.shape[0])
+        self.prepare(located, sample.device, len(samples))
 
     def prepare(self, located: Located, device: torch.device, batch: int) -> None:
         """Fetch the order and the readers for a layout of tokens, and hand them to the processors."""
@@ -239,7 +249,7 @@ class Region:
             self._kept[key] = ready
             while len(self._kept) > _REMEMBERED:
                 self._kept.popitem(last=False)
-        _derive(ready.readers, self.layers, batch)
+        self._derive(ready, batch)
         if ready is not self.ready:
             self._hand_out(ready)
         self._grids.expected = located.images
@@ -262,6 +272,18 @@ class Region:
         ]
         return Ready(located, device, ordering, tuple(readers))
 
+    def _derive(self, ready: Ready, batch: int) -> None:
+        """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""
+        state = batch, torch.is_grad_enabled()
+        if state in ready.derived:
+            return
+        for reader, layer in zip(ready.readers, self.layers, strict=True):
+            for plan in plans_of(reader):
+                for part in (plan, plan.transpose()) if torch.is_grad_enabled() else (plan,):
+                    if part.device.type == "cuda":
+                        part.longest_first(batch, layer.attention.heads)
+        ready.derived.add(state)
+
     def _hand_out(self, ready: Ready | None) -> None:
         self.ready = ready
         self.order = ready.ordering if ready else None
@@ -276,7 +298,8 @@ class Region:
         if self.order is None:
             return value
         if isinstance(value, list | tuple):
-            return type(value)(self.moved(item, move) for item in value)
+            items = [self.moved(item, move) for item in value]
+            return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict):
             return {name: self.moved(item, move) for name, item in value.items()}
         way: Callable[[Tensor, int], Tensor] = getattr(self.order, move.way)
@@ -322,17 +345,6 @@ class _ResultHook:
         parts = list(output)
         parts[self.move.what] = self.region.moved(parts[self.move.what], self.move)
         return tuple(parts)
-
-
-def _derive(readers: tuple[Reader | None, ...], layers: tuple[Layer, ...], batch: int) -> None:
-    """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""
-    for reader, layer in zip(readers, layers, strict=True):
-        for plan in plans_of(reader):
-            heads = layer.attention.heads
-            parts = [plan, plan.transpose()] if torch.is_grad_enabled() else [plan]
-            if plan.device.type == "cuda":
-                for part in parts:
-                    part.longest_first(batch, heads)
 
 
 def plans_of(reader: Any) -> Iterator[Plan]:
