@@ -192,6 +192,27 @@ def test_unet_of_odd_latents(size: Grid) -> None:
         assert_same(run(model, inputs), stock)
 
 
+def test_unet_that_projects_by_convolution(oracle: Callable[..., Tensor]) -> None:
+    """As those of SD 1.5 do."""
+    model, inputs = tiny_models.sdxl(linear=False).double(), double(tiny_models.sdxl_inputs((9, 14)))
+    expected = oracle(model, inputs, SPARSE, geometries("sdxl", (9, 14), 1, ()))
+    with nearfield.apply(model, SPARSE):
+        assert_same(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("fields", [{"zero_cond_t": True}, {"use_layer3d_rope": True}])
+def test_qwen_that_edits_or_makes_layers(fields: dict[str, bool], oracle: Callable[..., Tensor]) -> None:
+    """With another timestep for references, or other positions for layers."""
+    references: References = ((9, 8), (7, 6))
+    model, inputs = (
+        tiny_models.qwen(**fields).double(),
+        double(tiny_models.qwen_inputs((9, 8), 2, references)),
+    )
+    expected = oracle(model, inputs, SPARSE, geometries("qwen", (9, 8), 2, references))
+    with nearfield.apply(model, SPARSE):
+        assert_same(run(model, inputs), expected)
+
+
 @pytest.mark.parametrize("grid", [(1, 1), (1, 40), (3, 5), (33, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_small_and_thin_images_with_default_fields(name: str, grid: Grid) -> None:

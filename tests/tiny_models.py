@@ -160,7 +160,7 @@ def pixart_inputs(grid: Grid, batch: int = 1) -> Inputs:
 # -- Qwen-Image and Z-Image ----------------------------------------------------------------------------------------
 
 
-def qwen(layers: int = 3) -> Any:
+def qwen(layers: int = 3, **fields: Any) -> Any:
     return settle(
         diffusers.QwenImageTransformer2DModel(
             patch_size=2,
@@ -171,6 +171,7 @@ def qwen(layers: int = 3) -> Any:
             num_attention_heads=HEADS,
             joint_attention_dim=8,
             axes_dims_rope=(4, 6, 6),
+            **fields,
         )
     )
 
@@ -218,7 +219,7 @@ def z_image_inputs(grid: Grid, batch: int = 1) -> Inputs:
 # -- SDXL ----------------------------------------------------------------------------------------------------------
 
 
-def sdxl() -> Any:
+def sdxl(linear: bool = True) -> Any:
     model = settle(
         diffusers.UNet2DConditionModel(
             sample_size=32,
@@ -232,7 +233,7 @@ def sdxl() -> Any:
             cross_attention_dim=8,
             attention_head_dim=(2, HEADS),
             transformer_layers_per_block=(1, 2),
-            use_linear_projection=True,
+            use_linear_projection=linear,
             addition_embed_type="text_time",
             addition_time_embed_dim=4,
             projection_class_embeddings_input_dim=8 + 6 * 4,
