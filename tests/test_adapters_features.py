@@ -225,6 +225,16 @@ def test_ip_adapter_of_a_unet() -> None:
             run(model, call | {"cross_attention_kwargs": masks})
 
 
+def test_sparse_layers_do_not_take_another_backend(flux: Any, inputs: dict[str, Any]) -> None:
+    """One that never calls `scaled_dot_product_attention` would leave nothing to take over."""
+    with nearfield.apply(flux, SPARSE):
+        expected = run(flux, inputs)
+    flux.set_attention_backend("flex")
+    with nearfield.apply(flux, SPARSE):
+        assert_same(run(flux, inputs), expected)
+        assert flux.transformer_blocks[0].attn.processor._attention_backend.value == "flex"
+
+
 # -- training ------------------------------------------------------------------------------------------------------
 
 

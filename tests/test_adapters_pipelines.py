@@ -70,7 +70,7 @@ def test_first_steps_stay_dense(name: str, dense_steps: float, num_dense: int) -
 
 
 def test_image_to_image_begins_where_its_noise_is() -> None:
-    """Of 6 steps it does the last 3; the first 4 are dense, so one of those it does is."""
+    """Of 6 steps it does the last 3. Of these one is dense if the first 4 are, and none if the first 2 are."""
     pipe = flux_pipeline("FluxImg2ImgPipeline")
     picture = torch.rand(1, 3, 24, 20, generator=torch.Generator().manual_seed(0))
 
@@ -80,6 +80,11 @@ def test_image_to_image_begins_where_its_noise_is() -> None:
     expected = sparse_from(pipe, call(), 1)
     with nearfield.apply(pipe, sparse(dense_steps=4)):
         assert_close(images(pipe, call()), expected)
+    with nearfield.apply(pipe, sparse()):
+        all_sparse = images(pipe, call())
+    with nearfield.apply(pipe, sparse(dense_steps=2)):
+        assert_close(images(pipe, call()), all_sparse)
+    assert_differ(expected, all_sparse)
 
 
 def test_inpainting() -> None:

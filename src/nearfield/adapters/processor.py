@@ -131,9 +131,8 @@ class _Redirect(TorchFunctionMode):
         if dropout_p or is_causal:
             wrong_value("processor", "use neither dropout nor causal order", (dropout_p, is_causal))
         kind = query.device.type
-        if torch.is_autocast_enabled(
-            kind
-        ):  # which casts for scaled_dot_product_attention, but does not know attend
+        if torch.is_autocast_enabled(kind):
+            # It casts for scaled_dot_product_attention, but does not know attend.
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         bias = None if attn_mask is None else _key_bias(attn_mask)

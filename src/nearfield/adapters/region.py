@@ -310,7 +310,7 @@ class Region:
         return torch.cat([way(value.narrow(move.dim, 0, images), move.dim), rest], dim=move.dim)
 
     def moved_argument(self, value: Tensor, move: Move) -> Tensor:
-        """As `moved`, but a tensor that many layers are given is moved once."""
+        """As `moved`, but a tensor that many layers are given is moved once (unless that would keep a graph alive)."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.moved(value, move)  # type: ignore[no-any-return]
         if self._moved is None or self._moved[0] is not value:
