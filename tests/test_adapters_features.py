@@ -155,7 +155,7 @@ def test_offloading(flux: Any, inputs: dict[str, Any], offload: Any, is_first: b
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, on its own norms
 def test_autocast() -> None:
     """Norms give float32 where projections give bfloat16; torch casts for its own attention."""
-    model, call = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
+    model, call = tiny_models.sd3(), tiny_models.sd3_inputs((9, 14))
     exact = run(model, call)
     with torch.autocast("cpu", torch.bfloat16):
         stock = run(model, call)
