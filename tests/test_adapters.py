@@ -16,6 +16,8 @@ from torch.nn import functional
 
 import nearfield
 from nearfield import Geometry, Hilbert
+from nearfield.adapters import grids
+from nearfield.adapters.grids import image_grids
 
 EVERYTHING = Hilbert(tiles=1, dense_layers=0, dense_steps=0)
 SPARSE = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
@@ -200,6 +202,14 @@ def test_unet_that_projects_by_convolution(oracle: Callable[..., Tensor]) -> Non
         assert_same(run(model, inputs), expected)
 
 
+def test_heads_that_no_kernel_takes_stay_dense() -> None:
+    model, inputs = tiny_models.sdxl(width=320), tiny_models.sdxl_inputs((9, 14))
+    stock = run(model, inputs)
+    with nearfield.apply(model, SPARSE) as handle:
+        assert (run(model, inputs) - stock).abs().max() <= 1e-5 * stock.abs().max()
+        assert "dense, head dimension 160 is above 128: down_blocks.1.attentions.0" in handle.summary()
+
+
 @pytest.mark.parametrize("fields", [{"zero_cond_t": True}, {"use_layer3d_rope": True}])
 def test_qwen_that_edits_or_makes_layers(fields: dict[str, bool], oracle: Callable[..., Tensor]) -> None:
     """With another timestep for references, or other positions for layers."""
@@ -301,13 +311,30 @@ def test_ids_that_were_written_to_are_read_again(oracle: Callable[..., Tensor]) 
     assert_same(found, oracle(model, inputs, SPARSE, geometries("flux", (14, 9), 1, ())))
 
 
+@pytest.mark.parametrize(
+    ("images", "dtype"),
+    [
+        (((9, 14),), torch.float32),
+        (((9, 14), (9, 14), (3, 14), (1, 1)), torch.int64),
+        (((300, 20), (20, 300)), torch.bfloat16),
+        (((1, 7), (7, 1)), torch.float16),
+    ],
+)
+def test_grids_are_read_from_ids(images: tuple[Grid, ...], dtype: torch.dtype) -> None:
+    ids = torch.cat([tiny_models.image_ids(grid, number) for number, grid in enumerate(images)]).to(dtype)
+    assert image_grids(ids) == images
+    assert image_grids(ids.expand(2, -1, -1)) == images
+
+
+def test_images_of_one_index_are_told_apart_by_their_rows() -> None:
+    ids = torch.cat([tiny_models.image_ids((9, 14)), tiny_models.image_ids((5, 14))])
+    assert image_grids(ids) == ((9, 14), (5, 14))
+
+
 def test_ids_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading values waits for the device: not in every step."""
     read: list[Tensor] = []
-    from nearfield.adapters import grids
-
-    whole = grids.image_grids
-    monkeypatch.setattr(grids, "image_grids", lambda ids: (read.append(ids), whole(ids))[1])
+    monkeypatch.setattr(grids, "image_grids", lambda ids: (read.append(ids), image_grids(ids))[1])
     model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
     with nearfield.apply(model, SPARSE):
         for _ in range(3):

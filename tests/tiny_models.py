@@ -219,7 +219,7 @@ def z_image_inputs(grid: Grid, batch: int = 1) -> Inputs:
 # -- SDXL ----------------------------------------------------------------------------------------------------------
 
 
-def sdxl(linear: bool = True) -> Any:
+def sdxl(linear: bool = True, width: int = HEADS * HEAD_DIM) -> Any:
     model = settle(
         diffusers.UNet2DConditionModel(
             sample_size=32,
@@ -227,7 +227,7 @@ def sdxl(linear: bool = True) -> Any:
             out_channels=4,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
             up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            block_out_channels=(16, HEADS * HEAD_DIM),
+            block_out_channels=(16, width),
             layers_per_block=1,
             norm_num_groups=4,
             cross_attention_dim=8,

@@ -49,17 +49,22 @@ class GridReader:
 
 
 def image_grids(ids: Tensor) -> tuple[Grid, ...]:
-    """The (height, width) of each image: lines of tokens with one image and row, stacked while they go on downwards."""
+    """The (height, width) of each image: lines of equal width, stacked while image and rows go on.
+
+    Ids may be rounded (bfloat16 knows every second row beyond 256), so a line ends where columns start again, too.
+    """
     place = (ids[0] if ids.dim() == 3 else ids)[:, : _COLUMN + 1].detach().cpu()
-    lines, widths = torch.unique_consecutive(place[:, :_COLUMN], dim=0, return_counts=True)
+    step = place[1:] - place[:-1]
+    is_new = (step[:, :_COLUMN] != 0).any(dim=1) | (step[:, _COLUMN] < 0)
+    starts = torch.cat([torch.tensor([0], device="cpu"), is_new.nonzero().flatten() + 1])
+    widths = torch.cat([starts[1:], torch.tensor([len(place)], device="cpu")]) - starts
     grids: list[Grid] = []
-    for line, width in enumerate(widths.tolist()):
-        if line and width == grids[-1][1] and _goes_on(lines[line - 1], lines[line]):
+    previous: list[float] = []
+    for line, width in zip(place[starts].tolist(), widths.tolist(), strict=True):
+        goes_on = previous and line[_IMAGE] == previous[_IMAGE] and line[_ROW] >= previous[_ROW]
+        if goes_on and width == grids[-1][1]:
             grids[-1] = (grids[-1][0] + 1, width)
         else:
             grids.append((1, width))
+        previous = line
     return tuple(grids)
-
-
-def _goes_on(previous: Tensor, line: Tensor) -> bool:
-    return bool(previous[_IMAGE] == line[_IMAGE]) and bool(previous[_ROW] < line[_ROW])

@@ -19,6 +19,7 @@ from nearfield._types import Impl
 from nearfield.adapters.grids import GridReader
 from nearfield.adapters.processor import SparseProcessor, sparse_processor
 from nearfield.adapters.specs import (
+    CROSS_ATTENTION,
     Arguments,
     Located,
     Move,
@@ -36,6 +37,7 @@ from nearfield.tokenmap import Ordering
 
 _REMEMBERED = 8
 _MANY_STEPS = 1000
+_LARGEST_HEAD = 128  # that a kernel takes
 
 # Not put together where it is raised: torch.compile could not trace that.
 _NOT_READY = (
@@ -130,9 +132,7 @@ class Region:
         image_only = {name for path in self.spec.image_only for name, _ in find(self.module, path)}
         for path in self.spec.layers:
             for name, attention in find(self.module, path):
-                reason = self.method.dense_layer_reason(first, num_layers)
-                if getattr(attention, "is_cross_attention", False):
-                    reason = "cross-attention: its keys are few"
+                reason = _unfit(attention) or self.method.dense_layer_reason(first, num_layers)
                 yield self._layer(first, name, attention, name not in image_only, reason)
                 first += 1
         for path, reason in self.spec.dense.items():
@@ -345,6 +345,14 @@ class _ResultHook:
         parts = list(output)
         parts[self.move.what] = self.region.moved(parts[self.move.what], self.move)
         return tuple(parts)
+
+
+def _unfit(attention: Any) -> str | None:
+    """Why a layer stays dense whatever the method says."""
+    if getattr(attention, "is_cross_attention", False):
+        return CROSS_ATTENTION
+    head_dim = attention.inner_dim // attention.heads
+    return f"head dimension {head_dim} is above {_LARGEST_HEAD}" if head_dim > _LARGEST_HEAD else None
 
 
 def plans_of(reader: Any) -> Iterator[Plan]:

@@ -238,7 +238,7 @@ def _without_single_frame(shape: Grid) -> Grid:
 # a linear layer, but not of a norm.
 _LEAVE = Move("norm_out", None, "leave")
 
-_CROSS = "cross-attention: its keys are few"
+CROSS_ATTENTION = "cross-attention: its keys are few"
 
 SPECS = (
     Spec(
@@ -280,7 +280,7 @@ SPECS = (
         moves=(Move("pos_embed", None), _LEAVE),
         locate=_from_latent_alone,
         processors=("AttnProcessor2_0", "FusedAttnProcessor2_0"),
-        dense={"transformer_blocks.*.attn2": _CROSS},
+        dense={"transformer_blocks.*.attn2": CROSS_ATTENTION},
         refused={"attention_mask": "A mask of image tokens is in raster order."},
         attention_kwargs="cross_attention_kwargs",
     ),
@@ -329,7 +329,7 @@ SPECS = (
         ),
         locate=_from_feature_map,
         processors=("AttnProcessor2_0", "FusedAttnProcessor2_0", "IPAdapterAttnProcessor2_0"),
-        dense={"transformer_blocks.*.attn2": _CROSS},
+        dense={"transformer_blocks.*.attn2": CROSS_ATTENTION},
         region="Transformer2DModel",
         regions=("down_blocks.*", "mid_block.*", "up_blocks.*"),
         refused={"attention_mask": "A mask of image tokens is in raster order."},
