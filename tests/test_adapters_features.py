@@ -332,6 +332,30 @@ def test_whole_model_compiled(name: str, graphs: Any) -> None:
         assert graphs() == once
 
 
+@pytest.mark.parametrize(
+    ("name", "is_whole"), [("flux", True), ("flux", False), ("sdxl", False), ("z_image", False)]
+)
+def test_applied_to_and_removed_from_a_model_that_ran_compiled(
+    name: str, is_whole: bool, graphs: Any
+) -> None:
+    """What was compiled without hooks must not run where there are some, and the other way round."""
+    make, inputs_of = MODELS[name]
+    model = make(1, 1) if name == "flux" else make() if name == "sdxl" else make(1)
+    call = inputs_of((9, 14))
+    with nearfield.apply(model, SPARSE):
+        expected = run(model, call)
+    if is_whole:
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+    else:
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        compiled = model
+    stock = run(compiled, call)
+    with nearfield.apply(model, SPARSE) as handle:
+        handle.prepare(height=9 * 16, width=14 * 16, text=tiny_models.TEXT)
+        assert torch.equal(run(compiled, call), expected)
+    assert torch.equal(run(compiled, call), stock)
+
+
 def test_whole_model_compiled_with_dense_steps(graphs: Any) -> None:
     model, call, schedule = tiny_models.flux(1, 1), tiny_models.flux_inputs((9, 14)), Schedule()
     stock = run(model, call)
