@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nearfield.plan import Plan
+from nearfield.quality.results import QualityRow, pareto_front
 
 INK, MUTED, FAINT = "#22262e", "#6b7280", "#e3e6eb"
 SHARED, SHARED_KEYS, SHADE, FAR = "#4b5563", "#8b93a1", "#d3d7de", "#b5545c"
@@ -229,6 +230,57 @@ def hilbert_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) ->
     axis.set_title(f"Hilbert on {machine}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
     figure.tight_layout()
     _save(figure, path)
+
+
+def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
+    """Pairs kept against FID: every pattern a point, those that none beats in both joined by a line.
+
+    Points take their colour from `settings["tuning"]` ("none" if it is not there).
+    """
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    measured = [row for row in rows if row.fid is not None]
+    front = pareto_front(measured)
+    kinds = list(dict.fromkeys(str(row.settings.get("tuning", "none")) for row in measured))
+    colours = dict(zip(kinds, _BAR_COLOURS * len(kinds), strict=False))
+    figure, axis = pyplot.subplots(figsize=(8.6, 5.2))
+    axis.step(
+        [row.pairs_kept for row in front], [row.fid for row in front], where="post", color=MUTED, linewidth=1
+    )
+    for row in measured:
+        is_best = row in front
+        colour = colours[str(row.settings.get("tuning", "none"))]
+        axis.plot(row.pairs_kept, row.fid, "o", color=colour, markersize=7 if is_best else 4.5)
+        axis.annotate(row.pattern, (row.pairs_kept, row.fid), (6, 3), textcoords="offset points",
+                      fontsize=8.5 if is_best else 7, color=INK if is_best else MUTED)  # fmt: skip
+    _front_axes(axis, [row.fid or 0.0 for row in measured], {row.samples for row in measured})
+    _legend(pyplot, axis, colours, [f"tuning: {kind}" for kind in kinds])
+    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def _front_axes(axis: Any, distances: Sequence[float], samples: set[int]) -> None:
+    """Logarithmic in both directions: a pattern with half the pairs is as far as one with half the FID."""
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_ylim(max(1e-3, 0.8 * min(distances, default=1.0)), 1.25 * max(distances, default=1.0))
+    axis.set_xlim(right=1.6)  # room for the name of the dense model
+    for direction, ticks in (
+        (axis.xaxis, (0.02, 0.05, 0.1, 0.2, 0.5, 1)),
+        (axis.yaxis, (5, 10, 20, 50, 100, 200)),
+    ):
+        low, high = direction.get_view_interval()
+        direction.set_ticks([tick for tick in ticks if low <= tick <= high])
+        direction.set_major_formatter("{x:g}")
+        direction.set_ticks([], minor=True)
+    counts = " or ".join(f"{count:,}" for count in sorted(samples))
+    axis.set_xlabel("pairs kept (1 is dense)", color=MUTED)
+    axis.set_ylabel(f"FID of {counts} images" if counts else "FID", color=MUTED)
+    axis.grid(color=FAINT, linewidth=0.8)
+    axis.set_axisbelow(True)
+    _thin_spines(axis)
 
 
 def _times_axis(axis: Any, figures: Sequence[float]) -> None:

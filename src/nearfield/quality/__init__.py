@@ -1,0 +1,42 @@
+"""How good images are: FID, KID, precision and recall, LPIPS, PSNR, SSIM, and the energy of seams between tiles."""
+
+from nearfield.quality.fid import (
+    Estimate,
+    PrecisionRecall,
+    Statistics,
+    features_of,
+    frechet_distance,
+    kernel_distance,
+    precision_recall,
+)
+from nearfield.quality.images import ImageSet, open_images
+from nearfield.quality.inception import Inception, load_inception
+from nearfield.quality.lpips import Lpips, load_lpips
+from nearfield.quality.results import QualityRow, pareto_front
+from nearfield.quality.seams import Borders, SeamEnergy, line_gradients, seam_energy, tile_borders
+from nearfield.quality.similarity import psnr, ssim
+
+__all__ = [
+    "Borders",
+    "Estimate",
+    "ImageSet",
+    "Inception",
+    "Lpips",
+    "PrecisionRecall",
+    "QualityRow",
+    "SeamEnergy",
+    "Statistics",
+    "features_of",
+    "frechet_distance",
+    "kernel_distance",
+    "line_gradients",
+    "load_inception",
+    "load_lpips",
+    "open_images",
+    "pareto_front",
+    "precision_recall",
+    "psnr",
+    "seam_energy",
+    "ssim",
+    "tile_borders",
+]

@@ -1,0 +1,129 @@
+"""What patterns of attention cost and what they do to images: rows of a table, kept as JSON."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from nearfield._checks import check_int, wrong_value
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """One pattern, measured. None stands for what was not measured.
+
+    Args:
+        pattern: its name, for people.
+        pairs_kept: share of the dense pairs that are read, over all layers and steps; 1 for dense.
+        samples: number of images; FID is comparable between equal numbers only.
+        fid: Fréchet distance to the references.
+        kid, kid_error: kernel distance to the references and its standard error.
+        precision, recall: against the references.
+        lpips, psnr, ssim: against the dense images of the same seeds.
+        seam, seam_error: seam energy on the pattern's lines, and its standard error.
+        dense_seam: that of the dense images on the same lines.
+        settings: fields of the method, steps, size, whether the model was tuned: what it takes to do it again.
+    """
+
+    pattern: str
+    pairs_kept: float
+    samples: int
+    fid: float | None = None
+    kid: float | None = None
+    kid_error: float | None = None
+    precision: float | None = None
+    recall: float | None = None
+    lpips: float | None = None
+    psnr: float | None = None
+    ssim: float | None = None
+    seam: float | None = None
+    seam_error: float | None = None
+    dense_seam: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pairs_kept <= 1:
+            wrong_value("pairs_kept", "be above 0 and at most 1", self.pairs_kept)
+        check_int("samples", self.samples, at_least=1)
+        for name, value in asdict(self).items():
+            # PSNR is infinite for equal images, an error of one value unknown; JSON knows neither.
+            if isinstance(value, float) and not math.isfinite(value):
+                object.__setattr__(self, name, None)
+
+
+def pareto_front(rows: Iterable[QualityRow]) -> list[QualityRow]:
+    """The rows that no other row beats in both pairs kept and FID, from few pairs to many."""
+    measured = [(row.pairs_kept, row.fid, row) for row in rows if row.fid is not None]
+    front, best = [], math.inf
+    for _, distance, row in sorted(measured, key=lambda found: found[:2]):
+        if distance < best:
+            front.append(row)
+            best = distance
+    return front
+
+
+def as_document(rows: Sequence[QualityRow], machine: Mapping[str, Any], about: str = "") -> dict[str, Any]:
+    """Rows with the machine's facts, in plain values."""
+    return {
+        "format": FORMAT,
+        "benchmark": "quality",
+        "about": about,
+        "machine": dict(machine),
+        "results": [asdict(row) for row in rows],
+    }
+
+
+def read_rows(path: Path) -> list[QualityRow]:
+    """Rows of a file that `as_document` describes; keys that are not known are passed over."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document.get("benchmark") != "quality" or document.get("format") != FORMAT:
+        raise ValueError(f"{path} does not hold quality results of format {FORMAT}.")
+    known = {each.name for each in fields(QualityRow)}
+    return [
+        QualityRow(**{key: record[key] for key in record if key in known}) for record in document["results"]
+    ]
+
+
+def table(rows: Sequence[QualityRow]) -> str:
+    """The rows as Markdown, with a column for what any of them has."""
+    columns = [name for name in _DECIMALS if any(getattr(row, name) is not None for row in rows)]
+    lines = [f"| pattern | {' | '.join(name.replace('_', ' ') for name in columns)} |"]
+    lines.append(f"|---|{'---:|' * len(columns)}")
+    lines += [f"| {row.pattern} | {' | '.join(_cell(row, name) for name in columns)} |" for row in rows]
+    return "\n".join(lines)
+
+
+_DECIMALS = {
+    "pairs_kept": 3,
+    "samples": 0,
+    "fid": 1,
+    "kid": 4,
+    "precision": 3,
+    "recall": 3,
+    "lpips": 3,
+    "psnr": 1,
+    "ssim": 3,
+    "seam": 3,
+    "dense_seam": 3,
+}
+
+
+def _cell(row: QualityRow, name: str) -> str:
+    value = getattr(row, name)
+    return "-" if value is None else f"{value:,.{_DECIMALS[name]}f}"
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write the whole file or nothing: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

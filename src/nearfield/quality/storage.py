@@ -1,0 +1,57 @@
+"""Tensors in files: safetensors, read whole, written whole or not at all."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+
+class MissingExtra(ImportError):
+    """A package that the measurements need is not installed."""
+
+
+def missing(package: str, purpose: str, error: ImportError) -> MissingExtra:
+    return MissingExtra(
+        f"`{package}` must be installed to {purpose}; got {error}. "
+        "Install it with `pip install 'nearfield[quality]'`."
+    )
+
+
+class Stored(dict[str, Tensor]):
+    """The tensors of a file by name, and what the file says about itself."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        super().__init__(tensors)
+        self.metadata = dict(metadata)
+
+
+def load(path: Path) -> Stored:
+    """Everything a safetensors file holds, on the CPU; ValueError where it is not such a file."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise missing("safetensors", "read tensors", error) from None
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return Stored(tensors, file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from None
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write the whole file or nothing: a reader never sees half of it."""
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise missing("safetensors", "write tensors", error) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, dict(metadata))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
