@@ -1,0 +1,1 @@
+"""The embedded model: a small FLUX that runs the main job on a laptop."""

@@ -1,0 +1,79 @@
+"""Tensors and the facts about them in one safetensors file, written whole or not at all."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FACTS = "nearfield"
+
+
+class BadFile(Exception):
+    """A file that is not what it should be; the message says which and why."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write tensors, with `facts` as JSON in the header."""
+    save = _safetensors().torch.save_file
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {"format": "pt", _FACTS: json.dumps(facts, sort_keys=True, allow_nan=False)}
+    replace_file(path, lambda part: save(plain, str(part), metadata=header))
+
+
+def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the facts; no facts where another program wrote the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    package = _safetensors()
+    try:
+        with package.safe_open(str(path), "pt", device=str(device)) as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads(header.get(_FACTS, "{}"))
+    except (package.SafetensorError, json.JSONDecodeError) as error:
+        raise BadFile(f"{path} is no whole safetensors file: {error}") from None
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside `path`, then put it in its place: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".nearfield-", suffix=".part")
+    os.close(handle)
+    part = Path(name)
+    try:
+        write(part)
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        part.chmod(0o644)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingExtra("safetensors", error) from None
+    return safetensors
+
+
+class MissingExtra(ImportError):
+    """A package of the extra `demo` cannot be imported."""
+
+    def __init__(self, package: str, error: Exception, extra: str = "demo") -> None:
+        super().__init__(
+            f"`{package}` must be installed for this; got {error}. Install it with `pip install 'nearfield[{extra}]'`."
+        )

@@ -1,0 +1,1 @@
+"""Training: pictures to latents, flow matching from scratch, distillation into sparse attention."""

@@ -1,0 +1,249 @@
+"""Pictures to latents, once: a memory-mapped array beside an index with checksums.
+
+Every picture is encoded as it is and mirrored (mirroring a latent is not the latent of the mirrored picture). A cache
+that was interrupted goes on where it stopped; a chunk whose checksum does not fit is made again.
+"""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield._checks import check_int, wrong_value
+from nearfield.demo.autoencoder import CHANNELS, PIXELS_PER_TOKEN, Autoencoder
+from nearfield.demo.storage import BadFile, MissingExtra, write_json
+
+SUFFIXES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".webp")
+FORMAT = 1
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with what is done, what there is to do, and a few words."""
+
+_CHUNK = 64
+_READERS = 16
+
+
+class Picture(NamedTuple):
+    """A picture in a folder, or inside a tar file."""
+
+    name: str
+    file: Path
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+def pictures(folder: Path) -> list[Picture]:
+    """All pictures of the tar files in a folder, or, without any, of the folder itself; sorted by name."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder")
+    shards = sorted(folder.glob("*.tar"))
+    found = (
+        [picture for shard in shards for picture in _in_tar(shard)] if shards else list(_in_folder(folder))
+    )
+    if not found:
+        raise BadFile(f"{folder} holds neither tar files of pictures nor pictures ({', '.join(SUFFIXES)})")
+    return sorted(found)
+
+
+def _in_tar(shard: Path) -> Iterator[Picture]:
+    try:
+        with tarfile.open(shard, "r:") as archive:
+            for member in archive:
+                if member.isfile() and member.name.lower().endswith(SUFFIXES):
+                    yield Picture(member.name, shard, member.offset_data, member.size)
+    except tarfile.TarError as error:
+        raise BadFile(f"{shard} is no whole, uncompressed tar file: {error}") from None
+
+
+def _in_folder(folder: Path) -> Iterator[Picture]:
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name.lower().endswith(SUFFIXES):
+            yield Picture(path.relative_to(folder).as_posix(), path, 0, path.stat().st_size)
+
+
+def decoded(picture: Picture, size: int) -> Tensor:
+    """The middle square of a picture at `size` pixels, `[3, size, size]` in [0, 1]."""
+    image_module = _pillow()
+    try:
+        with image_module.open(io.BytesIO(picture.read())) as image:
+            side = min(image.size)
+            left, top = (image.width - side) // 2, (image.height - side) // 2
+            square = image.convert("RGB").crop((left, top, left + side, top + side))
+    except (OSError, ValueError) as error:
+        raise BadFile(f"{picture.name} in {picture.file.parent} cannot be read: {error}") from None
+    if side != size:
+        square = square.resize((size, size), image_module.Resampling.LANCZOS)
+    values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
+    return values.view(size, size, 3).permute(2, 0, 1).float() / 255
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtra("pillow", error, "train") from None
+    return Image
+
+
+# -- the cache -----------------------------------------------------------------------------------------------------
+
+
+class Latents:
+    """Latents of pictures and of their mirror images.
+
+    Args:
+        values: `[pictures, 2, 32, h, w]` float16.
+        mean, std: per channel, of all of them.
+    """
+
+    def __init__(self, values: Tensor, mean: Tensor, std: Tensor) -> None:
+        self.values, self.mean, self.std = values, mean, std
+
+    def __len__(self) -> int:
+        return 2 * len(self.values)
+
+    def to(self, device: torch.device) -> "Latents":
+        return Latents(self.values.to(device), self.mean, self.std)
+
+    def take(self, indices: Tensor) -> Tensor:
+        """Latents by number, `[B, 32, h, w]` float32, where they are kept."""
+        return self.values.flatten(0, 1)[indices.to(self.values.device)].float()
+
+
+def encode(
+    source: Sequence[Picture],
+    folder: Path,
+    size: int,
+    *,
+    device: torch.device | str = "cpu",
+    autoencoder: Autoencoder | None = None,
+    on_progress: OnProgress | None = None,
+) -> Latents:
+    """The latents of pictures at `size` pixels, from the cache in `folder` as far as it goes."""
+    check_int("size", size, at_least=PIXELS_PER_TOKEN)
+    if size % PIXELS_PER_TOKEN:
+        wrong_value("size", f"be a multiple of {PIXELS_PER_TOKEN} pixels", size)
+    cache = _Cache(folder, source, size)
+    missing = cache.missing()
+    if missing:
+        encoder = (autoencoder or Autoencoder()).to(device)
+        with ThreadPoolExecutor(_READERS) as readers:
+            for number, chunk in enumerate(missing):
+                if on_progress is not None:
+                    on_progress(number * _CHUNK, len(missing) * _CHUNK, f"encoding at {size} px")
+                images = torch.stack(list(readers.map(lambda one: decoded(one, size), source[chunk])))
+                cache.write(chunk, _both_ways(encoder, images, torch.device(device)))
+    return cache.latents()
+
+
+@torch.no_grad()
+def _both_ways(autoencoder: Autoencoder, images: Tensor, device: torch.device) -> Tensor:
+    """`[B, 3, H, W]` to latents `[B, 2, 32, h, w]` float16 of the images and their mirror images."""
+    few = 16 if device.type == "cuda" else 2
+    parts = []
+    for part in images.split(few):
+        both = torch.stack([part, part.flip(-1)], dim=1).flatten(0, 1).to(device)
+        parts.append(autoencoder.encode(both).unflatten(0, (-1, 2)).half().cpu())
+    return torch.cat(parts)
+
+
+class _Cache:
+    """The array `latents-SIZE.bin` and its index `latents-SIZE.json`."""
+
+    def __init__(self, folder: Path, source: Sequence[Picture], size: int) -> None:
+        self.path, self.index = folder / f"latents-{size}.bin", folder / f"latents-{size}.json"
+        side = size // PIXELS_PER_TOKEN
+        self.shape = len(source), 2, CHANNELS, side, side
+        self.digests: dict[str, str] = {}
+        self.statistics: dict[str, Any] = {}
+        self.fingerprint = _fingerprint(source)
+        self._read_index()
+        folder.mkdir(parents=True, exist_ok=True)
+        # A shared mapping of a file makes (and keeps) the file as large as the array.
+        self.values = torch.from_file(
+            str(self.path), shared=True, size=torch.Size(self.shape).numel(), dtype=torch.float16
+        ).view(self.shape)
+
+    def _read_index(self) -> None:
+        if not self.index.exists():
+            return
+        try:
+            document = json.loads(self.index.read_text(encoding="utf-8"))
+            same = document["format"] == FORMAT and document["pictures"] == self.fingerprint
+            digests, statistics = document["chunks"], document["statistics"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise BadFile(
+                f"{self.index} is no index of latents: {error!r}. Remove it to encode anew"
+            ) from None
+        if not same:
+            raise BadFile(
+                f"{self.index} belongs to other pictures. Remove it, or name another folder for latents"
+            )
+        self.digests, self.statistics = digests, statistics
+
+    def missing(self) -> list[slice]:
+        """Chunks that were not written, or not whole."""
+        chunks = [
+            slice(start, min(start + _CHUNK, self.shape[0])) for start in range(0, self.shape[0], _CHUNK)
+        ]
+        return [chunk for chunk in chunks if self.digests.get(str(chunk.start)) != self._digest(chunk)]
+
+    def write(self, chunk: slice, values: Tensor) -> None:
+        self.values[chunk] = values
+        self.digests[str(chunk.start)] = self._digest(chunk)
+        self.statistics = {}
+        self._write_index()
+
+    def latents(self) -> Latents:
+        if not self.statistics:
+            mean, std = _statistics(self.values)
+            self.statistics = {"mean": mean.tolist(), "std": std.tolist()}
+            self._write_index()
+        mean, std = (torch.tensor(self.statistics[name]) for name in ("mean", "std"))
+        return Latents(self.values, mean, std)
+
+    def _digest(self, chunk: slice) -> str:
+        # Through its numbers as bytes: NumPy shares the memory.
+        return hashlib.sha256(self.values[chunk].view(torch.uint8).numpy().data).hexdigest()
+
+    def _write_index(self) -> None:
+        document = {
+            "format": FORMAT,
+            "pictures": self.fingerprint,
+            "shape": list(self.shape),
+            "dtype": "float16",
+            "statistics": self.statistics,
+            "chunks": self.digests,
+        }
+        write_json(self.index, document)
+
+
+def _fingerprint(source: Sequence[Picture]) -> str:
+    digest = hashlib.sha256()
+    for picture in source:
+        digest.update(f"{picture.name}\0{picture.size}\n".encode())
+    return digest.hexdigest()
+
+
+def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation per channel, a few pictures at a time."""
+    total, squares = torch.zeros(CHANNELS, dtype=torch.float64), torch.zeros(CHANNELS, dtype=torch.float64)
+    for part in values.split(_CHUNK):
+        numbers = part.float()
+        total += numbers.sum(dim=(0, 1, 3, 4), dtype=torch.float64)
+        squares += numbers.square().sum(dim=(0, 1, 3, 4), dtype=torch.float64)
+    count = values.numel() / CHANNELS
+    mean = total / count
+    return mean.float(), (squares / count - mean**2).clamp(min=1e-12).sqrt().float()

@@ -1,0 +1,206 @@
+"""Flow matching: the model learns the velocity from pictures to noise, at noise levels between.
+
+At level s the model sees (1 - s) x + s e, for a picture x and noise e, and is asked for e - x. Levels are the logistic
+function of normal numbers, so that the middle, where the picture is decided, is seen most.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import mse_loss
+
+import nearfield
+from nearfield._checks import check_int, check_member, wrong_value
+from nearfield.adapters import apply
+from nearfield.demo.autoencoder import PIXELS_PER_TOKEN
+from nearfield.demo.model import ModelConfig, TinyFlux, load_model, reconfigured, save_model
+from nearfield.demo.pictures import grid_of, write_picture
+from nearfield.demo.sampler import DemoPipeline, precision
+from nearfield.methods import Method
+from nearfield.training.data import Latents
+from nearfield.training.loop import CHECKPOINT, Draws, Loop, Outcome, Schedule
+
+Backend = Literal["auto", "flash", "cudnn", "efficient", "math"]
+MODEL = "model.safetensors"
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is learned from what.
+
+    Args:
+        size: pixels per side of the pictures.
+        batch: pictures per step.
+        shift: of the noise levels: s becomes shift * s / (1 + (shift - 1) s).
+        seed: of the weights, the batches, the noise and the levels.
+        method: train with sparse attention; None is dense.
+        attention: which of torch's kernels computes dense attention.
+        compiled: let torch.compile make the model faster; the first step then takes a minute.
+        samples: pictures on a sample sheet, 0 for none.
+        sample_steps, sample_seconds: denoising steps per picture, and time between sheets.
+    """
+
+    size: int = 256
+    batch: int = 256
+    shift: float = 1.0
+    seed: int = 0
+    method: Method | None = None
+    attention: Backend = "auto"
+    compiled: bool = False
+    samples: int = 16
+    sample_steps: int = 24
+    sample_seconds: float = 180.0
+
+    def __post_init__(self) -> None:
+        check_int("batch", self.batch, at_least=1)
+        check_int("seed", self.seed, at_least=0)
+        check_int("samples", self.samples, at_least=0)
+        check_member("attention", self.attention, get_args(Backend))
+        if self.shift <= 0:
+            wrong_value("shift", "be above 0", self.shift)
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change when a run is gone on with."""
+        return {
+            "size": self.size,
+            "batch": self.batch,
+            "shift": self.shift,
+            "seed": self.seed,
+            "method": str(self.method),
+        }
+
+
+class FlowTraining:
+    """Model, data and loop. `run` trains, draws sample sheets and writes `model.safetensors`.
+
+    Args:
+        start: a model file to start from, such as a model of a smaller size; otherwise `config` with random weights.
+        on_step: called with the number of steps done and the last known loss.
+    """
+
+    def __init__(
+        self,
+        latents: Latents,
+        folder: Path,
+        recipe: Recipe,
+        schedule: Schedule,
+        *,
+        config: ModelConfig | None = None,
+        start: Path | None = None,
+        device: torch.device | str = "cpu",
+        on_step: Callable[[int, float | None], None] | None = None,
+    ) -> None:
+        if recipe.batch % schedule.parts:
+            wrong_value("batch", f"be a multiple of `parts` ({schedule.parts})", recipe.batch)
+        self.recipe, self.folder, self.device = recipe, folder, torch.device(device)
+        self.model = _first_model(recipe, latents, config, start).to(self.device).train().requires_grad_(True)
+        self.latents = latents.to(self.device) if _fits(latents, self.device) else latents
+        self._draws, self._on_step = Draws(recipe.seed, self.device), on_step
+        self.handle = self._sparse()
+        self._network = torch.compile(self.model.transformer) if recipe.compiled else None
+        facts = recipe.facts() | {"model": asdict(self.model.config)}
+        self.loop = Loop(dict(self.model.named_parameters()), self.loss, schedule, folder, facts)
+
+    def _sparse(self) -> Any:
+        if self.recipe.method is None:
+            return None
+        handle = apply(self.model.transformer, self.recipe.method)
+        # The adapter thinks of FLUX, with 16 pixels per token.
+        side = self.recipe.size * 16 // PIXELS_PER_TOKEN
+        text = self.model.config.condition_tokens
+        handle.prepare(height=side, width=side, text=text, batch=self.recipe.batch)
+        return handle
+
+    @property
+    def can_resume(self) -> bool:
+        return (self.folder / CHECKPOINT).exists()
+
+    def resume(self) -> None:
+        self.loop.resume()
+
+    def run(self) -> Outcome:
+        with attention_backend(self.recipe.attention):
+            return self.loop.run(self._on_step, self.publish, self.recipe.sample_seconds)
+
+    def loss(self, step: int, part: int) -> Tensor:
+        """The mean squared error of the velocity over one part of a step's batch."""
+        parts = self.loop.schedule.parts
+        indices = self._draws.indices(step, part, self.recipe.batch, parts, len(self.latents))
+        clean = self.model.normalised(self.latents.take(indices).to(self.device))
+        generator = self._draws.generator(step, part)
+        noise = torch.randn(clean.shape, generator=generator, device=self.device)
+        level = noise_levels(len(clean), self.recipe.shift, generator)
+        with precision(self.device):
+            velocity = self.model(mixed(clean, noise, level), level, self._network)
+        return mse_loss(velocity.float(), noise - clean)
+
+    def publish(self) -> None:
+        """Write the averaged model, and a sheet of samples."""
+        with self.loop.averaged():
+            facts = {
+                "step": self.loop.step,
+                "recipe": self.recipe.facts(),
+                "nearfield": nearfield.__version__,
+            }
+            save_model(self.folder / MODEL, self.model, facts)
+            if self.recipe.samples:
+                pipeline = DemoPipeline(self.model)
+                pipeline.autoencoder.to(self.device)
+                sampled = pipeline(self.recipe.samples, steps=self.recipe.sample_steps, batch=16)
+                write_picture(self.folder / f"samples-{self.loop.step:06d}.png", grid_of(sampled.images))
+                self.model.train()
+
+
+def noise_levels(number: int, shift: float, generator: torch.Generator) -> Tensor:
+    """Logit-normal levels, rounded to bfloat16: on a GPU the transformer reads them so, and what it is told is true."""
+    level = torch.randn(number, generator=generator, device=generator.device).sigmoid()
+    level = shift * level / (1 + (shift - 1) * level)
+    return level.bfloat16().float()
+
+
+def mixed(clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+    """Pictures at noise levels `[B]`."""
+    share = level[:, None, None, None]
+    return (1 - share) * clean + share * noise
+
+
+@contextmanager
+def attention_backend(name: Backend) -> Iterator[None]:
+    """Dense attention by one of torch's kernels."""
+    with sdpa_kernel(_BACKENDS[name]) if name != "auto" else nullcontext():
+        yield
+
+
+def _first_model(
+    recipe: Recipe, latents: Latents, config: ModelConfig | None, start: Path | None
+) -> TinyFlux:
+    if start is not None:
+        model, _ = load_model(start)
+        return reconfigured(model, size=recipe.size, shift=recipe.shift)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = TinyFlux(config or ModelConfig())
+    model.latent_mean.copy_(latents.mean)
+    model.latent_std.copy_(latents.std)
+    return reconfigured(model, size=recipe.size, shift=recipe.shift)
+
+
+def _fits(latents: Latents, device: torch.device) -> bool:
+    """Whether all latents may live on the device: they then need not be sent there in every step."""
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return latents.values.numel() * 2 < free // 4
