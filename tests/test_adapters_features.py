@@ -8,6 +8,7 @@ import diffusers
 import peft
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from tests import tiny_models
 from tests.test_adapters import EVERYTHING, SPARSE, assert_differ, assert_same, double, run
@@ -179,6 +180,15 @@ def test_inference_mode(flux: Any, inputs: dict[str, Any]) -> None:
     assert flux.x_embedder.weight.grad is not None
 
 
+@pytest.fixture
+def _own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_attention_backend` of a model also sets that of the process."""
+    monkeypatch.setattr(
+        _AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend
+    )
+
+
+@pytest.mark.usefixtures("_own_backend")
 def test_attention_backend_of_dense_parts(flux: Any, inputs: dict[str, Any]) -> None:
     method = Hilbert(tiles=4, shared="none", dense_layers=1, dense_steps=0)
     with nearfield.apply(flux, method):
@@ -225,6 +235,7 @@ def test_ip_adapter_of_a_unet() -> None:
             run(model, call | {"cross_attention_kwargs": masks})
 
 
+@pytest.mark.usefixtures("_own_backend")
 def test_sparse_layers_do_not_take_another_backend(flux: Any, inputs: dict[str, Any]) -> None:
     """One that never calls `scaled_dot_product_attention` would leave nothing to take over."""
     with nearfield.apply(flux, SPARSE):
