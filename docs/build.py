@@ -23,7 +23,8 @@ def main() -> None:
     demo.draw(IMAGES / "any-grid.png", demo.preset_for((45, 80)), tiles=9)
     method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16), layers=range(4))
     show.draw(IMAGES / "hilbert.png", method)
-    for benchmark, draw in (("attend", plots.benchmark_bars), ("hilbert", plots.hilbert_bars)):
+    bars = {"attend": plots.benchmark_bars, "hilbert": plots.hilbert_bars, "model": plots.model_bars}
+    for benchmark, draw in bars.items():
         for path in sorted(RESULTS.glob(f"{benchmark}-*.json")):
             document = json.loads(path.read_text(encoding="utf-8"))
             gpus = document["machine"]["gpus"]

@@ -201,18 +201,35 @@ def benchmark_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) 
 
 def hilbert_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
     """For each measured case its speed-up over everything it ran beside, its bound and its target."""
+    cases = {record["case"]: record for record in records if record["status"] == "ok"}
+    words = "speed-up of one attention call;  solid line: bound by pairs over the best dense, dotted: target"
+    _speed_up_bars(path, cases, f"Hilbert on {machine}", words)
+
+
+def model_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
+    """For each size of image the speed-up of a denoising step; its bound is the step without any attention."""
+    sizes = {
+        f"{record['pixels']} px": record | {"bound": record["ceiling"]}
+        for record in records
+        if record["status"] == "ok"
+    }
+    words = "speed-up of one denoising step;  solid line: with no attention at all over the best dense, dotted: target"
+    _speed_up_bars(path, sizes, f"FLUX.1's architecture on {machine}", words)
+
+
+def _speed_up_bars(path: Path, records: dict[str, dict[str, Any]], title: str, words: str) -> None:
     require_matplotlib()
     import matplotlib.pyplot as pyplot
 
-    measured = [record for record in records if record["status"] == "ok"]
-    others = list(dict.fromkeys(name for record in measured for name in record["speed_ups"]))
+    others = list(dict.fromkeys(name for record in records.values() for name in record["speed_ups"]))
     colours = dict(zip(others, _BAR_COLOURS, strict=False))
-    figure, axis = pyplot.subplots(figsize=(8.6, 1.3 + 0.62 * len(measured)))
-    _times_axis(
-        axis, [figure for record in measured for figure in (*record["speed_ups"].values(), record["bound"])]
-    )
+    figure, axis = pyplot.subplots(figsize=(8.6, 1.3 + 0.62 * len(records)))
+    shown = [
+        figure for record in records.values() for figure in (*record["speed_ups"].values(), record["bound"])
+    ]
+    _times_axis(axis, shown)
     thickness = 0.8 / max(1, len(others))
-    for place, record in enumerate(measured):
+    for place, record in enumerate(records.values()):
         for index, name in enumerate(others):
             if (speed_up := record["speed_ups"].get(name)) is not None:
                 height = place - 0.4 + (index + 0.5) * thickness
@@ -220,14 +237,12 @@ def hilbert_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) ->
         _mark(axis, record["bound"], place, INK)
         if record["target"]:
             _mark(axis, record["target"], place, INK, dashed=True)
-    axis.set_yticks(range(len(measured)), [record["case"] for record in measured])
-    axis.set_ylim(len(measured) - 0.45, -0.55)
-    axis.set_xlabel(
-        "speed-up of one attention call;  solid line: bound by pairs over the best dense, dotted: target"
-    )
+    axis.set_yticks(range(len(records)), list(records))
+    axis.set_ylim(len(records) - 0.45, -0.55)
+    axis.set_xlabel(words)
     _plain_bars(axis)
     _legend(pyplot, axis, colours, [f"over {name}" for name in others])
-    axis.set_title(f"Hilbert on {machine}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
     figure.tight_layout()
     _save(figure, path)
 
