@@ -377,6 +377,19 @@ def test_z_image_of_several_sizes_runs_dense_and_says_so() -> None:
         assert_differ(run(model, double(tiny_models.z_image_inputs((8, 8), 2)))[0], stock[0])
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_summary_of_a_size_is_that_of_a_call_of_this_size(name: str) -> None:
+    make, inputs_of = MODELS[name]
+    model = make()
+    with nearfield.apply(model, Hilbert(tiles=4)) as handle:
+        asked = handle.summary(height=9 * 16 + 5, width=14 * 16, text=TEXT)
+        run(model, inputs_of((9, 14)))
+        told = handle.summary()
+    tokens = next(reversed(geometries(name, (9, 14), 1, ()).values())) if name != "sd3" else "9x14 + 7 text"
+    assert f"last call: {tokens}: " in told
+    assert asked == told.replace("last call:", f"{9 * 16 + 5}x{14 * 16} pixels:")
+
+
 # -- and taken back ------------------------------------------------------------------------------------------------
 
 
