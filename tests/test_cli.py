@@ -16,6 +16,7 @@ from nearfield._types import Attended, Impl
 from nearfield.attend import attend
 from nearfield.bench import explain, presets
 from nearfield.bench.attend import dense_attention
+from nearfield.commands import arguments as choices
 from nearfield.kernels import launch
 from nearfield.plan import BLOCKS
 
@@ -59,9 +60,9 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
 
 def test_choices_are_those_of_the_library() -> None:
     """Written out in the command line, which imports nothing to read its arguments."""
-    assert get_args(Impl) == cli.IMPLS
-    assert cli.GRAINS == BLOCKS
-    assert tuple(block for block in BLOCKS if block >= 16) == cli.QUERY_BLOCKS
+    assert get_args(Impl) == choices.IMPLS
+    assert choices.GRAINS == BLOCKS
+    assert tuple(block for block in BLOCKS if block >= 16) == choices.QUERY_BLOCKS
 
 
 def test_arguments_are_read_without_torch() -> None:

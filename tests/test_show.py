@@ -11,6 +11,7 @@ import torch
 
 from nearfield import Geometry, Hilbert, cli, plots
 from nearfield.bench import show
+from nearfield.commands import arguments as choices
 from nearfield.methods.hilbert import Share
 from nearfield.tiling import Curve, Shared
 
@@ -23,9 +24,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_choices_are_those_of_the_method() -> None:
-    assert get_args(Share) == cli.SHARES
-    assert get_args(Shared) == cli.SHARED
-    assert get_args(Curve) == cli.CURVES
+    assert get_args(Share) == choices.SHARES
+    assert get_args(Shared) == choices.SHARED
+    assert get_args(Curve) == choices.CURVES
 
 
 # -- what is drawn -----------------------------------------------------------------------------------------------------

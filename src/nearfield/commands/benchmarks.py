@@ -1,0 +1,320 @@
+"""`nearfield bench`: measurements on this machine."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from nearfield.bench import hilbert_cases, model_cases, presets
+from nearfield.commands.arguments import (
+    FAILED,
+    GRAINS,
+    IMPLS,
+    OK,
+    QUERY_BLOCKS,
+    UsageError,
+    add_method_fields,
+    comma_list,
+    command,
+    integer,
+    layer_numbers,
+    member,
+    output_file,
+    pixels,
+    preset_name,
+    show_help_without_command,
+    two_layers,
+    wrong,
+)
+from nearfield.commands.reports import note_load, require_reports, verdict, write_reports
+
+
+def add_commands(commands: Any) -> None:
+    summary = "measure on this machine"
+    bench = commands.add_parser("bench", help=summary, description=f"{summary.capitalize()}.")
+    show_help_without_command(bench)
+    benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK")
+    _add_bench_attend(benchmarks)
+    _add_bench_hilbert(benchmarks)
+    _add_bench_model(benchmarks)
+
+
+def _bench_attend(arguments: argparse.Namespace) -> int:
+    require_reports("--png", arguments.png, arguments.json)
+    import torch
+
+    from nearfield import plots
+    from nearfield.bench import attend, machine, report
+    from nearfield.bench.cases import cases as all_cases
+    from nearfield.bench.progress import Progress
+    from nearfield.bench.timing import Effort
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = [
+        presets.PRESETS[name] for name in arguments.presets or _default_presets(device.type, arguments.quick)
+    ]
+    cases = all_cases(
+        chosen,
+        arguments.grains,
+        arguments.impl,
+        arguments.q_block,
+        device,
+        backward=arguments.backward,
+        ragged=arguments.ragged,
+    )
+    if arguments.dry_run:
+        print(f"{len(cases)} measurements on {machine.device_name(device)}:", *cases, sep="\n  ")
+        return OK
+    note_load(device.type)
+    with Progress(len(cases)) as progress:
+        results = attend.run_all(cases, device, Effort.of(device, arguments.quick), progress.step)
+    print(report.results_table(results))
+    if arguments.quick and (note := report.too_small(results)):
+        print(note)
+    document = report.as_json(results, machine.facts())
+    written = write_reports(
+        document, arguments.json, arguments.png, plots.benchmark_bars, machine.device_name(device)
+    )
+    return verdict(results, written)
+
+
+def _bench_hilbert(arguments: argparse.Namespace) -> int:
+    require_reports("--plot", arguments.plot, arguments.json)
+    import torch
+
+    from nearfield import plots
+    from nearfield.bench import hilbert, hilbert_report, machine
+    from nearfield.bench.progress import Progress
+    from nearfield.bench.timing import Effort
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = arguments.cases or _default_cases(device.type, arguments.quick)
+    cases = [hilbert_cases.CASES[name] for name in names]
+    if arguments.dry_run:
+        print(f"{len(cases)} measurements on {machine.device_name(device)}:", *cases, sep="\n  ")
+        return OK
+    note_load(device.type)
+    options = hilbert.Options(
+        tuple(arguments.layers), arguments.q_block, arguments.k_block, arguments.impl, arguments.flex
+    )
+    with Progress(len(cases)) as progress:
+        effort = Effort.of(device, arguments.quick)
+        results = hilbert.run_all(cases, options, device, effort, progress.step)
+    print(f"{machine.device_name(device)}, {_layers_words(arguments.layers)}")
+    print(hilbert_report.results_table(results))
+    document = hilbert_report.as_json(results, machine.facts())
+    written = write_reports(
+        document, arguments.json, arguments.plot, plots.hilbert_bars, machine.device_name(device)
+    )
+    return verdict(results, written)
+
+
+def _bench_model(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from nearfield.bench import flux_model, machine, model, model_report
+    from nearfield.bench.progress import Progress
+    from nearfield.bench.timing import Effort
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = ("tiles", "share", "shared_tokens", "far", "interleave")
+    fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    case = model_cases.ModelCase(arguments.model, arguments.layers, arguments.tiny, fields)
+    default = model_cases.TINY_SIZES if arguments.tiny else model_cases.SIZES
+    sizes = [model_cases.Size(*size) for size in arguments.sizes or default]
+    effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
+    with Progress(len(sizes) + 2) as progress:
+        try:
+            progress.step(f"making {arguments.model} with random weights")
+            bench = model.ModelBench(case, device, effort, arguments.impl)
+        except flux_model.MissingDiffusers as error:
+            raise UsageError(str(error)) from None
+        except flux_model.TooLarge as error:
+            wrong("--model", "fit into memory", error, "Use --layers 2+4 for fewer layers, or --tiny.")
+        progress.step("checking outputs")
+        checked = bench.check(model.check_size(sizes))
+        if not checked.passed:
+            print(f"no figures: {checked}")
+            return FAILED
+        results = []
+        for size in sizes:
+            progress.step(f"{size}: {size.tokens + case.text:,} tokens")
+            results.append(bench.run(size))
+    parameters = flux_model.num_parameters(bench.model)
+    print(model_report.heading(case, parameters, machine.device_name(device), bench.dtype))
+    print(model_report.results_table(results))
+    print(f"checked: {checked}")
+    document = model_report.as_json(results, checked, parameters, machine.facts())
+    return verdict(results, write_reports(document, arguments.json))
+
+
+def _default_presets(device: str, quick: bool) -> tuple[str, ...]:
+    if device == "cuda":
+        return presets.QUICK_ON_CUDA if quick else presets.ON_CUDA
+    return presets.QUICK_ON_CPU if quick else presets.ON_CPU
+
+
+def _default_cases(device: str, quick: bool) -> tuple[str, ...]:
+    if quick:
+        return hilbert_cases.QUICK
+    return hilbert_cases.ON_CUDA if device == "cuda" else hilbert_cases.ON_CPU
+
+
+def _layers_words(layers: Sequence[int]) -> str:
+    return (
+        f"tiles of layer {layers[0]}"
+        if len(layers) == 1
+        else f"mean over layers {', '.join(map(str, layers))}"
+    )
+
+
+def _add_bench_attend(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "attend",
+        _bench_attend,
+        "time attend beside dense attention on the same tensors; a wrong answer gets no figure",
+        "  nearfield bench attend --quick\n  nearfield bench attend --dry-run\n"
+        "  nearfield bench attend --presets flux-2048,wan-480p --grains 64,16,1 --backward\n"
+        "  nearfield bench attend --ragged --json results.json --png results.png",
+    )
+    parser.add_argument(
+        "--presets",
+        type=comma_list(preset_name("--presets")),
+        metavar="A,B",
+        help=f"any of {', '.join(presets.PRESETS)}",
+    )
+    parser.add_argument(
+        "--grains",
+        type=comma_list(member("--grains", GRAINS)),
+        default=[64, 16, 1],
+        metavar="N,N",
+        help="keys per id (default 64,16,1)",
+    )
+    parser.add_argument(
+        "--impl",
+        type=comma_list(member("--impl", IMPLS)),
+        default=["auto"],
+        metavar="A,B",
+        help=f"any of {', '.join(IMPLS)} (default auto)",
+    )
+    parser.add_argument(
+        "--q-block",
+        type=member("--q-block", QUERY_BLOCKS),
+        metavar="N",
+        help="queries per list (default: the preset's)",
+    )
+    parser.add_argument("--backward", action="store_true", help="also time the backward pass at grain 64")
+    parser.add_argument(
+        "--ragged",
+        action="store_true",
+        help="instead of the tile row, time it and its parts, to see what mixing them costs",
+    )
+    parser.add_argument("--quick", action="store_true", help="one small preset and few repetitions")
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
+    )
+    parser.add_argument(
+        "--png", type=output_file("--png", ".png"), metavar="FILE", help="draw the results (.png)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
+
+
+def _add_bench_hilbert(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "hilbert",
+        _bench_hilbert,
+        "time one attention call of the Hilbert method, text and shared rows included, beside dense attention",
+        "  nearfield bench hilbert --quick\n  nearfield bench hilbert --cases 2048-keys,2048-far --layers 0..3\n"
+        "  nearfield bench hilbert --flex --json hilbert.json --plot hilbert.png",
+    )
+    parser.add_argument(
+        "--cases",
+        type=comma_list(member("--cases", tuple(hilbert_cases.CASES))),
+        metavar="A,B",
+        help=f"any of {', '.join(hilbert_cases.CASES)}",
+    )
+    parser.add_argument(
+        "--layers",
+        type=layer_numbers("--layers"),
+        default=[1],
+        metavar="N,N",
+        help="whose tiles to read, averaged; 0..3 is a whole cycle (default 1, which slides)",
+    )
+    parser.add_argument(
+        "--q-block",
+        type=member("--q-block", QUERY_BLOCKS),
+        metavar="N",
+        help="queries per list (default: what suits the device)",
+    )
+    parser.add_argument(
+        "--k-block",
+        type=member("--k-block", GRAINS),
+        metavar="N",
+        help="keys per id (default: what suits the device)",
+    )
+    parser.add_argument(
+        "--impl",
+        type=member("--impl", IMPLS),
+        default="auto",
+        metavar="A",
+        help=f"one of {', '.join(IMPLS)} (default auto)",
+    )
+    parser.add_argument(
+        "--flex", action="store_true", help="also time torch's flex_attention, compiled, with the same mask"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes and few repetitions")
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
+    )
+    parser.add_argument(
+        "--plot", type=output_file("--plot", ".png"), metavar="FILE", help="draw the results (.png)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
+
+
+def _add_bench_model(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "model",
+        _bench_model,
+        "time one denoising step of a real architecture with random weights: dense, with the Hilbert method, and"
+        " with no attention at all",
+        "  nearfield bench model --tiny\n  nearfield bench model --sizes 1024,2048,4096 --json model.json\n"
+        "  nearfield bench model --layers 2+4 --sizes 1024 --share two-way --tiles 4",
+    )
+    parser.add_argument(
+        "--model",
+        type=member("--model", model_cases.MODELS),
+        default=model_cases.MODELS[0],
+        metavar="NAME",
+        help=f"one of {', '.join(model_cases.MODELS)} (default {model_cases.MODELS[0]})",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=comma_list(pixels("--sizes")),
+        metavar="N,HxW",
+        help="pixels of the images (default 1024,2048,4096)",
+    )
+    parser.add_argument(
+        "--layers", type=two_layers, metavar="N+N", help="fewer layers: double-stream + single-stream blocks"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a few narrow layers and a small image")
+    add_method_fields(parser)
+    parser.add_argument(
+        "--impl",
+        type=member("--impl", IMPLS),
+        default="auto",
+        metavar="A",
+        help=f"one of {', '.join(IMPLS)} (default auto)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=integer("--rounds", 2, 1000),
+        default=5,
+        metavar="N",
+        help="turns in which everything is timed (default 5)",
+    )
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
+    )

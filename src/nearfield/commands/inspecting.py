@@ -1,0 +1,272 @@
+"""`nearfield doctor`, `explain`, `demo` and `show`: what there is, without measuring it."""
+
+import argparse
+import json
+import math
+from typing import Any
+
+from nearfield.bench import presets
+from nearfield.commands.arguments import (
+    CURVES,
+    FAILED,
+    GRAINS,
+    OK,
+    QUERY_BLOCKS,
+    SHARED,
+    UsageError,
+    add_method_fields,
+    command,
+    grid_name,
+    grid_sides,
+    integer,
+    layer_numbers,
+    member,
+    output_file,
+    preset_name,
+    wrong,
+)
+from nearfield.commands.reports import require_drawing
+
+# What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
+_MOST_BLOCKS, _MOST_IDS = 2**29, 2**26
+_MOST_DRAWN, _MOST_LAYERS, _MOST_TILES = 2**16, 8, 2**12
+
+
+def add_commands(commands: Any) -> None:
+    _add_doctor(commands)
+    _add_explain(commands)
+    _add_demo(commands)
+    _add_show(commands)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from nearfield.bench import doctor
+
+    report = doctor.examine()
+    print(json.dumps(report, indent=1) if arguments.json else doctor.text(report))
+    return OK if report["ok"] else FAILED
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    preset = presets.PRESETS[arguments.preset].changed(arguments.grid, arguments.text, arguments.heads)
+    _require_fit(preset, arguments.tiles, arguments.q_block, arguments.k_block)
+    from nearfield.bench import explain
+
+    report, plan = explain.examine(
+        preset, arguments.tiles, arguments.layer, arguments.q_block, arguments.k_block
+    )
+    print(json.dumps(report, indent=1) if arguments.json else explain.text(report, plan))
+    return OK
+
+
+def _require_fit(preset: presets.Preset, tiles: int, q_block: int, k_block: int) -> None:
+    rows, columns = -(-preset.tokens // q_block), -(-preset.tokens // k_block)
+    text_rows = -(-preset.text // q_block)
+    read = preset.text + -(-preset.image // tiles) + q_block
+    ids = text_rows * columns + (rows - text_rows) * min(columns, -(-read // k_block))
+    for size, most, what in ((rows * columns, _MOST_BLOCKS, "blocks"), (ids, _MOST_IDS, "listed ids")):
+        if size > most:
+            wrong(
+                "--grid",
+                f"with `--text` make a plan of at most {most:,} {what}",
+                f"about {size:,} ({preset.tokens:,} tokens in blocks of {q_block} x {k_block})",
+                "Use larger --q-block and --k-block, or a smaller --grid or --text.",
+            )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    if len(arguments.grid) != 2:
+        wrong("--grid", "have two sides to be drawn", grid_name(arguments.grid), "Example: --grid 64x64")
+    if math.prod(arguments.grid) > _MOST_DRAWN:
+        wrong("--grid", f"hold at most {_MOST_DRAWN:,} tokens to be drawn", f"{math.prod(arguments.grid):,}")
+    require_drawing("--out")
+    from nearfield.bench import demo
+
+    preset = demo.preset_for(arguments.grid)
+    demo.draw(arguments.out, preset, arguments.tiles)
+    print(f"wrote {arguments.out}")
+    text, passed = demo.speed_table(preset, arguments.tiles)
+    print(text)
+    return OK if passed else FAILED
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    _require_drawable(arguments)
+    require_drawing("--out")
+    from nearfield import Geometry, Hilbert
+    from nearfield.bench import show
+
+    names = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "interleave")
+    fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    try:
+        geometry = Geometry(arguments.grid, text=arguments.text)
+        shown = show.examine(geometry, Hilbert(**fields), arguments.layer, arguments.q_block)
+        report = show.record(shown)
+    except ValueError as error:  # fields that do not go together, or not with this grid
+        raise UsageError(str(error)) from None
+    show.draw(arguments.out, shown)
+    if arguments.json:
+        print(json.dumps(report | {"picture": str(arguments.out)}, indent=1))
+    else:
+        print(f"{report['description']}\nwrote {arguments.out}")
+    return OK
+
+
+def _require_drawable(arguments: argparse.Namespace) -> None:
+    grid, tokens = arguments.grid, math.prod(arguments.grid)
+    if len(grid) == 1:
+        wrong("--grid", "have two or three sides to be drawn", grid_name(grid), "Example: --grid 64x64")
+    if tokens > _MOST_DRAWN:
+        wrong("--grid", f"hold at most {_MOST_DRAWN:,} tokens to be drawn", f"{tokens:,}")
+    if len(arguments.layer) > _MOST_LAYERS:
+        wrong("--layer", f"name at most {_MOST_LAYERS} layers to be drawn", len(arguments.layer))
+
+
+def _add_doctor(commands: Any) -> None:
+    summary = "versions, devices, which implementation runs and why, and a self-check"
+    parser = command(commands, "doctor", _doctor, summary, "  nearfield doctor\n  nearfield doctor --json")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _add_explain(commands: Any) -> None:
+    parser = command(
+        commands,
+        "explain",
+        _explain,
+        "the curve, the plan, its cost and the implementation for one attention call",
+        "  nearfield explain flux-1024\n  nearfield explain flux-2048 --tiles 4 --layer 3\n"
+        "  nearfield explain wan-480p --grid 21x45x80 --json",
+    )
+    parser.add_argument(
+        "preset", metavar="PRESET", type=preset_name("PRESET"), help=f"one of {', '.join(presets.PRESETS)}"
+    )
+    parser.add_argument(
+        "--grid", type=grid_sides, metavar="HxW", help="image tokens per side, or frames x height x width"
+    )
+    parser.add_argument(
+        "--tiles",
+        type=integer("--tiles", 1),
+        default=16,
+        metavar="N",
+        help="tiles along the curve (default 16)",
+    )
+    parser.add_argument(
+        "--text", type=integer("--text", 0), metavar="N", help="text tokens (default: the preset's)"
+    )
+    parser.add_argument(
+        "--heads", type=integer("--heads", 1, 2**16), metavar="N", help="heads (default: the preset's)"
+    )
+    parser.add_argument(
+        "--layer",
+        type=integer("--layer", 0),
+        default=0,
+        metavar="N",
+        help="layer, which slides the tiles (default 0)",
+    )
+    parser.add_argument(
+        "--q-block",
+        type=member("--q-block", QUERY_BLOCKS),
+        default=128,
+        metavar="N",
+        help="queries per list (default 128)",
+    )
+    parser.add_argument(
+        "--k-block",
+        type=member("--k-block", GRAINS),
+        default=64,
+        metavar="N",
+        help="keys per id (default 64)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _add_demo(commands: Any) -> None:
+    parser = command(
+        commands,
+        "demo",
+        _demo,
+        "draw the curve, the tiles and the mask, and print what they save on this machine",
+        "  nearfield demo\n  nearfield demo --grid 45x80 --tiles 9 --out tiles.png",
+    )
+    parser.add_argument(
+        "--grid",
+        type=grid_sides,
+        default=(64, 64),
+        metavar="HxW",
+        help="image tokens per side (default 64x64)",
+    )
+    parser.add_argument(
+        "--tiles",
+        type=integer("--tiles", 1),
+        default=16,
+        metavar="N",
+        help="tiles along the curve (default 16)",
+    )
+    parser.add_argument(
+        "--out",
+        type=output_file("--out", ".png"),
+        default="nearfield-demo.png",
+        metavar="FILE",
+        help="the picture (default nearfield-demo.png)",
+    )
+
+
+def _add_show(commands: Any) -> None:
+    parser = command(
+        commands,
+        "show",
+        _show,
+        "draw the Hilbert method on an image: the curve, the tiles of some layers, what is shared, who reads whom",
+        "  nearfield show\n  nearfield show --grid 64x64 --tiles 16 --layer 0..3 --share keys\n"
+        "  nearfield show --grid 21x30x52 --text 0 --shared distributed --out video.svg\n"
+        "  nearfield show --grid 45x80 --tiles 9 --far 64 --q-block 64 --json",
+    )
+    parser.add_argument(
+        "--grid",
+        type=grid_sides,
+        default=(64, 64),
+        metavar="HxW",
+        help="image tokens per side, or frames x height x width, of which some frames are drawn (default 64x64)",
+    )
+    parser.add_argument(
+        "--text",
+        type=integer("--text", 0, 2**13),
+        default=512,
+        metavar="N",
+        help="text tokens (default 512)",
+    )
+    parser.add_argument(
+        "--layer",
+        type=layer_numbers("--layer"),
+        default=[0, 1, 2, 3],
+        metavar="N..N",
+        help="layers to draw: 2, 0,2 or 0..3 (default 0..3)",
+    )
+    parser.add_argument(
+        "--shared",
+        type=member("--shared", SHARED),
+        metavar="WHERE",
+        help=f"image tokens that everyone reads: {', '.join(SHARED)} (default centre)",
+    )
+    parser.add_argument(
+        "--curve",
+        type=member("--curve", CURVES),
+        metavar="NAME",
+        help=f"one of {', '.join(CURVES)} (default auto)",
+    )
+    add_method_fields(parser, _MOST_TILES)
+    parser.add_argument(
+        "--q-block",
+        type=member("--q-block", QUERY_BLOCKS),
+        default=16,
+        metavar="N",
+        help="queries per list, to which tiles are rounded (default 16; on a GPU 128)",
+    )
+    parser.add_argument(
+        "--out",
+        type=output_file("--out", ".png", ".svg"),
+        default="nearfield-show.png",
+        metavar="FILE",
+        help="the picture, .png or .svg (default nearfield-show.png)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")

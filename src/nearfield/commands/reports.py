@@ -1,0 +1,72 @@
+"""Results on disk: JSON and pictures, each whatever becomes of the other."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nearfield.commands.arguments import FAILED, OK, UsageError, wrong
+
+Drawing = Callable[[Path, Sequence[dict[str, Any]], str], None]
+
+
+def note_load(device: str) -> None:
+    from nearfield.bench import machine
+
+    if device == "cpu" and (load := machine.load()) and load > (os.cpu_count() or 1):
+        print(f"note: {load} processes want to run here; times will be long and uneven", file=sys.stderr)
+
+
+def verdict(results: Sequence[Any], written: bool) -> int:
+    """Done if something was measured, nothing was wrong, and all of it was written."""
+    measured = any(result.status == "ok" for result in results)
+    failed = any(result.status in ("check failed", "broke") for result in results)
+    return OK if measured and written and not failed else FAILED
+
+
+def write_reports(
+    document: dict[str, Any],
+    json_path: Path | None,
+    picture: Path | None = None,
+    draw: Drawing | None = None,
+    device_name: str = "",
+) -> bool:
+    """Write what was asked for, each whatever becomes of the other; returns whether all of it was written."""
+    from nearfield.bench import report
+
+    writers: dict[Path, Callable[[], None]] = {}
+    if json_path:
+        writers[json_path] = lambda: report.write_json(json_path, document)
+    if picture and draw and any(record["status"] == "ok" for record in document["results"]):
+        writers[picture] = lambda: draw(picture, document["results"], device_name)
+    elif picture:
+        print("nothing to draw: no result passed its check", file=sys.stderr)
+    written = True
+    for path, write in writers.items():
+        try:
+            write()
+        except OSError as error:
+            print(f"nearfield: error: {path} was not written: {error}", file=sys.stderr)
+            written = False
+        else:
+            print(f"wrote {path}")
+    return written
+
+
+def require_reports(argument: str, picture: Path | None, json_path: Path | None) -> None:
+    """A picture can be drawn if one was asked for, and is another file than the JSON."""
+    if picture is None:
+        return
+    require_drawing(argument)
+    if json_path and json_path.resolve() == picture.resolve():
+        wrong(argument, "be another file than `--json`", repr(str(picture)))
+
+
+def require_drawing(argument: str) -> None:
+    from nearfield import plots
+
+    try:
+        plots.require_matplotlib()
+    except plots.MissingExtra as error:
+        raise UsageError(f"`{argument}` needs a picture. {error}") from None

@@ -1,0 +1,196 @@
+"""The main job: pictures by the dense model and by the sparse one, from the same noise, with times and likeness."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield.adapters import apply
+from nearfield.demo.model import EMBEDDED
+from nearfield.demo.pictures import Row
+from nearfield.demo.sampler import DemoPipeline, OnStep, Sampled
+from nearfield.demo.storage import MissingExtra
+from nearfield.methods import Method
+
+Sampler = Callable[[], Sampled]
+_LORA = "nearfield"
+
+
+class NoWeights(FileNotFoundError):
+    """The embedded model's weights are not part of this installation."""
+
+
+class Run(NamedTuple):
+    """Pictures made in one way.
+
+    Args:
+        summary: what `apply` changed; empty for the dense model.
+    """
+
+    name: str
+    images: Tensor
+    seconds: tuple[float, ...]
+    summary: str = ""
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The mean over all steps, without the first: that one warms up."""
+        steps = self.seconds[1:] or self.seconds
+        return statistics.fmean(steps)
+
+
+def embedded_weights() -> Path:
+    """The file of the shipped model."""
+    if not EMBEDDED.exists():
+        raise NoWeights(
+            "the embedded model's weights are not in this version yet. Train them with `nearfield train demo`,"
+            " and name the file with `--weights FILE`"
+        )
+    return EMBEDDED
+
+
+def run_dense(sample: Sampler, transformer: Any) -> Run:
+    """Pictures by the model as it is, without a LoRA that was loaded for sparse attention."""
+    has_lora = _LORA in getattr(transformer, "peft_config", {})
+    if has_lora:
+        transformer.disable_adapters()
+    try:
+        return Run("dense", *sample())
+    finally:
+        if has_lora:
+            transformer.enable_adapters()
+
+
+def run_sparse(sample: Sampler, pipeline: Any, method: Method) -> Run:
+    """Pictures with the attention that a method says."""
+    with apply(pipeline, method) as handle:
+        sampled = sample()
+        return Run(str(method), *sampled, handle.summary())
+
+
+def load_lora(transformer: Any, path: Path) -> None:
+    """Put a LoRA of `nearfield distill` (or any other for this model) onto the transformer."""
+    from nearfield.demo.storage import read_tensors
+
+    tensors, _ = read_tensors(path)
+    try:
+        transformer.load_lora_adapter(tensors, adapter_name=_LORA)
+    except ImportError as error:
+        raise MissingExtra("peft", error, "train") from None
+
+
+def demo_sampler(pipeline: DemoPipeline, num: int, on_step: OnStep | None = None, **options: Any) -> Sampler:
+    return lambda: pipeline(num, on_step=on_step, **options)
+
+
+# -- other models --------------------------------------------------------------------------------------------------
+
+
+def open_pipeline(name: str, device: torch.device) -> Any:
+    """A diffusers pipeline by its id on the Hub, or from a folder."""
+    try:
+        from diffusers import DiffusionPipeline
+    except (ImportError, RuntimeError) as error:
+        raise MissingExtra("diffusers", error, "diffusers") from None
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    pipeline = DiffusionPipeline.from_pretrained(name, torch_dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device)
+
+
+def pipeline_sampler(
+    pipeline: Any,
+    prompt: str,
+    num: int,
+    *,
+    size: int | tuple[int, int],
+    steps: int,
+    seed: int,
+    on_step: OnStep | None = None,
+) -> Sampler:
+    """Pictures of a diffusers pipeline, one by one, each from a seed of its own."""
+    height, width = (size, size) if isinstance(size, int) else size
+
+    def sample() -> Sampled:
+        images, seconds = [], list[float]()
+        for index in range(num):
+            watch = _Watch(seconds, steps, on_step)
+            made = pipeline(
+                prompt,
+                height=height,
+                width=width,
+                num_inference_steps=steps,
+                generator=torch.Generator().manual_seed(seed + index),
+                callback_on_step_end=watch,
+                output_type="pt",
+            )
+            images.append((made.images[0].float() * 255).round().to(torch.uint8).permute(1, 2, 0).cpu())
+        return Sampled(torch.stack(images), tuple(seconds))
+
+    return sample
+
+
+class _Watch:
+    """Times steps by the calls a pipeline makes after each. The first, which encodes the prompt too, is not counted."""
+
+    def __init__(self, seconds: list[float], steps: int, on_step: OnStep | None) -> None:
+        self._seconds, self._steps, self._on_step = seconds, steps, on_step
+        self._last: float | None = None
+
+    def __call__(self, pipeline: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+        if self._on_step is not None:
+            self._on_step(step, self._steps)
+        return values
+
+
+# -- likeness ------------------------------------------------------------------------------------------------------
+
+
+def psnr(first: Tensor, second: Tensor) -> float:
+    """The peak signal-to-noise ratio of uint8 pictures in dB, over all of them; infinite if they are equal."""
+    error = (first.double() - second.double()).square().mean()
+    return float(10 * torch.log10(255**2 / error))
+
+
+def compared(
+    runs: Sequence[Run], lpips: Callable[[Tensor, Tensor], float] | None = None
+) -> list[dict[str, Any]]:
+    """Figures of every run; from the second on also beside the first."""
+    records = []
+    for run in runs:
+        record: dict[str, Any] = {"name": run.name, "seconds_per_step": run.seconds_per_step}
+        if run is not runs[0]:
+            likeness = psnr(runs[0].images, run.images)
+            record["speed_up"] = runs[0].seconds_per_step / run.seconds_per_step
+            record["psnr"] = likeness if likeness < float("inf") else None
+            record["lpips"] = lpips(runs[0].images, run.images) if lpips is not None else None
+        records.append(record)
+    return records
+
+
+def rows(runs: Sequence[Run], records: Sequence[dict[str, Any]]) -> list[Row]:
+    """The runs as they stand on a sheet."""
+    return [Row(run.name, figures(record), run.images) for run, record in zip(runs, records, strict=True)]
+
+
+def figures(record: dict[str, Any]) -> str:
+    """A record in words."""
+    seconds = record["seconds_per_step"]
+    words = [f"{seconds:.2f} s per step" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms per step"]
+    if record.get("speed_up") is not None:
+        words.append(f"{record['speed_up']:.2f}x as fast")
+    if record.get("psnr") is not None:
+        words.append(f"PSNR {record['psnr']:.1f} dB to dense")
+    if record.get("lpips") is not None:
+        words.append(f"LPIPS {record['lpips']:.3f}")
+    return ", ".join(words)

@@ -1,0 +1,217 @@
+"""Distillation: a LoRA that teaches a model to do with sparse attention what it does with dense attention.
+
+Teacher and student are one model: the teacher is called with its LoRA switched off and every layer dense, the student
+with its LoRA on and attention as the method says. The loss is the mean squared error between their velocities. Nothing
+is known about the model but that `apply` supports it, and nothing about the data but the calls the model gets.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from nearfield._checks import check_int, wrong_type, wrong_value
+from nearfield.adapters import apply
+from nearfield.demo.model import TinyFlux
+from nearfield.demo.sampler import precision
+from nearfield.demo.storage import MissingExtra, write_tensors
+from nearfield.methods import Method
+from nearfield.training.data import Latents
+from nearfield.training.flow import mixed
+from nearfield.training.loop import CHECKPOINT, Draws, Loop, Outcome, Schedule
+
+LORA = "pytorch_lora_weights.safetensors"
+"""The name under which diffusers looks for a LoRA in a folder."""
+
+Calls = Callable[[int, int], Mapping[str, Any]]
+"""The arguments of the model for a step (from 0) and one of its parts."""
+
+_ADAPTER = "nearfield"
+_NOT_TUNED = ("norm", "embed", "modulation")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is distilled.
+
+    Args:
+        method: who reads whom in the student. Its `dense_steps` have no part in it.
+        rank: of the LoRA, whose scale is 1 (alpha equals rank).
+        targets: names of the linear layers that get one; by default those of attention and feed-forward.
+        seed: of the LoRA's weights.
+        saves_memory: compute activations again in the backward pass instead of keeping them.
+    """
+
+    method: Method
+    rank: int = 4
+    targets: tuple[str, ...] | None = None
+    seed: int = 0
+    saves_memory: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("rank", self.rank, at_least=1)
+        if not hasattr(self.method, "dense_steps"):
+            wrong_type(
+                "method", "have `dense_steps`, such as nearfield.Hilbert()", type(self.method).__name__
+            )
+
+
+class Distillation:
+    """A transformer with its LoRA and loop. `run` trains and writes the LoRA.
+
+    Args:
+        transformer: any diffusers model that `apply` supports.
+        calls: gives the arguments of the model, such as `latent_calls` or `RecordedCalls`.
+    """
+
+    def __init__(
+        self,
+        transformer: Any,
+        calls: Calls,
+        folder: Path,
+        recipe: Recipe,
+        schedule: Schedule,
+        *,
+        on_step: Callable[[int, float | None], None] | None = None,
+    ) -> None:
+        self.transformer, self.folder, self.recipe = transformer, folder, recipe
+        self.device = next(transformer.parameters()).device
+        self._calls, self._on_step = calls, on_step
+        transformer.requires_grad_(False)
+        self.parameters = _add_lora(transformer, recipe)
+        if recipe.saves_memory:
+            transformer.enable_gradient_checkpointing()
+        # One step is dense, the other is not: a scheduler that stands still says which.
+        self._phase = _Phase()
+        student: Any = recipe.method
+        self.handle = apply(transformer, replace(student, dense_steps=1), scheduler=self._phase)
+        facts = {"method": str(recipe.method), "rank": recipe.rank, "seed": recipe.seed}
+        self.loop = Loop(self.parameters, self.loss, schedule, folder, facts)
+
+    @property
+    def can_resume(self) -> bool:
+        return (self.folder / CHECKPOINT).exists()
+
+    def resume(self) -> None:
+        self.loop.resume()
+
+    def run(self) -> Outcome:
+        self.transformer.train()
+        try:
+            return self.loop.run(
+                self._on_step, self.publish, pause_seconds=self.loop.schedule.checkpoint_seconds
+            )
+        finally:
+            self.transformer.eval()
+
+    def loss(self, step: int, part: int) -> Tensor:
+        arguments = self._calls(step, part)
+        with precision(self.device):
+            with torch.no_grad(), self.teacher():
+                wanted = tensors_in(self.transformer(**arguments))
+            got = tensors_in(self.transformer(**arguments))
+        losses = [mse_loss(one.float(), other.float()) for one, other in zip(got, wanted, strict=True)]
+        return torch.stack(losses).mean()
+
+    @contextmanager
+    def teacher(self) -> Iterator[None]:
+        """The model as it was: dense, without the LoRA."""
+        self._phase.step_index = 0
+        self.transformer.disable_adapters()
+        try:
+            yield
+        finally:
+            self.transformer.enable_adapters()
+            self._phase.step_index = 1
+
+    def publish(self) -> None:
+        """Write the averaged LoRA, as diffusers' `load_lora_weights` reads it."""
+        with self.loop.averaged():
+            facts = {"method": str(self.recipe.method), "rank": self.recipe.rank, "step": self.loop.step}
+            save_lora(self.folder / LORA, self.transformer, facts)
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        self.handle.remove()
+        self.transformer.delete_adapters(_ADAPTER)
+
+
+class _Phase:
+    """As much of a scheduler as `apply` asks for."""
+
+    def __init__(self) -> None:
+        self.step_index = 1
+        self.timesteps = (0, 1)
+
+
+def lora_targets(transformer: nn.Module) -> list[str]:
+    """Linear layers inside the repeated blocks, without norms, embeddings and modulations."""
+    return [
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, nn.Linear)
+        and any(piece.isdecimal() for piece in name.split(".")[:-1])  # a member of a list of blocks
+        and not any(word in name for word in _NOT_TUNED)
+    ]
+
+
+def _add_lora(transformer: Any, recipe: Recipe) -> dict[str, nn.Parameter]:
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingExtra("peft", error, "train") from None
+    if _ADAPTER in getattr(transformer, "peft_config", {}):
+        wrong_value("transformer", "not be distilled already", type(transformer).__name__)
+    targets = list(recipe.targets or lora_targets(transformer))
+    config = LoraConfig(
+        r=recipe.rank, lora_alpha=recipe.rank, target_modules=targets, init_lora_weights="gaussian"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        transformer.add_adapter(config, adapter_name=_ADAPTER)
+    found = {name: value for name, value in transformer.named_parameters() if f".{_ADAPTER}." in name}
+    for value in found.values():
+        value.data = value.data.float()  # small updates vanish in half precision
+        value.requires_grad_(True)
+    return found
+
+
+def save_lora(path: Path, transformer: Any, facts: Mapping[str, Any]) -> None:
+    """The LoRA in half precision, under the names that diffusers and peft use."""
+    from peft.utils import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(transformer, adapter_name=_ADAPTER)
+    tensors = {f"transformer.{name}": tensor.half() for name, tensor in state.items()}
+    write_tensors(path, tensors, {"kind": "lora"} | dict(facts))
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors of a model's output, whatever it is wrapped in."""
+    if isinstance(output, Tensor):
+        return [output]
+    parts: Sequence[Any] = list(output.values()) if isinstance(output, Mapping) else output
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def latent_calls(model: TinyFlux, latents: Latents, batch: int, parts: int = 1, seed: int = 0) -> Calls:
+    """Calls of the embedded model: real latents at noise levels that are uniform, but for the model's shift."""
+    device, shift = model.latent_mean.device, model.config.shift
+    draws = Draws(seed, device)
+    if batch % parts:
+        wrong_value("batch", f"be a multiple of `parts` ({parts})", batch)
+
+    def call(step: int, part: int) -> dict[str, Any]:
+        indices = draws.indices(step, part, batch, parts, len(latents))
+        clean = model.normalised(latents.take(indices).to(device))
+        generator = draws.generator(step, part)
+        noise = torch.randn(clean.shape, generator=generator, device=device)
+        level = torch.rand(len(clean), generator=generator, device=device)
+        level = (shift * level / (1 + (shift - 1) * level)).bfloat16().float()
+        return model.arguments(mixed(clean, noise, level), level)
+
+    return call
