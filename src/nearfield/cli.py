@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from nearfield.commands import benchmarks, inspecting
+from nearfield.commands import benchmarks, generating, inspecting, training
 from nearfield.commands.arguments import (
     CODES,
     FAILED,
@@ -49,7 +49,8 @@ def _run(argv: Sequence[str] | None) -> int:
     if sys.stdout is None:
         raise OSError("stdout is closed")
     try:
-        arguments = _parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        arguments = _parser(words).parse_args(argv)
         code: int = arguments.run(arguments)
         return code
     finally:
@@ -74,20 +75,39 @@ def _drop_unwritten() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="nearfield",
         description="Sparse attention for diffusion transformers: who reads whom, how fast, and why.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"examples:\n  nearfield doctor\n  nearfield explain flux-1024 --grid 90x160\n  nearfield demo\n"
-        f"  nearfield show --grid 64x64 --layer 0..3\n  nearfield bench attend --quick\n\n{CODES}",
+        f"  nearfield show --grid 64x64 --layer 0..3\n  nearfield generate --compare --out cats.png\n"
+        f"  nearfield bench attend --quick\n\n{CODES}",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     show_help_without_command(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for family in (inspecting, benchmarks):
+    for family in (inspecting, generating, training, benchmarks):
         family.add_commands(commands)
+    _add_quality(commands, words)
     return parser
+
+
+def _add_quality(commands: Any, words: Sequence[str]) -> None:
+    """`nearfield quality` stands in its own package, which loads torch: only its name is needed to list it."""
+    if "quality" not in words:
+        commands.add_parser(
+            "quality", help="distances between two sets of images: FID, LPIPS, PSNR, seams ..."
+        )
+        return
+    from nearfield.quality.command import add_command
+
+    def facts() -> dict[str, Any]:
+        from nearfield.bench import machine
+
+        return machine.facts()
+
+    add_command(commands, facts)
 
 
 class _Version(argparse.Action):

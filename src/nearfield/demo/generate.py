@@ -1,8 +1,10 @@
 """The main job: pictures by the dense model and by the sparse one, from the same noise, with times and likeness."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +15,11 @@ from nearfield.adapters import apply
 from nearfield.demo.model import EMBEDDED
 from nearfield.demo.pictures import Row
 from nearfield.demo.sampler import DemoPipeline, OnStep, Sampled
-from nearfield.demo.storage import MissingExtra
+from nearfield.demo.storage import MissingExtra, read_tensors
 from nearfield.methods import Method
 
 Sampler = Callable[[], Sampled]
+Measure = Callable[[Tensor, Tensor], float]
 _LORA = "nearfield"
 
 
@@ -69,13 +72,21 @@ def run_sparse(sample: Sampler, pipeline: Any, method: Method) -> Run:
     """Pictures with the attention that a method says."""
     with apply(pipeline, method) as handle:
         sampled = sample()
-        return Run(str(method), *sampled, handle.summary())
+        return Run(name_of(method), *sampled, handle.summary())
+
+
+def name_of(method: Method) -> str:
+    """The method with the fields that were set."""
+    value: Any = method
+    if not is_dataclass(value):
+        return str(value)
+    settings = ((field.name, getattr(value, field.name), field.default) for field in fields(value))
+    given = ", ".join(f"{name}={setting!r}" for name, setting, default in settings if setting != default)
+    return f"{type(method).__name__}({given})"
 
 
 def load_lora(transformer: Any, path: Path) -> None:
     """Put a LoRA of `nearfield distill` (or any other for this model) onto the transformer."""
-    from nearfield.demo.storage import read_tensors
-
     tensors, _ = read_tensors(path)
     try:
         transformer.load_lora_adapter(tensors, adapter_name=_LORA)
@@ -84,6 +95,7 @@ def load_lora(transformer: Any, path: Path) -> None:
 
 
 def demo_sampler(pipeline: DemoPipeline, num: int, on_step: OnStep | None = None, **options: Any) -> Sampler:
+    """Pictures of the embedded model; `options` are those of its pipeline."""
     return lambda: pipeline(num, on_step=on_step, **options)
 
 
@@ -156,24 +168,16 @@ class _Watch:
 # -- likeness ------------------------------------------------------------------------------------------------------
 
 
-def psnr(first: Tensor, second: Tensor) -> float:
-    """The peak signal-to-noise ratio of uint8 pictures in dB, over all of them; infinite if they are equal."""
-    error = (first.double() - second.double()).square().mean()
-    return float(10 * torch.log10(255**2 / error))
-
-
-def compared(
-    runs: Sequence[Run], lpips: Callable[[Tensor, Tensor], float] | None = None
-) -> list[dict[str, Any]]:
-    """Figures of every run; from the second on also beside the first."""
+def compared(runs: Sequence[Run], measures: Mapping[str, Measure]) -> list[dict[str, Any]]:
+    """Figures of every run; from the second on also beside the first, by measures of two batches of pictures."""
     records = []
     for run in runs:
         record: dict[str, Any] = {"name": run.name, "seconds_per_step": run.seconds_per_step}
         if run is not runs[0]:
-            likeness = psnr(runs[0].images, run.images)
             record["speed_up"] = runs[0].seconds_per_step / run.seconds_per_step
-            record["psnr"] = likeness if likeness < float("inf") else None
-            record["lpips"] = lpips(runs[0].images, run.images) if lpips is not None else None
+            for name, measure in measures.items():
+                value = measure(runs[0].images, run.images)
+                record[name] = value if math.isfinite(value) else None  # equal pictures: infinitely alike
         records.append(record)
     return records
 

@@ -1,6 +1,7 @@
 """Pictures on one sheet, with captions, as PNG files."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,14 @@ def write_picture(path: Path, image: Tensor) -> None:
     _write(path, _as_pillow(image))
 
 
+def write_pictures(folder: Path, images: Tensor, first: int = 0) -> None:
+    """Every picture to a file of its own, named by its number; several at a time, for packing takes long."""
+    names = [folder / f"{number:06d}.png" for number in range(first, first + len(images))]
+    with ThreadPoolExecutor() as writers:
+        for _ in writers.map(write_picture, names, images):
+            pass
+
+
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Rows of pictures, one above the other, with their captions."""
     pillow = _pillow()
@@ -66,7 +75,7 @@ def _as_pillow(image: Tensor) -> Any:
 
 
 def _write(path: Path, image: Any) -> None:
-    replace_file(path, lambda part: image.save(part, format="PNG"))
+    replace_file(path, lambda part: image.save(part, format="PNG", compress_level=2))
 
 
 def _pillow() -> Any:

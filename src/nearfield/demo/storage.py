@@ -13,7 +13,7 @@ from torch import Tensor
 _FACTS = "nearfield"
 
 
-class BadFile(Exception):
+class BadFile(OSError):
     """A file that is not what it should be; the message says which and why."""
 
 

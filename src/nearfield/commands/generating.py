@@ -1,0 +1,262 @@
+"""`nearfield generate`: pictures by a dense model and by a sparse one, side by side."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfield.commands.arguments import OK, UsageError, command, integer, output_file, wrong
+from nearfield.commands.methods import add_method, method_of
+from nearfield.commands.progress import Bar
+from nearfield.commands.reports import write_reports
+
+if TYPE_CHECKING:
+    import torch
+
+    from nearfield.demo.generate import Run, Sampler
+
+_PIXELS, _ON_SHEET = 8, 8
+_LORA_OFF = "none"
+
+
+def add_commands(commands: Any) -> None:
+    parser = command(
+        commands,
+        "generate",
+        _generate,
+        "make pictures with sparse attention: on the embedded model, or on a diffusers pipeline",
+        "  nearfield generate --compare --out cats.png\n  nearfield generate --method dense --num 8 --seed 7\n"
+        "  nearfield generate --weights run/model.safetensors --tiles 4 --dense-steps 0 --compare\n"
+        "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare",
+    )
+    parser.add_argument(
+        "--size", type=_size, metavar="N", help="pixels: N or HxW (default: what the model was trained at)"
+    )
+    add_method(parser, "hilbert")
+    parser.add_argument(
+        "--compare", action="store_true", help="make the dense model's pictures, too, and compare"
+    )
+    for name, least, most, default, words in (
+        ("--steps", 1, 1000, 20, "denoising steps"),
+        ("--seed", 0, 2**31, 0, "of the noise"),
+        ("--num", 1, 10**6, 4, "pictures"),
+        ("--first", 0, 10**6, 0, "number of the first picture of the seed"),
+        ("--batch", 1, 4096, 4, "pictures at a time"),
+    ):
+        parser.add_argument(
+            name,
+            type=integer(name, least, most),
+            default=default,
+            metavar="N",
+            help=f"{words} (default {default})",
+        )
+    parser.add_argument(
+        "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="what to draw; for --model")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="a model of `nearfield train demo` (default: the embedded one)",
+    )
+    parser.add_argument(
+        "--lora",
+        metavar="FILE",
+        help="a LoRA of `nearfield distill` for the sparse pictures, or none (default: the embedded model's)",
+    )
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    parser.add_argument(
+        "--images", type=Path, metavar="DIR", help="also write every picture to DIR/dense and DIR/METHOD"
+    )
+    parser.add_argument(
+        "--out",
+        type=output_file("--out", ".png"),
+        default="cats.png",
+        metavar="FILE",
+        help="the sheet of pictures (default cats.png)",
+    )
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write figures and machine facts"
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    method = method_of(arguments)
+    _check(arguments)
+    with missing_extras_told():
+        from nearfield.demo import generate, pictures
+
+        pipeline, sample = _prepared(arguments, method)
+        runs = _runs(arguments, pipeline, sample, method)
+        records = generate.compared(runs, _measures(runs))
+        shown = [run._replace(images=run.images[:_ON_SHEET]) for run in runs]
+        if arguments.images:
+            for run, name in zip(runs, _folder_names(arguments), strict=True):
+                pictures.write_pictures(arguments.images / name, run.images, arguments.first)
+            print(f"wrote {arguments.num} pictures each to {arguments.images}")
+        pictures.write_rows(arguments.out, generate.rows(shown, records))
+    for run, record in zip(runs, records, strict=True):
+        print(f"{run.name}: {generate.figures(record)}")
+        if run.summary:
+            print(run.summary)
+    print(f"wrote {arguments.out}")
+    return OK if write_reports(_document(arguments, records), arguments.json) else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.model and arguments.weights:
+        wrong("--weights", "be left out with `--model`", str(arguments.weights))
+    if bool(arguments.model) != bool(arguments.prompt):
+        wrong("--prompt", "be given with `--model`, and only there", repr(arguments.prompt))
+    if arguments.model and arguments.first:
+        wrong("--first", "be left out with `--model`", arguments.first, "Use another --seed.")
+    if arguments.compare and arguments.method == "dense":
+        wrong("--compare", "compare dense with another `--method`", "dense")
+    for name, path in (("--weights", arguments.weights), ("--lora", arguments.lora)):
+        if path and str(path) != _LORA_OFF and not Path(path).is_file():
+            wrong(name, "name a file that is there", repr(str(path)))
+
+
+def _prepared(arguments: argparse.Namespace, method: Any) -> tuple[Any, "Sampler"]:
+    """The pipeline, and what makes its pictures."""
+    from nearfield.demo import generate
+    from nearfield.demo.sampler import DemoPipeline
+
+    device = chosen_device(arguments.device)
+    on_step = _step_bar(arguments)
+    common = {"size": arguments.size, "steps": arguments.steps, "seed": arguments.seed}
+    if arguments.model:
+        pipeline = generate.open_pipeline(arguments.model, device)
+        common["size"] = arguments.size or 1024
+        sample = generate.pipeline_sampler(
+            pipeline, arguments.prompt, arguments.num, on_step=on_step, **common
+        )
+    else:
+        pipeline = DemoPipeline.load(arguments.weights or generate.embedded_weights(), device)
+        common |= {"first": arguments.first, "batch": arguments.batch}
+        sample = generate.demo_sampler(pipeline, arguments.num, on_step, **common)
+    lora = _lora(arguments, method)
+    if lora is not None:
+        generate.load_lora(pipeline.transformer, lora)
+    return pipeline, sample
+
+
+def _lora(arguments: argparse.Namespace, method: Any) -> Path | None:
+    """The LoRA to load: the one that was named, or the embedded model's for sparse attention."""
+    from nearfield.demo.model import EMBEDDED_LORA
+
+    if method is None or arguments.lora == _LORA_OFF:
+        return None
+    if arguments.lora:
+        return Path(arguments.lora)
+    is_embedded = not arguments.model and not arguments.weights
+    return EMBEDDED_LORA if is_embedded and EMBEDDED_LORA.exists() else None
+
+
+def _runs(arguments: argparse.Namespace, pipeline: Any, sample: "Sampler", method: Any) -> list["Run"]:
+    from nearfield.demo import generate
+
+    runs = []
+    try:
+        if method is None or arguments.compare:
+            runs.append(generate.run_dense(sample, pipeline.transformer))
+        if method is not None:
+            runs.append(generate.run_sparse(sample, pipeline, method))
+    except ValueError as error:  # a size, or fields that do not fit it
+        raise UsageError(str(error)) from None
+    return runs
+
+
+def _measures(runs: list["Run"]) -> dict[str, Callable[["torch.Tensor", "torch.Tensor"], float]]:
+    """PSNR, and LPIPS where pictures are large enough for it; of batches `[num, height, width, 3]`."""
+    if len(runs) < 2:
+        return {}
+    from nearfield import quality
+
+    def psnr(first: "torch.Tensor", second: "torch.Tensor") -> float:
+        error = (first.double() - second.double()).square().mean()
+        return float(10 * (255**2 / error).log10())
+
+    def lpips(first: "torch.Tensor", second: "torch.Tensor") -> float:
+        network = quality.load_lpips()
+        pairs = zip(first.permute(0, 3, 1, 2).split(4), second.permute(0, 3, 1, 2).split(4), strict=True)
+        return sum(float(network(*pair).sum()) for pair in pairs) / len(first)
+
+    is_large = min(runs[0].images.shape[1:3]) >= 64
+    return {"psnr": psnr, "lpips": lpips} if is_large else {"psnr": psnr}
+
+
+def _document(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:
+    from nearfield.bench import machine
+
+    names = ("model", "prompt", "size", "steps", "seed", "num", "first", "batch", "method")
+    settings = {name: getattr(arguments, name) for name in names}
+    weights = str(arguments.weights) if arguments.weights else None
+    return {
+        "format": 1,
+        "command": "generate",
+        "machine": machine.facts(),
+        "settings": settings | {"weights": weights, "lora": arguments.lora},
+        "runs": records,
+        "picture": str(arguments.out),
+    }
+
+
+def _folder_names(arguments: argparse.Namespace) -> list[str]:
+    return ["dense", arguments.method] if arguments.compare else [arguments.method]
+
+
+def _step_bar(arguments: argparse.Namespace) -> Callable[[int, int], None]:
+    per_run = arguments.steps * -(-arguments.num // (1 if arguments.model else arguments.batch))
+    bar = Bar(per_run * (2 if arguments.compare else 1), "steps")
+    done = 0
+
+    def show(step: int, steps: int) -> None:
+        nonlocal done
+        bar.show(done)
+        done += 1
+        if done == bar.total and sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+@contextmanager
+def missing_extras_told() -> Iterator[None]:
+    """A package that is not installed is a matter of usage: the message names the remedy."""
+    from nearfield.demo.storage import MissingExtra
+
+    try:
+        yield
+    except MissingExtra as error:
+        raise UsageError(str(error)) from None
+
+
+def chosen_device(name: str | None) -> "torch.device":
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        wrong("--device", "name a device", repr(name), "Example: --device cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        wrong("--device", f"be there ({torch.cuda.device_count()} CUDA devices are)", repr(name))
+    return device
+
+
+def _size(text: str) -> int | tuple[int, int]:
+    sides = text.lower().split("x")
+    numbers = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in sides]
+    if len(numbers) > 2 or any(number < _PIXELS or number % _PIXELS for number in numbers):
+        wrong(
+            "--size",
+            f"be pixels or height x width, in multiples of {_PIXELS}",
+            repr(text),
+            "Example: --size 512",
+        )
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])

@@ -1,0 +1,122 @@
+"""Fields of a method on the command line, and the method they make."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from nearfield.commands.arguments import (
+    CURVES,
+    SHARED,
+    UsageError,
+    add_method_fields,
+    integer,
+    member,
+    wrong,
+)
+
+METHODS = ("hilbert", "dense")
+
+_FIELDS = (
+    "tiles",
+    "cycle",
+    "shared",
+    "share",
+    "shared_tokens",
+    "curve",
+    "far",
+    "dense_layers",
+    "dense_steps",
+    "interleave",
+)
+
+
+def add_method(parser: argparse.ArgumentParser, default: str) -> None:
+    """`--method`, and all fields of the Hilbert method."""
+    parser.add_argument(
+        "--method",
+        type=member("--method", METHODS),
+        default=default,
+        metavar="NAME",
+        help=f"who reads whom: {' or '.join(METHODS)} (default {default})",
+    )
+    add_method_fields(parser)
+    parser.add_argument(
+        "--cycle",
+        type=integer("--cycle", 1, 64),
+        metavar="N",
+        help="layers after which tiles are back (default 4)",
+    )
+    parser.add_argument(
+        "--shared",
+        type=member("--shared", SHARED),
+        metavar="WHERE",
+        help=f"image tokens that everyone reads: {', '.join(SHARED)} (default centre)",
+    )
+    parser.add_argument(
+        "--curve",
+        type=member("--curve", CURVES),
+        metavar="NAME",
+        help=f"one of {', '.join(CURVES)} (default auto)",
+    )
+    parser.add_argument(
+        "--dense-layers",
+        type=_dense_layers,
+        metavar="N",
+        help="how many first layers stay dense, or which: 0,4,-1 (default 1; a comma makes it a list: 4,)",
+    )
+    parser.add_argument(
+        "--dense-steps",
+        type=_dense_steps,
+        metavar="N",
+        help="how many first steps stay dense, or, below 1, which share of them (default 0.2)",
+    )
+
+
+def method_of(arguments: argparse.Namespace, **defaults: Any) -> Any:
+    """The method that was asked for; None for dense.
+
+    Args:
+        defaults: fields that the command sets where the user does not.
+    """
+    given = {name: getattr(arguments, name) for name in _FIELDS if getattr(arguments, name) is not None}
+    if arguments.method == "dense":
+        if given:
+            name = next(iter(given)).replace("_", "-")
+            wrong(f"--{name}", "be left out with `--method dense`", given[name.replace("-", "_")])
+        return None
+    from nearfield import Hilbert
+
+    try:
+        return Hilbert(**(defaults | given))
+    except (TypeError, ValueError) as error:  # fields that do not go together
+        raise UsageError(str(error)) from None
+
+
+def _dense_layers(text: str) -> int | tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [part for part in parts if part]
+    if not numbers or not all(part.lstrip("-").isdecimal() for part in numbers):
+        wrong("--dense-layers", "be a number, or numbers between commas", repr(text), "Example: 0,4,-1")
+    if len(parts) == 1 and not numbers[0].startswith("-"):
+        return int(numbers[0])
+    return tuple(map(int, numbers))
+
+
+def _dense_steps(text: str) -> int | float:
+    value = number("--dense-steps", least=0.0)(text)
+    return int(value) if value >= 1 or value == 0 else value
+
+
+def number(argument: str, *, least: float, is_above: bool = False) -> Callable[[str], float]:
+    """A number of at least `least`, or above it."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (value > least if is_above else value >= least) or value == float("inf"):
+            wrong(argument, f"be a number {'above' if is_above else 'of at least'} {least:g}", repr(text))
+        return value
+
+    return parse

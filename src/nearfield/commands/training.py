@@ -1,0 +1,378 @@
+"""`nearfield train demo` and `nearfield distill`. Both go on where they were stopped, and end within their minutes."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfield.commands.arguments import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    UsageError,
+    command,
+    integer,
+    member,
+    output_file,
+    show_help_without_command,
+    wrong,
+)
+from nearfield.commands.generating import chosen_device, missing_extras_told
+from nearfield.commands.methods import add_method, method_of, number
+from nearfield.commands.progress import Bar
+from nearfield.commands.reports import write_reports
+
+if TYPE_CHECKING:
+    from nearfield.training.data import Latents
+    from nearfield.training.loop import Outcome, Schedule
+
+BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+
+# For trying the whole chain: minutes on a laptop, pictures of nothing much.
+_TINY = {"joint_blocks": 1, "single_blocks": 3, "heads": 4, "head_dim": 32, "condition_tokens": 16}
+
+
+def add_commands(commands: Any) -> None:
+    summary = "train a model"
+    train = commands.add_parser("train", help=summary, description=f"{summary.capitalize()}.")
+    show_help_without_command(train)
+    _add_train_demo(train.add_subparsers(title="models", metavar="MODEL"))
+    _add_distill(commands)
+
+
+def _add_train_demo(models: Any) -> None:
+    parser = command(
+        models,
+        "demo",
+        _train_demo,
+        "train the embedded model on photographs, by flow matching",
+        "  nearfield train demo --data cats512 --out run256 --minutes 60 --compile --attention flash\n"
+        "  nearfield train demo --data cats512 --out run512 --size 512 --start run256/model.safetensors --steps 4000\n"
+        "  nearfield train demo --data cats512 --out try --tiny --size 64 --batch 16 --steps 300",
+    )
+    _add_places(parser, is_data_needed=True)
+    _add_integer(parser, "--size", 256, "pixels per side", least=32, most=4096)
+    _add_integer(parser, "--batch", 256, "pictures per step")
+    _add_schedule(parser, learning_rate=4e-4, warm_up=200)
+    _add_number(parser, "--shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
+    parser.add_argument(
+        "--start", type=Path, metavar="FILE", help="start from this model, such as one of a smaller size"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
+    )
+    add_method(parser, "dense")
+    parser.add_argument(
+        "--attention",
+        type=member("--attention", BACKENDS),
+        default="auto",
+        metavar="NAME",
+        help=f"torch's kernel for dense attention: {', '.join(BACKENDS)} (default auto)",
+    )
+    parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
+    _add_integer(parser, "--samples", 16, "pictures on a sample sheet", least=0, most=256)
+    _add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
+    _add_common(parser)
+
+
+def _add_distill(commands: Any) -> None:
+    parser = command(
+        commands,
+        "distill",
+        _distill,
+        "teach a model, by a LoRA, to do with sparse attention what it does with dense attention",
+        "  nearfield distill --data cats512 --out lora --steps 2000\n"
+        "  nearfield distill --data cats512 --out lora --weights run512/model.safetensors --rank 16 --tiles 16\n"
+        "  nearfield distill --model black-forest-labs/FLUX.1-dev --prompts prompts.txt --out lora --save-memory",
+    )
+    _add_places(parser, is_data_needed=False)
+    parser.add_argument(
+        "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one prompt per line, whose calls are learned from; for --model",
+    )
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="a model of `nearfield train demo` (default: the embedded one)",
+    )
+    _add_integer(
+        parser,
+        "--size",
+        None,
+        "pixels per side (default: what the model was trained at)",
+        least=32,
+        most=4096,
+    )
+    _add_integer(parser, "--rank", 4, "of the LoRA", most=1024)
+    _add_integer(parser, "--batch", 8, "samples per step")
+    _add_integer(parser, "--denoising-steps", 20, "per prompt; for --model")
+    _add_schedule(parser, learning_rate=1e-3, warm_up=50)
+    parser.add_argument(
+        "--save-memory", action="store_true", help="compute activations again in the backward pass"
+    )
+    add_method(parser, "hilbert")
+    _add_common(parser)
+
+
+def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool) -> None:
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=is_data_needed,
+        metavar="DIR",
+        help="photographs: tar files in a folder, or a folder of pictures",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints and results")
+    parser.add_argument(
+        "--latents", type=Path, metavar="DIR", help="where encoded photographs are kept (default: --out)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in --out, if there is one"
+    )
+
+
+def _add_schedule(parser: argparse.ArgumentParser, learning_rate: float, warm_up: int) -> None:
+    _add_integer(parser, "--steps", None, "to reach in all, over all runs")
+    _add_number(parser, "--minutes", None, "time for this run", is_above=True)
+    _add_number(parser, "--learning-rate", learning_rate, "after warming up", is_above=True)
+    _add_integer(parser, "--warm-up", warm_up, "steps until the full learning rate", least=0)
+    _add_integer(parser, "--cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
+    _add_number(parser, "--average", 0.999, "decay of the moving average of the weights")
+    _add_integer(parser, "--accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
+    _add_number(parser, "--checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    _add_integer(parser, "--seed", 0, "of weights, order and noise", least=0)
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
+    )
+
+
+def _add_integer(
+    parser: argparse.ArgumentParser,
+    name: str,
+    default: int | None,
+    words: str,
+    least: int = 1,
+    most: int = 2**24,
+) -> None:
+    shown = words if default is None else f"{words} (default {default})"
+    parser.add_argument(name, type=integer(name, least, most), default=default, metavar="N", help=shown)
+
+
+def _add_number(
+    parser: argparse.ArgumentParser, name: str, default: float | None, words: str, is_above: bool = False
+) -> None:
+    shown = words if default is None else f"{words} (default {default:g})"
+    parse = number(name, least=0, is_above=is_above)
+    parser.add_argument(name, type=parse, default=default, metavar="X", help=shown)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _train_demo(arguments: argparse.Namespace) -> int:
+    method = method_of(arguments, dense_steps=0, dense_layers=0)
+    if arguments.start and not arguments.start.is_file():
+        wrong("--start", "name a file that is there", repr(str(arguments.start)))
+    if arguments.start and arguments.tiny:
+        wrong("--tiny", "be left out with `--start`, which brings a model", "both")
+    with missing_extras_told():
+        from nearfield.demo.model import ModelConfig, num_parameters
+        from nearfield.training.flow import MODEL, FlowTraining, Recipe
+
+        schedule = _schedule(arguments)
+        recipe = Recipe(
+            size=arguments.size,
+            batch=arguments.batch,
+            shift=arguments.shift,
+            seed=arguments.seed,
+            method=method,
+            attention=arguments.attention,
+            compiled=arguments.compile,
+            samples=arguments.samples,
+            sample_seconds=arguments.sample_seconds,
+        )
+        latents = _latents(arguments, arguments.size)
+        with Bar(arguments.steps, "steps") as bar:
+            training = FlowTraining(
+                latents,
+                arguments.out,
+                recipe,
+                schedule,
+                config=ModelConfig(**_TINY) if arguments.tiny else None,
+                start=arguments.start,
+                device=chosen_device(arguments.device),
+                on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
+            )
+            _begin(arguments, training)
+            print(
+                f"{num_parameters(training.model):,} parameters, {len(latents):,} latents at {arguments.size} px"
+            )
+            if training.handle is not None:
+                print(training.handle.summary())
+            return _ended(arguments, training, MODEL)
+
+
+def _distill(arguments: argparse.Namespace) -> int:
+    method = method_of(arguments)
+    if method is None:
+        wrong("--method", "be sparse: dense needs no tuning", "dense")
+    if bool(arguments.model) == bool(arguments.data):
+        wrong("--data", "be given for the embedded model, or `--model` with `--prompts`", "both or none")
+    if bool(arguments.model) != bool(arguments.prompts):
+        wrong("--prompts", "be given with `--model`, and only there", arguments.prompts)
+    for name in ("prompts", "weights"):
+        path = getattr(arguments, name)
+        if path and not path.is_file():
+            wrong(f"--{name}", "name a file that is there", repr(str(path)))
+    with missing_extras_told():
+        from nearfield.training.distill import LORA, Distillation, Recipe
+
+        schedule = _schedule(arguments)
+        transformer, calls = _model_calls(arguments) if arguments.model else _demo_calls(arguments)
+        recipe = Recipe(method, arguments.rank, seed=arguments.seed, saves_memory=arguments.save_memory)
+        with Bar(arguments.steps, "steps") as bar:
+            distillation = Distillation(
+                transformer,
+                calls,
+                arguments.out,
+                recipe,
+                schedule,
+                on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
+            )
+            _begin(arguments, distillation)
+            return _ended(arguments, distillation, LORA)
+
+
+def _demo_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    from nearfield.demo.generate import embedded_weights
+    from nearfield.demo.model import load_model
+    from nearfield.training.distill import latent_calls
+
+    model, _ = load_model(arguments.weights or embedded_weights())
+    model.to(chosen_device(arguments.device))
+    latents = _latents(arguments, arguments.size or model.config.size)
+    try:
+        calls = latent_calls(model, latents, arguments.batch, arguments.accumulate, arguments.seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return model.transformer, calls
+
+
+def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The calls that a pipeline makes for its prompts, recorded first. A step takes `--batch` of them."""
+    from nearfield.demo.generate import open_pipeline
+    from nearfield.training.recording import RecordedCalls, record
+
+    device = chosen_device(arguments.device)
+    prompts = [
+        line.strip() for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
+    if not prompts:
+        wrong("--prompts", "hold a prompt per line", f"{arguments.prompts}, which holds none")
+    pipeline = open_pipeline(arguments.model, device)
+    size = arguments.size or 1024
+    with Bar(len(prompts), "prompts") as bar:
+        files = record(
+            pipeline,
+            prompts,
+            arguments.out / "calls",
+            seed=arguments.seed,
+            on_progress=lambda done, total, words: bar.show(done, words),
+            height=size,
+            width=size,
+            num_inference_steps=arguments.denoising_steps,
+        )
+    return pipeline.transformer, RecordedCalls(files, arguments.batch, device, arguments.seed)
+
+
+def _schedule(arguments: argparse.Namespace) -> "Schedule":
+    from nearfield.training.loop import Schedule
+
+    # Recorded calls come one by one, so a step has as many parts as samples.
+    parts = arguments.batch if getattr(arguments, "model", None) else arguments.accumulate
+    try:
+        return Schedule(
+            steps=arguments.steps,
+            minutes=arguments.minutes,
+            learning_rate=arguments.learning_rate,
+            warm_up=arguments.warm_up,
+            cool_down=arguments.cool_down,
+            average=arguments.average,
+            parts=parts,
+            checkpoint_seconds=arguments.checkpoint_seconds,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _latents(arguments: argparse.Namespace, size: int) -> "Latents":
+    from nearfield.training.data import encode, pictures
+
+    source = pictures(arguments.data)
+    with Bar(len(source), "pictures") as bar:
+        try:
+            return encode(
+                source,
+                arguments.latents or arguments.out,
+                size,
+                device=chosen_device(arguments.device),
+                on_progress=lambda done, total, words: bar.show(done, words, total),
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+def _begin(arguments: argparse.Namespace, training: Any) -> None:
+    """Go on from a checkpoint; never write over one that nobody asked to go on from."""
+    if not training.can_resume:
+        return
+    if not arguments.resume:
+        hint = "Add --resume, or name another folder."
+        wrong("--out", "hold no checkpoint unless `--resume` is given", str(arguments.out), hint)
+    training.resume()
+    print(f"resumed at step {training.loop.step:,}")
+
+
+def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
+    """Run, then say and write what came of it."""
+    from nearfield.bench import machine
+    from nearfield.training.loop import Diverged
+
+    first = training.loop.step
+    try:
+        outcome: Outcome = training.run()
+    except Diverged as error:
+        print(f"nearfield: error: {error}")
+        return FAILED
+    reasons = {"steps": "all steps done", "minutes": "time is up", "stopped": "stopped; go on with --resume"}
+    done = outcome.step - first
+    speed = f", {done * arguments.batch / outcome.seconds:,.1f} samples/s" if done else ""
+    print(f"step {outcome.step:,}: loss {outcome.loss:.4f}{speed} ({reasons[outcome.ending]})")
+    print(f"wrote {arguments.out / result}")
+    record = {
+        "format": 1,
+        "command": "train",
+        "machine": machine.facts(),
+        "step": outcome.step,
+        "ending": outcome.ending,
+        "loss": outcome.loss if done else None,
+        "seconds": outcome.seconds,
+        "steps_of_this_run": done,
+        "batch": arguments.batch,
+    }
+    if not write_reports(record, arguments.json):
+        return FAILED
+    return INTERRUPTED if outcome.ending == "stopped" else OK
+
+
+def _loss_words(loss: float | None) -> str:
+    return "" if loss is None else f"loss {loss:.4f}"
