@@ -81,9 +81,10 @@ def _pixels(image: "Image", size: int | None) -> Tensor:
 
     if size is not None and image.size != (size, size):
         side = min(image.size)
-        left, upper = ((length - side) / 2 for length in image.size)
-        box = (left, upper, left + side, upper + side)
-        image = image.resize((size, size), Resampling.LANCZOS, box=box)
+        left, upper = ((length - side) // 2 for length in image.size)
+        # First cropped: with a box, the filter would reach beyond the box.
+        image = image.crop((left, upper, left + side, upper + side))
+        image = image.resize((size, size), Resampling.LANCZOS)
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1)
 

