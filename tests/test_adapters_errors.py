@@ -143,6 +143,21 @@ def test_a_replaced_processor_of_a_dense_layer_is_noticed() -> None:
     assert str(error.value) == REPLACED.format(block=1, found="JointAttnProcessor2_0")
 
 
+def test_a_replaced_module_where_tokens_leave_is_noticed() -> None:
+    model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
+    other = tiny_models.flux().norm_out
+    with nearfield.apply(model, SPARSE):
+        model.norm_out = torch.compile(model.norm_out, backend="eager")
+        run(model, inputs)  # still the same module inside
+        model.norm_out = other
+        with pytest.raises(ValueError) as error:
+            run(model, inputs)
+    assert str(error.value) == (
+        "`norm_out` must stay as it was when nearfield was applied; got AdaLayerNormContinuous. "
+        "Call `handle.remove()` and apply again."
+    )
+
+
 def test_a_replaced_cross_attention_processor_is_noticed() -> None:
     model, inputs = tiny_models.sdxl(), tiny_models.sdxl_inputs((9, 14))
     with nearfield.apply(model, SPARSE):

@@ -119,6 +119,13 @@ class Region:
                 where = f"{name}.{move.place}" if name else move.place
                 wrong_value("target", f"have `{where}`, where tokens enter or leave", type(root).__name__)
 
+        self._anchors = [
+            (path, module.get_submodule(path.rpartition(".")[0]), place)
+            for move, places in self._places
+            for path, place in places
+            if move.place
+        ]
+
     @staticmethod
     def is_on(module: nn.Module) -> bool:
         """Whether some region is in place on a module."""
@@ -197,6 +204,11 @@ class Region:
         return tuple(arguments.args), arguments.kwargs
 
     def _check_unchanged(self) -> None:
+        for name, parent, module in self._anchors:
+            found = parent._modules[name.rpartition(".")[2]]
+            if getattr(found, "_orig_mod", found) is not module:
+                hint = "Call `handle.remove()` and apply again."
+                wrong_value(name, "stay as it was when nearfield was applied", type(found).__name__, hint)
         for layer in self.layers:
             found = layer.attention.processor
             if found is not layer.installed:
