@@ -122,11 +122,11 @@ class Distillation:
     def teacher(self) -> Iterator[None]:
         """The model as it was: dense, without the LoRA."""
         self._phase.step_index = 0
-        self.transformer.disable_adapters()
+        _switch_lora(self.transformer, is_on=False)
         try:
             yield
         finally:
-            self.transformer.enable_adapters()
+            _switch_lora(self.transformer, is_on=True)
             self._phase.step_index = 1
 
     def publish(self) -> None:
@@ -138,7 +138,7 @@ class Distillation:
     def close(self) -> None:
         """Leave the model as it was found."""
         self.handle.remove()
-        self.transformer.delete_adapters(_ADAPTER)
+        _remove_lora(self.transformer)
 
 
 class _Phase:
@@ -161,19 +161,21 @@ def lora_targets(transformer: nn.Module) -> list[str]:
 
 
 def _add_lora(transformer: Any, recipe: Recipe) -> dict[str, nn.Parameter]:
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise MissingExtra("peft", error, "train") from None
-    if _ADAPTER in getattr(transformer, "peft_config", {}):
-        wrong_value("transformer", "not be distilled already", type(transformer).__name__)
-    targets = list(recipe.targets or lora_targets(transformer))
-    config = LoraConfig(
-        r=recipe.rank, lora_alpha=recipe.rank, target_modules=targets, init_lora_weights="gaussian"
+    """By peft itself, which asks nothing of a model: not all of diffusers' classes know LoRAs."""
+    peft = _peft()
+    if getattr(transformer, "peft_config", None):
+        wrong_value(
+            "transformer", "have no LoRA yet", type(transformer).__name__, "Fuse it or unload it first."
+        )
+    config = peft.LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.rank,
+        target_modules=list(recipe.targets or lora_targets(transformer)),
+        init_lora_weights="gaussian",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        transformer.add_adapter(config, adapter_name=_ADAPTER)
+        peft.inject_adapter_in_model(config, transformer, adapter_name=_ADAPTER)
     found = {name: value for name, value in transformer.named_parameters() if f".{_ADAPTER}." in name}
     for value in found.values():
         value.data = value.data.float()  # small updates vanish in half precision
@@ -181,13 +183,35 @@ def _add_lora(transformer: Any, recipe: Recipe) -> dict[str, nn.Parameter]:
     return found
 
 
+def _switch_lora(transformer: Any, is_on: bool) -> None:
+    """Only while it is computed: peft's own switch would also freeze the LoRA."""
+    for module in transformer.modules():
+        if hasattr(module, "_disable_adapters"):
+            module._disable_adapters = not is_on
+
+
+def _remove_lora(transformer: Any) -> None:
+    for name, module in list(transformer.named_modules()):
+        if hasattr(module, "_disable_adapters"):
+            parent, _, child = name.rpartition(".")
+            setattr(transformer.get_submodule(parent), child, module.get_base_layer())
+    del transformer.peft_config
+
+
 def save_lora(path: Path, transformer: Any, facts: Mapping[str, Any]) -> None:
     """The LoRA in half precision, under the names that diffusers and peft use."""
-    from peft.utils import get_peft_model_state_dict
-
-    state = get_peft_model_state_dict(transformer, adapter_name=_ADAPTER)
-    tensors = {f"transformer.{name}": tensor.half() for name, tensor in state.items()}
+    state = _peft().get_peft_model_state_dict(transformer, adapter_name=_ADAPTER)
+    prefix = "unet" if type(transformer).__name__.startswith("UNet") else "transformer"
+    tensors = {f"{prefix}.{name}": tensor.half() for name, tensor in state.items()}
     write_tensors(path, tensors, {"kind": "lora"} | dict(facts))
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtra("peft", error, "train") from None
+    return peft
 
 
 def tensors_in(output: Any) -> list[Tensor]:

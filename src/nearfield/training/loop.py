@@ -252,7 +252,8 @@ class Loop:
         if set(groups.get("weight", ())) != set(self.parameters):
             raise BadFile(f"{path} holds other parameters than this model has")
         self._put(groups["weight"])
-        self.averages = groups["average"]
+        # In the order of the parameters: a file has its own.
+        self.averages = {name: groups["average"][name] for name in self.parameters}
         self.step = facts["step"]
         if self.step:
             self._load_optimizer(groups["exp_avg"], groups["exp_avg_sq"])

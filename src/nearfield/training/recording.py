@@ -20,7 +20,7 @@ _TENSOR = "__tensor__"
 
 def record(
     pipeline: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Mapping[str, Any]],
     folder: Path,
     *,
     seed: int = 0,
@@ -32,6 +32,7 @@ def record(
     Prompts whose calls are there are passed over, so an interrupted recording goes on where it stopped.
 
     Args:
+        prompts: texts, or arguments of the pipeline in their place (`prompt_embeds` ...).
         options: further arguments of the pipeline (`height`, `num_inference_steps` ...).
     """
     for number, prompt in enumerate(prompts):
@@ -39,14 +40,13 @@ def record(
             on_progress(number, len(prompts), "recording calls")
         done = folder / f"prompt-{number:05d}.json"
         if not done.exists():
-            _record_one(pipeline, prompt, folder, number, seed, options)
-            done.write_text(json.dumps({"prompt": prompt}) + "\n", encoding="utf-8")
+            given = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+            _record_one(pipeline, folder, number, seed, given | options)
+            done.write_text(json.dumps({"prompt": given.get("prompt")}) + "\n", encoding="utf-8")
     return recorded_files(folder)
 
 
-def _record_one(
-    pipeline: Any, prompt: str, folder: Path, number: int, seed: int, options: Mapping[str, Any]
-) -> None:
+def _record_one(pipeline: Any, folder: Path, number: int, seed: int, options: Mapping[str, Any]) -> None:
     step = 0
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def _record_one(
     hook = pipeline.transformer.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         generator = torch.Generator().manual_seed(seed + number)
-        pipeline(prompt, generator=generator, output_type="latent", **options)
+        pipeline(generator=generator, output_type="latent", **options)
     finally:
         hook.remove()
 

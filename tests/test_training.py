@@ -1,0 +1,419 @@
+"""Training: latents of real photographs, exact resumption, flow matching and distillation on tiny models."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import tiny_models
+from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
+from torch import nn
+
+from nearfield import Hilbert, apply
+from nearfield.demo.generate import load_lora
+from nearfield.demo.model import load_model, save_model
+from nearfield.demo.storage import BadFile, read_tensors
+from nearfield.training import distill, recording
+from nearfield.training.data import Latents, Picture, encode, pictures
+from nearfield.training.flow import MODEL, FlowTraining, Recipe, mixed, noise_levels
+from nearfield.training.loop import CHECKPOINT, LOG, Diverged, Draws, Loop, Schedule
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_a_tar_are_those_of_the_folder(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for path in sorted(CATS.iterdir(), reverse=True):
+            archive.add(path, arcname=path.name)
+    inside, outside = pictures(tmp_path), pictures(CATS)
+    assert [picture.name for picture in inside] == [picture.name for picture in outside]
+    assert all(one.read() == other.read() for one, other in zip(inside, outside, strict=True))
+
+
+def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        pictures(tmp_path / "none")
+    with pytest.raises(BadFile, match="holds neither tar files of pictures nor pictures"):
+        pictures(tmp_path)
+    (tmp_path / "a.tar").write_bytes(b"x" * 1024)
+    with pytest.raises(BadFile, match="is no whole, uncompressed tar file"):
+        pictures(tmp_path)
+    (tmp_path / "a.tar").unlink()
+    (tmp_path / "a.png").write_bytes(b"x")
+    with pytest.raises(BadFile, match=r"a\.png in .* cannot be read"):
+        encode(pictures(tmp_path), tmp_path, 16, autoencoder=autoencoder())
+
+
+def encoded(source: list[Picture], folder: Path, calls: list[int] | None = None) -> Latents:
+    note = None if calls is None else lambda done, total, words: calls.append(total)
+    return encode(source, folder, 16, autoencoder=autoencoder(), on_progress=note)
+
+
+def test_latents_are_kept_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearfield.training.data._CHUNK", 2)
+    source = pictures(CATS)
+    calls: list[int] = []
+    first = encoded(source, tmp_path, calls)
+    whole = first.values.clone()
+    assert (first.values.shape, len(first), calls) == ((6, 2, 32, 2, 2), 12, [6, 6, 6])
+    assert torch.equal(encoded(source, tmp_path, calls).values, whole)
+    assert len(calls) == 3  # nothing was encoded again
+    first.values[3] = 0  # in the file, for it is mapped
+    mended = encoded(source, tmp_path, calls)
+    assert len(calls) == 4
+    assert torch.equal(mended.values, whole)
+    numbers = whole.float().transpose(0, 2).flatten(1)
+    torch.testing.assert_close(mended.mean, numbers.mean(1))
+    torch.testing.assert_close(mended.std, numbers.std(1, correction=0))
+
+
+def test_an_interrupted_encoding_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearfield.training.data._CHUNK", 2)
+    source = pictures(CATS)
+
+    def stop(done: int, total: int, words: str) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode(source, tmp_path, 16, autoencoder=autoencoder(), on_progress=stop)
+    calls: list[int] = []
+    encoded(source, tmp_path, calls)
+    assert calls == [2]
+
+
+def test_latents_of_other_pictures_are_refused(tmp_path: Path) -> None:
+    encoded(pictures(CATS)[:2], tmp_path)
+    with pytest.raises(BadFile, match="belongs to other pictures"):
+        encoded(pictures(CATS)[:3], tmp_path)
+    (tmp_path / "latents-16.json").write_text("{}")
+    with pytest.raises(BadFile, match="is no index of latents"):
+        encoded(pictures(CATS)[:2], tmp_path)
+
+
+def test_mirror_images_are_encoded() -> None:
+    """A mirrored latent is another: what is kept is the latent of the mirrored picture."""
+    plain, mirrored = latents(64).values.float().unbind(1)
+    assert (plain.flip(-1) - mirrored).norm() > 0.1 * mirrored.norm()
+    with torch.no_grad():
+        error = (autoencoder().decode(plain).flip(-1) - autoencoder().decode(mirrored)).square().mean()
+    assert -10 * torch.log10(error) > 20
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+def small_loop(folder: Path, **fields: Any) -> Loop:
+    torch.manual_seed(0)
+    # Names whose order is not the alphabet's, which is a file's.
+    parameters = {"z": nn.Parameter(torch.randn(4, 3)), "a": nn.Parameter(torch.randn(2, 4))}
+    draws = Draws(3, torch.device("cpu"))
+
+    def loss(step: int, part: int) -> torch.Tensor:
+        x = torch.randn(5, 3, generator=draws.generator(step, part))
+        return (torch.tanh(x @ parameters["z"].T) @ parameters["a"].T - 1).square().mean()
+
+    settings = {"learning_rate": 1e-2, "warm_up": 5, "checkpoint_seconds": 1e9} | fields
+    return Loop(parameters, loss, Schedule(**settings), folder, {"kind": "small"})
+
+
+def logged(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_resumed_run_is_the_same_run(parts: int, tmp_path: Path) -> None:
+    whole = small_loop(tmp_path / "whole", steps=50, parts=parts)
+    losses = whole.run().losses
+    assert losses[-1] < losses[0]
+    small_loop(tmp_path / "cut", steps=23, parts=parts).run()
+    cut = small_loop(tmp_path / "cut", steps=50, parts=parts)
+    cut.resume()
+    assert cut.step == 23
+    cut.run()
+    assert logged(tmp_path / "cut") == list(losses)
+    for name in ("z", "a"):
+        assert torch.equal(cut.parameters[name], whole.parameters[name])
+        assert torch.equal(cut.averages[name], whole.averages[name])
+
+
+def test_what_was_logged_after_the_checkpoint_is_done_again(tmp_path: Path) -> None:
+    small_loop(tmp_path, steps=30).run()
+    with (tmp_path / LOG).open("a") as file:
+        file.write('{"step": 31, "loss": 9.0}\n{"step": 32, "lo')
+    cut = small_loop(tmp_path, steps=40)
+    cut.resume()
+    cut.run()
+    assert len(logged(tmp_path)) == 40
+    assert max(logged(tmp_path)) < 9
+
+
+def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
+    loop = small_loop(tmp_path, steps=1)
+    loop.run()
+    other = small_loop(tmp_path, steps=2)
+    other._facts["kind"] = "large"
+    with pytest.raises(BadFile, match="was made with kind = small, not large; resume with the same settings"):
+        other.resume()
+    del loop.parameters["a"]
+    with pytest.raises(BadFile, match="holds other parameters"):
+        loop.resume()
+
+
+def test_a_budget_of_time_ends_a_run(tmp_path: Path) -> None:
+    loop = small_loop(tmp_path, minutes=0.01)
+    outcome = loop.run()
+    assert outcome.ending == "minutes"
+    assert 0.5 < outcome.seconds < 10
+    assert len(outcome.losses) == outcome.step > 0
+
+
+def test_a_request_to_terminate_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    loop = small_loop(tmp_path, steps=10**9)
+
+    def terminate(step: int, loss: float | None) -> None:
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    outcome = loop.run(terminate)
+    assert (outcome.ending, outcome.step) == ("stopped", 7)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert read_tensors(tmp_path / CHECKPOINT)[1]["step"] == 7
+
+
+def test_a_loss_that_is_no_number_keeps_the_checkpoint(tmp_path: Path) -> None:
+    small_loop(tmp_path, steps=3).run()
+    loop = small_loop(tmp_path, steps=9)
+    loop.resume()
+    loop._loss = lambda step, part: loop.parameters["z"].sum() * math.nan
+    with pytest.raises(Diverged, match="the loss is nan near step 9"):
+        loop.run()
+    assert read_tensors(tmp_path / CHECKPOINT)[1]["step"] == 3
+
+
+def test_the_rate_warms_up_and_cools_down() -> None:
+    schedule = Schedule(steps=100, learning_rate=1.0, warm_up=10, cool_down=20)
+    assert [schedule.rate(step) for step in (0, 9, 50, 90, 99)] == [0.1, 1.0, 1.0, 0.5, 0.05]
+    with pytest.raises(ValueError, match="`steps` must be given, or `minutes`; got None"):
+        Schedule()
+    with pytest.raises(ValueError, match="`cool_down` must be 0 where `steps` is not given; got 5"):
+        Schedule(minutes=1, cool_down=5)
+
+
+def test_every_sample_is_taken_once_per_epoch() -> None:
+    draws = Draws(0, torch.device("cpu"))
+    taken = torch.cat([draws.indices(step, part, 6, 2, 9) for step in range(3) for part in range(2)])
+    assert sorted(taken[:9].tolist()) == sorted(taken[9:].tolist()) == list(range(9))
+    assert taken[:9].tolist() != taken[9:].tolist()
+
+
+def test_averages_are_put_in_and_taken_out(tmp_path: Path) -> None:
+    loop = small_loop(tmp_path, steps=5)
+    loop.run()
+    weights = loop.parameters["z"].detach().clone()
+    with loop.averaged():
+        assert torch.equal(loop.parameters["z"], loop.averages["z"])
+        assert not torch.equal(loop.parameters["z"], weights)
+    assert torch.equal(loop.parameters["z"], weights)
+
+
+# -- flow matching -----------------------------------------------------------------------------------------------------
+
+
+def flow(folder: Path, steps: int, **fields: Any) -> FlowTraining:
+    recipe = {"size": SIZE, "batch": 8, "samples": 0} | fields
+    start = recipe.pop("start", None)
+    schedule = Schedule(steps=steps, learning_rate=4e-3, warm_up=5, checkpoint_seconds=1e9)
+    return FlowTraining(
+        latents(recipe["size"]), folder, Recipe(**recipe), schedule, config=CONFIG, start=start
+    )
+
+
+def test_levels_are_logit_normal_and_exact_in_half_precision() -> None:
+    levels = noise_levels(4000, 1.0, torch.Generator().manual_seed(0))
+    assert torch.equal(levels, levels.bfloat16().float())
+    assert abs(levels.mean() - 0.5) < 0.01
+    assert abs(torch.logit(levels.clamp(1e-3, 1 - 1e-3)).std() - 1) < 0.05
+    assert noise_levels(4000, 3.0, torch.Generator().manual_seed(0)).mean() > 0.65
+
+
+def test_mixing_goes_from_picture_to_noise() -> None:
+    picture, noise = torch.zeros(2, 1, 1, 1), torch.ones(2, 1, 1, 1)
+    assert mixed(picture, noise, torch.tensor([0.0, 0.25])).flatten().tolist() == [0.0, 0.25]
+
+
+def test_the_loss_falls_and_the_model_is_written(tmp_path: Path) -> None:
+    training = flow(tmp_path, 60, samples=2)
+    outcome = training.run()
+    assert outcome.losses[0] == pytest.approx(2, abs=0.25)  # noise and picture, each of variance 1
+    assert sum(outcome.losses[-10:]) < 0.93 * sum(outcome.losses[:10])
+    model, facts = load_model(tmp_path / MODEL)
+    assert (facts["step"], model.config.size) == (60, SIZE)
+    assert (tmp_path / "samples-000060.png").stat().st_size > 500
+
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from tests.test_training import flow
+training = flow(Path(sys.argv[1]), 10**6)
+training.loop.schedule = training.loop.schedule.__class__(steps=10**6, learning_rate=4e-3, warm_up=5,
+                                                          checkpoint_seconds=0.2)
+training.run()
+"""
+
+
+def test_a_killed_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join([str(root / "src"), str(root)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "cut")], env=os.environ | {"PYTHONPATH": path}
+    )
+    checkpoint = tmp_path / "cut" / CHECKPOINT
+    deadline = time.monotonic() + 90
+    while not (checkpoint.exists() and read_tensors(checkpoint)[1]["step"] >= 4):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    training = flow(tmp_path / "cut", 10**6)
+    training.resume()
+    steps = training.loop.step + 5
+    training.loop.schedule = replace(training.loop.schedule, steps=steps)
+    training.run()
+    whole = flow(tmp_path / "whole", steps)
+    assert list(whole.run().losses) == logged(tmp_path / "cut")
+
+
+def test_another_size_starts_from_a_model(tmp_path: Path) -> None:
+    flow(tmp_path / "small", 20).run()
+    start = tmp_path / "small" / MODEL
+    larger = flow(tmp_path / "large", 2, size=2 * SIZE, shift=2.0, start=start)
+    assert (larger.model.config.size, larger.model.config.shift) == (2 * SIZE, 2.0)
+    assert torch.equal(larger.model.latent_mean, load_model(start)[0].latent_mean)
+    assert torch.equal(larger.model.condition, load_model(start)[0].condition)
+    assert larger.run().step == 2
+
+
+def test_training_may_be_sparse_from_the_start(tmp_path: Path) -> None:
+    method = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
+    dense, sparse = flow(tmp_path / "a", 12, size=64), flow(tmp_path / "b", 12, size=64, method=method)
+    assert "3 sparse, 0 dense" in sparse.handle.summary()
+    losses = dense.run().losses, sparse.run().losses
+    assert losses[0][0] == losses[1][0]  # a new model predicts nothing, whoever reads whom
+    assert losses[0][-1] != losses[1][-1]
+    with pytest.raises(BadFile, match="was made with method = Hilbert"):
+        flow(tmp_path / "b", 12, size=64).resume()
+
+
+# -- distillation ------------------------------------------------------------------------------------------------------
+
+METHOD = Hilbert(tiles=4, shared="none", dense_layers=0)
+
+
+def distilled(folder: Path, steps: int) -> tuple[distill.Distillation, Any]:
+    model = lively_model()
+    calls = distill.latent_calls(model, latents(64), 4)
+    schedule = Schedule(steps=steps, learning_rate=5e-3, warm_up=2, average=0.9, checkpoint_seconds=1e9)
+    return distill.Distillation(model.transformer, calls, folder, distill.Recipe(METHOD), schedule), model
+
+
+def test_the_teacher_is_the_model_itself(tmp_path: Path) -> None:
+    distillation, model = distilled(tmp_path, 1)
+    x, level = torch.randn(1, 32, 8, 8), torch.tensor([0.5])
+    stock = lively_model()(x, level)
+    with torch.no_grad():
+        with distillation.teacher():
+            torch.testing.assert_close(model(x, level), stock)
+        assert not torch.allclose(model(x, level), stock, rtol=1e-3, atol=1e-3)
+    distillation.close()
+    assert torch.equal(model(x, level), stock)
+
+
+def test_distillation_falls_resumes_and_loads(tmp_path: Path) -> None:
+    whole, _ = distilled(tmp_path / "whole", 24)
+    losses = whole.run().losses
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    distilled(tmp_path / "cut", 10)[0].run()
+    cut, _ = distilled(tmp_path / "cut", 24)
+    assert cut.can_resume
+    cut.resume()
+    cut.run()
+    assert logged(tmp_path / "cut") == list(losses)
+
+    tensors, facts = read_tensors(tmp_path / "whole" / distill.LORA)
+    assert facts["rank"] == 4
+    assert all(name.startswith("transformer.") and ".lora_" in name for name in tensors)
+    model = lively_model()
+    load_lora(model.transformer, tmp_path / "whole" / distill.LORA)
+    call = distill.latent_calls(model, latents(64), 4)(99, 0)
+    with torch.no_grad(), apply(model.transformer, METHOD):
+        tuned = model.transformer(**call)[0]
+        model.transformer.disable_adapters()
+        untuned = model.transformer(**call)[0]
+    wanted = model.transformer(**call)[0]
+    assert (tuned - wanted).norm() < 0.95 * (untuned - wanted).norm()
+
+
+def test_lora_stands_on_attention_and_feed_forward() -> None:
+    names = distill.lora_targets(tiny_models.flux(1, 1))
+    assert names == [
+        *(f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"transformer_blocks.0.attn.{name}_proj" for name in ("add_q", "add_k", "add_v")),
+        "transformer_blocks.0.attn.to_add_out",
+        *(
+            f"transformer_blocks.0.{name}.net.{part}"
+            for name in ("ff", "ff_context")
+            for part in ("0.proj", "2")
+        ),
+        *(f"single_transformer_blocks.0.{name}" for name in ("proj_mlp", "proj_out")),
+        *(f"single_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v")),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["flux", "sd3", "pixart", "qwen", "z_image"])
+def test_any_model_that_apply_supports_is_distilled(kind: str, tmp_path: Path) -> None:
+    model = getattr(tiny_models, kind)()
+    inputs = getattr(tiny_models, f"{kind}_inputs")((16, 16))
+    schedule = Schedule(steps=8, learning_rate=1e-3, warm_up=0, average=0.5, checkpoint_seconds=1e9)
+    recipe = distill.Recipe(METHOD, saves_memory=kind == "flux")
+    losses = distill.Distillation(model, lambda *_: inputs, tmp_path, recipe, schedule).run().losses
+    assert 0 < losses[-1] < losses[0], losses
+
+
+def test_calls_are_recorded_and_given_back(tmp_path: Path) -> None:
+    pipe = tiny_models.flux_pipeline()
+    call = tiny_models.flux_call(steps=2)
+    embeds = {name: call[name] for name in ("prompt_embeds", "pooled_prompt_embeds")}
+    options = {name: call[name] for name in ("height", "width", "num_inference_steps", "guidance_scale")}
+    files = recording.record(pipe, [embeds, embeds], tmp_path, **options)
+    assert [file.name for file in files] == [
+        f"call-{n:05d}-{step:03d}.safetensors" for n in (0, 1) for step in (0, 1)
+    ]
+    assert recording.record(pipe, [embeds, embeds], tmp_path, **options) == files
+    calls = recording.RecordedCalls(files, parts=2, device=torch.device("cpu"))
+    given = calls(0, 0)
+    assert given["hidden_states"].shape == (1, 24 * 20 // 4, 4)
+    assert given["return_dict"] is False
+    assert isinstance(pipe.transformer(**given)[0], torch.Tensor)
+    seen = {float(calls(step, part)["timestep"]) for step in range(2) for part in range(2)}
+    assert len(seen) == 2
+    save_model(tmp_path / "model.safetensors", lively_model())
+    with pytest.raises(BadFile, match="is no recorded call"):
+        recording.read_call(tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match="`arguments` must hold tensors and plain values; got object"):
+        recording.write_call(tmp_path / "x", {"a": object()})
