@@ -5,7 +5,14 @@ from nearfield._types import Attended, Impl, Positions
 from nearfield.adapters import Handle, apply
 from nearfield.attend import attend, explain_choice, merge
 from nearfield.geometry import Geometry
-from nearfield.methods import Hilbert, HilbertAttention, hilbert_attention
+from nearfield.methods import (
+    Hilbert,
+    HilbertAttention,
+    LogLinear,
+    LogLinearAttention,
+    hilbert_attention,
+    log_linear_attention,
+)
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
@@ -17,6 +24,8 @@ __all__ = [
     "Hilbert",
     "HilbertAttention",
     "Impl",
+    "LogLinear",
+    "LogLinearAttention",
     "Ordering",
     "Plan",
     "Positions",
@@ -26,6 +35,7 @@ __all__ = [
     "curves",
     "explain_choice",
     "hilbert_attention",
+    "log_linear_attention",
     "merge",
     "planning",
 ]

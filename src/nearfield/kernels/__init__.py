@@ -79,3 +79,11 @@ def _missing(impl: str) -> str | None:
     if not is_interpreted() and not torch.cuda.is_available():
         return "there is no GPU"
     return None
+
+
+def select_module(query: Tensor, num_candidates: int) -> Any:
+    """The module with the kernel that chooses candidates, or None where it cannot run."""
+    if _missing("triton") is not None:
+        return None
+    module = importlib.import_module("nearfield.kernels.select")
+    return module if module.unsupported(query, num_candidates) is None else None

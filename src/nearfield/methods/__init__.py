@@ -8,9 +8,19 @@ from torch import Tensor
 from nearfield._types import Attended, Impl
 from nearfield.geometry import Geometry
 from nearfield.methods.hilbert import Hilbert, HilbertAttention, hilbert_attention
+from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
 from nearfield.tokenmap import Ordering
 
-__all__ = ["Hilbert", "HilbertAttention", "Method", "Reader", "hilbert_attention"]
+__all__ = [
+    "Hilbert",
+    "HilbertAttention",
+    "LogLinear",
+    "LogLinearAttention",
+    "Method",
+    "Reader",
+    "hilbert_attention",
+    "log_linear_attention",
+]
 
 
 class Reader(Protocol):

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from nearfield import curves, planning, tiling
+from nearfield import curves, dense_parts, planning, tiling
 from nearfield._checks import (
     check_int,
     check_member,
@@ -89,8 +89,8 @@ class Hilbert:
             wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
         if not isinstance(self.interleave, bool):
             wrong_type("interleave", "be True or False", repr(self.interleave))
-        object.__setattr__(self, "dense_layers", _checked_layers(self.dense_layers))
-        _check_steps(self.dense_steps)
+        object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
+        dense_parts.check_steps(self.dense_steps)
 
     # -- who reads whom ------------------------------------------------------------------------------------------
 
@@ -161,16 +161,11 @@ class Hilbert:
 
     def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
         """Why a layer stays dense, or None."""
-        if isinstance(self.dense_layers, int):
-            return f"dense_layers={self.dense_layers}" if layer < self.dense_layers else None
-        is_dense = layer in self.dense_layers or layer - num_layers in self.dense_layers
-        return f"dense_layers={self.dense_layers}" if is_dense else None
+        return dense_parts.layer_reason(self.dense_layers, layer, num_layers)
 
     def num_dense_steps(self, num_steps: int) -> int:
         """How many of `num_steps` denoising steps stay dense."""
-        if isinstance(self.dense_steps, float) and self.dense_steps < 1:
-            return math.ceil(round(self.dense_steps * num_steps, 6))  # 0.07 * 100 is a little above 7
-        return min(int(self.dense_steps), num_steps)
+        return dense_parts.num_steps(self.dense_steps, num_steps)
 
     # -- words ---------------------------------------------------------------------------------------------------
 
@@ -602,22 +597,3 @@ def _check_geometry(geometry: object) -> None:
     if not isinstance(geometry, Geometry):
         hint = "Write Geometry(grid=(64, 64), text=512)."
         wrong_type("geometry", "be a Geometry", type(geometry).__name__, hint)
-
-
-def _checked_layers(layers: object) -> int | tuple[int, ...]:
-    if isinstance(layers, bool) or not isinstance(layers, int | Sequence):
-        wrong_type("dense_layers", "be a number of layers or their indices", repr(layers))
-    if isinstance(layers, int):
-        check_int("dense_layers", layers, at_least=0)
-        return layers
-    for layer in layers:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            wrong_type("dense_layers", "hold integers", repr(layer))
-    return tuple(layers)
-
-
-def _check_steps(steps: object) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int | float):
-        wrong_type("dense_steps", "be a number of steps, or a share of them below 1", repr(steps))
-    if not 0 <= steps < float("inf") or (steps >= 1 and steps != int(steps)):
-        wrong_value("dense_steps", "be a share from 0 to 1 or a whole number of steps", steps)

@@ -1,0 +1,116 @@
+"""Choosing the best candidates of every query, in Triton: scores live in registers and are never written.
+
+One program serves a group of queries that choose among the same candidates. Choosing is a loop of `count` maxima over
+the tile of scores; what was chosen is a mask, and its running sum says where each id is to be stored, in ascending
+order without a sort.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.kernels import is_interpreted
+from nearfield.kernels.launch import padded
+from nearfield.kernels.walk import dot, load_rows
+
+MOST_CANDIDATES = 1024
+_LEAST_ROWS = 16
+_MOST_ROWS = 64
+
+
+@triton.jit
+def _select_kernel(
+    query, key, parents, chosen,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    num_heads, heads_per_key, num_queries, num_keys, num_groups, num_parents, group, tiles_per_group, count,
+    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, PAD: tl.constexpr, HAS_PARENTS: tl.constexpr, KEEP_OWN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    tile = program % tiles_per_group
+    member = program // tiles_per_group % num_groups
+    batch_head = (program // tiles_per_group // num_groups).to(tl.int64)
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+
+    lane = tl.arange(0, CANDIDATES)
+    if HAS_PARENTS:
+        slot = lane // BLOCK
+        pointer = parents + (batch_head * num_groups + member) * num_parents + slot
+        candidate = tl.load(pointer, mask=slot < num_parents, other=0) * BLOCK + lane % BLOCK
+        exists = (slot < num_parents) & (candidate < num_keys)
+    else:
+        candidate = lane
+        exists = lane < num_keys
+    offset = tile * ROWS + tl.arange(0, ROWS)
+    row = member * group + offset
+    in_group = (offset < group) & (row < num_queries)
+    origin = tl.full([], 0, tl.int64)
+    rows = load_rows(
+        query + batch * stride_qb + head * stride_qh, origin, row.to(tl.int64), in_group, stride_qn, stride_qd,
+        DIM, PAD, True,
+    )  # fmt: skip
+    keys = load_rows(
+        key + batch * stride_kb + head // heads_per_key * stride_kh, origin, candidate.to(tl.int64), exists,
+        stride_kn, stride_kd, DIM, PAD, True,
+    )  # fmt: skip
+    scores = dot(rows, tl.trans(keys), None, PRECISION)
+    lowest = -3.4028234663852886e38
+    scores = tl.where(scores > lowest, scores, lowest)  # NaN and -inf, too
+    if KEEP_OWN:
+        scores = tl.where(candidate[None, :] == row[:, None], float("inf"), scores)
+    may_choose = exists[None, :] & in_group[:, None]
+    scores = tl.where(may_choose, scores, -float("inf"))
+    picked = tl.zeros([ROWS, CANDIDATES], tl.int32)
+    for _ in range(count):
+        best = tl.max(scores, 1)
+        is_best = (scores == best[:, None]) & (scores > -float("inf"))
+        first = tl.min(tl.where(is_best, lane[None, :], CANDIDATES), 1)
+        now = lane[None, :] == first[:, None]
+        picked = tl.where(now, 1, picked)
+        scores = tl.where(now, -float("inf"), scores)
+    place = tl.cumsum(picked, 1) - 1
+    out = chosen + (batch_head * num_queries + row.to(tl.int64)[:, None]) * count + place
+    ids = tl.broadcast_to(candidate[None, :], [ROWS, CANDIDATES])
+    tl.store(out, ids, mask=picked > 0)
+
+
+def unsupported(query: Tensor, num_candidates: int) -> str | None:
+    """Why the kernel cannot run this selection, or None."""
+    if not query.is_cuda and not is_interpreted():
+        return f"the tensors are on {query.device}"
+    if query.dtype == torch.float64:
+        return "float64 is for the reference"
+    if query.dtype == torch.bfloat16 and is_interpreted():
+        return "Triton's interpreter computes wrong bfloat16 products"
+    if query.shape[-1] > 128:
+        return f"head dimension {query.shape[-1]} is above 128"
+    if num_candidates > MOST_CANDIDATES:
+        return f"{num_candidates} candidates are more than the {MOST_CANDIDATES} that fit in registers"
+    return None
+
+
+def select(
+    query: Tensor, key: Tensor, parents: Tensor | None, block: int, count: int, keep_own: bool
+) -> Tensor:
+    """See `nearfield.reference.select`."""
+    batch, heads, num_queries, dim = query.shape
+    num_keys = key.shape[2]
+    num_parents = 0 if parents is None else parents.shape[3]
+    group = num_queries if parents is None else block
+    num_groups = triton.cdiv(num_queries, group)
+    candidates = num_keys if parents is None else num_parents * block
+    rows = max(_LEAST_ROWS, min(_MOST_ROWS, triton.next_power_of_2(group)))
+    tiles = triton.cdiv(group, rows)
+    chosen = torch.full((batch, heads, num_queries, count), num_keys, device=query.device, dtype=torch.int32)
+    lists = chosen if parents is None else parents.contiguous()
+    _select_kernel[(batch * heads * num_groups * tiles,)](
+        query, key, lists, chosen, *query.stride(), *key.stride(),
+        heads, heads // key.shape[1], num_queries, num_keys, num_groups, num_parents, group, tiles, count,
+        BLOCK=block, CANDIDATES=max(_LEAST_ROWS, triton.next_power_of_2(candidates)), ROWS=rows,
+        DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return chosen
