@@ -116,7 +116,7 @@ def open_pipeline(name: str, device: torch.device) -> Any:
 
 def pipeline_sampler(
     pipeline: Any,
-    prompt: str,
+    prompt: str | Mapping[str, Any],
     num: int,
     *,
     size: int | tuple[int, int],
@@ -124,7 +124,12 @@ def pipeline_sampler(
     seed: int,
     on_step: OnStep | None = None,
 ) -> Sampler:
-    """Pictures of a diffusers pipeline, one by one, each from a seed of its own."""
+    """Pictures of a diffusers pipeline, one by one, each from a seed of its own.
+
+    Args:
+        prompt: a text, or arguments of the pipeline in its place (`prompt_embeds` ...).
+    """
+    given = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     height, width = (size, size) if isinstance(size, int) else size
 
     def sample() -> Sampled:
@@ -132,7 +137,7 @@ def pipeline_sampler(
         for index in range(num):
             watch = _Watch(seconds, steps, on_step)
             made = pipeline(
-                prompt,
+                **given,
                 height=height,
                 width=width,
                 num_inference_steps=steps,

@@ -1,5 +1,6 @@
 """Pictures on one sheet, with captions, as PNG files."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,13 +54,13 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Rows of pictures, one above the other, with their captions."""
     pillow = _pillow()
     sheets = [grid_of(row.images, columns=len(row.images)) for row in rows]
+    font = pillow.ImageFont.load_default(_TEXT)
     caption = 2 * (_TEXT + 6)
-    # A single small picture would leave no room for its caption.
-    width = max(420, *(sheet.shape[1] for sheet in sheets)) + 2 * _MARGIN
+    words = [font.getlength(text) for row in rows for text in (row.title, row.figures)]
+    width = math.ceil(max(*words, *(sheet.shape[1] for sheet in sheets))) + 2 * _MARGIN
     height = sum(sheet.shape[0] + caption + _MARGIN for sheet in sheets) + _MARGIN
     canvas = pillow.Image.new("RGB", (width, height), _PAPER)
     draw = pillow.ImageDraw.Draw(canvas)
-    font = pillow.ImageFont.load_default(_TEXT)
     top = _MARGIN
     for row, sheet in zip(rows, sheets, strict=True):
         draw.text((_MARGIN, top), row.title, fill=_INK, font=font)

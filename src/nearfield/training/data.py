@@ -139,12 +139,14 @@ def encode(
     missing = cache.missing()
     if missing:
         encoder = (autoencoder or Autoencoder()).to(device)
+        done, total = 0, sum(chunk.stop - chunk.start for chunk in missing)
         with ThreadPoolExecutor(_READERS) as readers:
-            for number, chunk in enumerate(missing):
+            for chunk in missing:
                 if on_progress is not None:
-                    on_progress(number * _CHUNK, len(missing) * _CHUNK, f"encoding at {size} px")
+                    on_progress(done, total, f"encoding at {size} px")
                 images = torch.stack(list(readers.map(lambda one: decoded(one, size), source[chunk])))
                 cache.write(chunk, _both_ways(encoder, images, torch.device(device)))
+                done += len(images)
     return cache.latents()
 
 

@@ -109,19 +109,19 @@ class FlowTraining:
         self.model = _first_model(recipe, latents, config, start).to(self.device).train().requires_grad_(True)
         self.latents = latents.to(self.device) if _fits(latents, self.device) else latents
         self._draws, self._on_step = Draws(recipe.seed, self.device), on_step
-        self.handle = self._sparse()
+        self.handle = self._sparse(schedule.parts)
         self._network = torch.compile(self.model.transformer) if recipe.compiled else None
         facts = recipe.facts() | {"model": asdict(self.model.config)}
         self.loop = Loop(dict(self.model.named_parameters()), self.loss, schedule, folder, facts)
 
-    def _sparse(self) -> Any:
+    def _sparse(self, parts: int) -> Any:
         if self.recipe.method is None:
             return None
         handle = apply(self.model.transformer, self.recipe.method)
         # The adapter thinks of FLUX, with 16 pixels per token.
         side = self.recipe.size * 16 // PIXELS_PER_TOKEN
         text = self.model.config.condition_tokens
-        handle.prepare(height=side, width=side, text=text, batch=self.recipe.batch)
+        handle.prepare(height=side, width=side, text=text, batch=self.recipe.batch // parts)
         return handle
 
     @property

@@ -1,0 +1,265 @@
+"""The commands around the embedded model: generate, train demo, distill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from PIL import Image
+from tests import tiny_models
+from tests.cats import CATS, lively_model
+
+from nearfield import Hilbert, cli
+from nearfield.commands import methods, training
+from nearfield.commands.progress import Bar
+from nearfield.demo import generate
+from nearfield.demo.model import save_model
+from nearfield.training.flow import Backend
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    save_model(path, lively_model())
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command that succeeds prints."""
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err + captured.out
+    return captured.out
+
+
+BAD_CALLS = {
+    "generate --size 100": "`--size` must be pixels or height x width, in multiples of 8; got '100'. "
+    "Example: --size 512",
+    "generate --method fast": "`--method` must be one of hilbert, dense; got 'fast'.",
+    "generate --method dense --tiles 4": "`--tiles` must be left out with `--method dense`; got 4.",
+    "generate --method dense --compare": "`--compare` must compare dense with another `--method`; got dense.",
+    "generate --weights none.safetensors": "`--weights` must name a file that is there; got 'none.safetensors'.",
+    "generate --model x": "`--prompt` must be given with `--model`, and only there; got None.",
+    "generate --model x --prompt y --first 3": "`--first` must be left out with `--model`; got 3. "
+    "Use another --seed.",
+    "generate --shared none --shared-tokens 4": '`shared_tokens` must be left out where `shared` is "none"; got 4.',
+    "generate --dense-layers x": "`--dense-layers` must be a number, or numbers between commas; got 'x'. "
+    "Example: 0,4,-1",
+    "generate --dense-steps -1": "`--dense-steps` must be a number of at least 0; got '-1'.",
+    "generate --device sofa": "`--device` must name a device; got 'sofa'. Example: --device cuda:1",
+    "train demo --data . --out x": "`steps` must be given, or `minutes`; got None. Training has to end somewhere.",
+    "train demo --data . --out x --minutes 0": "`--minutes` must be a number above 0; got '0'.",
+    "train demo --data . --out x --steps 1 --start none": "`--start` must name a file that is there; got 'none'.",
+    "train demo --out x --steps 1": "the following arguments are required: --data. See `nearfield train demo --help`.",
+    "distill --out x": "`--data` must be given for the embedded model, or `--model` with `--prompts`; "
+    "got both or none.",
+    "distill --out x --data . --method dense": "`--method` must be sparse: dense needs no tuning; got dense.",
+    "distill --out x --model y": "`--prompts` must be given with `--model`, and only there; got None.",
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[str], weights: Path) -> None:
+    words = call.split()
+    if words[-2] == "--device":  # which is looked at once there is a model
+        words += ["--weights", str(weights)]
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"nearfield: error: {BAD_CALLS[call]}\n"
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", ["generate", "train", "train demo", "distill", "quality"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: nearfield {command}")
+    assert command == "train" or "exit codes: 0 done" in text
+
+
+def test_choices_are_those_of_the_library() -> None:
+    assert get_args(Backend) == training.BACKENDS
+    assert set(methods._FIELDS) | {"tile_size"} == set(Hilbert.__dataclass_fields__)
+
+
+METHODS = {
+    "": Hilbert(),
+    "--tiles 4 --share keys --cycle 2 --interleave": Hilbert(tiles=4, share="keys", cycle=2, interleave=True),
+    "--dense-layers 0,-1 --dense-steps 0.5": Hilbert(dense_layers=(0, -1), dense_steps=0.5),
+    "--dense-layers 2 --dense-steps 3": Hilbert(dense_layers=2, dense_steps=3),
+    "--dense-layers 2, --dense-steps 0": Hilbert(dense_layers=(2,), dense_steps=0),
+    "--method dense": None,
+}
+
+
+@pytest.mark.parametrize("fields", METHODS)
+def test_methods_are_read(fields: str) -> None:
+    words = ["generate", *fields.split()]
+    assert methods.method_of(cli._parser(words).parse_args(words)) == METHODS[fields]
+
+
+def test_without_weights_generate_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(generate, "EMBEDDED", tmp_path / "none")
+    assert cli.main(["generate"]) == 1
+    assert "the embedded model's weights are not in this version yet" in capsys.readouterr().err
+
+
+def test_missing_packages_name_their_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, weights: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert cli.main(["generate", "--weights", str(weights)]) == 2
+    assert "Install it with `pip install 'nearfield[demo]'`." in capsys.readouterr().err
+
+
+def test_generate_compares(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
+    sheet, document, images = tmp_path / "a.png", tmp_path / "a.json", tmp_path / "images"
+    printed = run(
+        *(
+            capsys,
+            "generate",
+            "--weights",
+            weights,
+            "--size",
+            "64x96",
+            "--steps",
+            3,
+            "--num",
+            3,
+            "--batch",
+            2,
+        ),
+        *(
+            "--tiles",
+            4,
+            "--dense-steps",
+            1,
+            "--compare",
+            "--out",
+            sheet,
+            "--json",
+            document,
+            "--images",
+            images,
+        ),
+    )
+    assert printed.startswith(f"wrote 3 pictures each to {images}\ndense: ")
+    assert "Hilbert(tiles=4, dense_steps=1): " in printed
+    assert "steps: the first 1 of 3 dense" in printed
+    assert "last call: 16 text + 8x12: 112 tokens" in printed
+    with Image.open(sheet) as picture:
+        assert picture.height > 2 * 64
+    record = json.loads(document.read_text())
+    assert [entry["name"] for entry in record["runs"]] == ["dense", "Hilbert(tiles=4, dense_steps=1)"]
+    assert record["runs"][1].keys() == {"name", "seconds_per_step", "speed_up", "psnr", "lpips"}
+    assert record["settings"]["size"] == [64, 96]
+    for name in ("dense", "hilbert"):
+        with Image.open(images / name / "000002.png") as picture:
+            assert picture.size == (96, 64)
+
+
+def test_generate_dense_alone(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
+    printed = run(
+        *(capsys, "generate", "--weights", weights, "--method", "dense", "--steps", 1),
+        *("--num", 1, "--out", tmp_path / "b.png"),
+    )
+    assert printed.splitlines()[1:] == [f"wrote {tmp_path / 'b.png'}"]
+
+
+def test_a_diffusers_pipeline_is_sampled(tmp_path: Path) -> None:
+    pipe = tiny_models.flux_pipeline()
+    call = tiny_models.flux_call()
+    prompt = {name: call[name] for name in ("prompt_embeds", "pooled_prompt_embeds", "guidance_scale")}
+    seen: list[int] = []
+    sample = generate.pipeline_sampler(
+        pipe, prompt, 2, size=(24, 32), steps=3, seed=0, on_step=lambda step, steps: seen.append(step)
+    )
+    dense = generate.run_dense(sample, pipe.transformer)
+    sparse = generate.run_sparse(sample, pipe, Hilbert(tiles=2, shared="none", dense_steps=0))
+    assert dense.images.shape == sparse.images.shape == (2, 24, 32, 3)
+    assert dense.images.dtype == torch.uint8
+    assert len(dense.seconds) == 4  # all but the first of each
+    assert seen == [0, 1, 2] * 4
+
+
+def test_the_whole_chain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Photographs, latents, training, resumption, distillation, and pictures with what was learned."""
+    out = tmp_path / "run"
+    train = [
+        "train",
+        "demo",
+        "--data",
+        CATS,
+        "--out",
+        out,
+        "--tiny",
+        "--size",
+        64,
+        "--batch",
+        4,
+        "--samples",
+        1,
+    ]
+    printed = run(capsys, *train, "--steps", 2)
+    assert "parameters, 12 latents at 64 px" in printed
+    assert "step 2: loss " in printed
+    assert cli.main([str(word) for word in (*train, "--steps", 3)]) == 2
+    assert "`--out` must hold no checkpoint unless `--resume` is given" in capsys.readouterr().err
+    printed = run(capsys, *train, "--steps", 3, "--resume", "--json", tmp_path / "train.json")
+    assert "resumed at step 2" in printed
+    assert json.loads((tmp_path / "train.json").read_text())["steps_of_this_run"] == 1
+
+    model, lora = out / "model.safetensors", tmp_path / "lora"
+    distill = ["distill", "--data", CATS, "--latents", out, "--weights", model, "--out", lora, "--tiles", 2]
+    printed = run(capsys, *distill, "--steps", 2, "--batch", 2)
+    assert "wrote " + str(lora / "pytorch_lora_weights.safetensors") in printed
+    picture = tmp_path / "cats.png"
+    printed = run(
+        *(capsys, "generate", "--weights", model, "--lora", lora / "pytorch_lora_weights.safetensors"),
+        *("--tiles", 2, "--steps", 2, "--num", 1, "--compare", "--out", picture),
+    )
+    assert "x as fast" in printed
+    assert picture.exists()
+
+
+def test_a_terminated_training_exits_as_interrupted(tmp_path: Path) -> None:
+    words = f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --samples 0 --steps 100000"
+    program = [sys.executable, "-u", "-m", "nearfield", *words.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(program, env=environment, text=True, **pipes) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if "/100,000 steps" in line:
+                    break
+            process.send_signal(signal.SIGTERM)
+            printed, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, printed
+    assert "stopped; go on with --resume" in printed
+    assert (tmp_path / "checkpoint.safetensors").exists()
+
+
+def test_the_bar_counts_and_estimates(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 20.0, 25.0])
+    monkeypatch.setattr("nearfield.commands.progress.time.monotonic", lambda: next(clock))
+    with Bar(100, "steps") as bar:
+        bar.show(0)
+        bar.show(40, "loss 1.0")
+        bar.show(50)  # too soon to say so
+    assert capsys.readouterr().err.splitlines() == ["0/100 steps", "40/100 steps, loss 1.0, 2.0/s, 0:30 left"]
