@@ -11,7 +11,7 @@ from tests.attending import NEEDS_TRITON, assert_budget
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, LogLinear, LogLinearAttention, log_linear_attention, pyramid
+from nearfield import Geometry, LogLinear, LogLinearAttention, levels, log_linear_attention, pyramid
 from nearfield.reference import select as reference
 
 INF = float("inf")
@@ -29,9 +29,9 @@ def pooled_by_hand(x: Tensor, block: int, level: int) -> Tensor:
 def visible(method: LogLinear, picks: tuple[Tensor, ...], num_queries: int, lengths: list[int]) -> Tensor:
     """Which query reads which key of all levels side by side, by the words of the paper."""
     batch, heads = picks[0].shape[:2]
-    levels = len(picks)
-    enriched = levels if method.enrich is None else min(method.enrich, levels)
-    starts = [sum(lengths[:level]) for level in range(levels + 1)]
+    top = len(picks)
+    enriched = top if method.enrich is None else min(method.enrich, top)
+    starts = [sum(lengths[:level]) for level in range(top + 1)]
     seen = torch.zeros(batch, heads, num_queries, sum(lengths), dtype=torch.bool)
 
     def chosen(b: int, h: int, query: int, level: int) -> list[int]:
@@ -45,16 +45,16 @@ def visible(method: LogLinear, picks: tuple[Tensor, ...], num_queries: int, leng
     for b in range(batch):
         for h in range(heads):
             for query in range(num_queries):
-                for level in range(min(levels, enriched + 1)):
+                for level in range(min(top, enriched + 1)):
                     read = children(chosen(b, h, query, level + 1), level)
                     if method.exclude_selected and level:
                         read -= set(chosen(b, h, query, level))
                     seen[b, h, query, [starts[level] + key for key in read]] = True
-                if enriched == levels:
-                    top = set(range(lengths[levels]))
+                if enriched == top:
+                    read = set(range(lengths[top]))
                     if method.exclude_selected:
-                        top -= set(chosen(b, h, query, levels))
-                    seen[b, h, query, [starts[levels] + key for key in top]] = True
+                        read -= set(chosen(b, h, query, top))
+                    seen[b, h, query, [starts[top] + key for key in read]] = True
     return seen
 
 
@@ -62,16 +62,16 @@ def oracle(
     method: LogLinear, query: Tensor, key: Tensor, value: Tensor, picks: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     """One dense softmax over all levels, with `log(tokens it stands for)` added to the logits; `out` and `lse`."""
-    levels = range(len(picks) + 1)
+    all_levels = range(len(picks) + 1)
     repeats = query.shape[1] // key.shape[1]
     keys, values = (
-        [pooled_by_hand(x, method.block, level).repeat_interleave(repeats, 1) for level in levels]
+        [pooled_by_hand(x, method.block, level).repeat_interleave(repeats, 1) for level in all_levels]
         for x in (key, value)
     )
     lengths = [x.shape[2] for x in keys]
     stands_for = [
         min(method.block**level, key.shape[2] - i * method.block**level)
-        for level in levels
+        for level in all_levels
         for i in range(lengths[level])
     ]
     bias = torch.tensor(stands_for, dtype=torch.float64).log().to(query.dtype)
@@ -81,9 +81,9 @@ def oracle(
 
 
 def picked(method: LogLinear, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-    levels = method.num_levels(query.shape[2], key.shape[2])
-    queries, keys = (pyramid.pooled(x, method.block, levels) for x in (query, key))
-    return pyramid.select_blocks(queries, keys, method.block, method.topk, keep_own=method.keep_own)
+    number = method.num_levels(query.shape[2], key.shape[2])
+    queries, keys = (pyramid.pool(x, method.block, number) for x in (query, key))
+    return pyramid.select_blocks(queries, keys, method.topk, keep_own=method.keep_own)
 
 
 def inputs(
@@ -152,6 +152,51 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda *x: log_linear_attention(*x, method=method), leaves)
 
 
+# -- pooling -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "number"), [(64, 4, 2), (70, 4, 3), (5, 8, 1), (33, 2, 4), (1, 2, 2)]
+)
+def test_pooled_levels_are_means_of_what_they_stand_for(length: int, block: int, number: int) -> None:
+    x = torch.randn(2, 3, length, 5, dtype=torch.float64)
+    pooled = pyramid.pool(x, block, number)
+    for level in range(1, number + 1):
+        torch.testing.assert_close(pooled.level(level), pooled_by_hand(x, block, level))
+    starts = levels.level_starts(length, block, number)
+    assert all(start % block == 0 for start in starts)
+    used = torch.cat([pooled.level(level).flatten(0, 1) for level in range(1, number + 1)], dim=1)
+    assert torch.isclose(pooled.data.abs().sum(), used.abs().sum())  # what pads is zero
+
+
+def test_pooling_differentiates_and_is_a_proper_operator() -> None:
+    x = torch.randn(1, 2, 11, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: pyramid.pool(x, 2, 3).data, [x])
+    torch.library.opcheck(torch.ops.nearfield.pool.default, (x, 2, 3, "auto"))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("length", "block", "number", "dim"), [(64, 4, 2, 16), (70, 16, 2, 24), (300, 16, 1, 32), (37, 2, 3, 16)]
+)
+def test_pooling_kernels_do_as_the_reference(
+    length: int, block: int, number: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from nearfield.kernels import pool as kernel
+    from nearfield.reference import pool as plain
+
+    x = torch.randn(2, length, 3, dim, device=device, dtype=dtype).transpose(1, 2)
+    exact = plain.pool_forward(x.double(), block, number)
+    assert_budget(
+        "pooled", kernel.pool_forward(x, block, number), exact, plain.pool_forward(x, block, number)
+    )
+    grad = torch.randn(2, 3, exact.shape[2], dim, device=device, dtype=dtype)
+    exact = plain.pool_backward(grad.double(), length, block, number)
+    low = plain.pool_backward(grad, length, block, number)
+    assert_budget("spread", kernel.pool_backward(grad, length, block, number), exact, low)
+
+
 # -- choosing ----------------------------------------------------------------------------------------------------
 
 
@@ -177,14 +222,14 @@ def test_every_query_chooses_the_best_of_its_candidates(
     num_queries: int, num_keys: int, block: int, topk: int, keep_own: bool, seed: int
 ) -> None:
     query, key, _ = (x.detach() for x in inputs(num_queries, num_keys, batch=1, dim=4, seed=seed))
-    levels = 2
-    queries, keys = (pyramid.pooled(x, block, levels) for x in (query, key))
-    picks = pyramid.select_blocks(queries, keys, block, topk, keep_own=keep_own)
+    highest = 2
+    queries, keys = (pyramid.pool(x, block, highest) for x in (query, key))
+    picks = pyramid.select_blocks(queries, keys, topk, keep_own=keep_own)
     for level in (1, 2):
-        rows, ids = queries[level - 1], keys[level - 1]
+        rows, ids = queries.level(level), keys.level(level)
         for head in range(4):
             for row in range(rows.shape[2]):
-                if level == levels:
+                if level == highest:
                     candidates = list(range(ids.shape[2]))
                 else:
                     parents = picks[level][0, head, row // block].tolist()
@@ -192,9 +237,7 @@ def test_every_query_chooses_the_best_of_its_candidates(
                     candidates = [c for c in candidates if c < ids.shape[2]]
                 own = row if keep_own else None
                 want = chosen_by_hand(rows[0, head, row], ids[0, head // 2], candidates, topk, own)
-                got = picks[level - 1][0, head, row].tolist()
-                assert [id_ for id_ in got if id_ < ids.shape[2]] == want
-                assert all(id_ == ids.shape[2] for id_ in got[len(want) :])
+                assert picks[level - 1][0, head, row].tolist() == want
 
 
 def test_equal_scores_go_to_lower_ids_and_nan_is_worst() -> None:
@@ -212,7 +255,7 @@ def test_equal_scores_go_to_lower_ids_and_nan_is_worst() -> None:
 def test_own_block_is_kept_all_the_way_down() -> None:
     query, key, _ = inputs(200, dim=4, seed=3)
     for level, picks in enumerate(picked(LogLinear(block=4, topk=2, keep_own=True), query, key), start=1):
-        own = torch.arange(pyramid.level_length(200, 4, level))[:, None]
+        own = torch.arange(levels.level_length(200, 4, level))[:, None]
         assert bool((picks == own).any(-1).all())
 
 
@@ -411,7 +454,7 @@ def test_no_query_reads_more_keys_than_said() -> None:
             continue
         leaves = inputs(num_queries, batch=1, heads=2)
         picks = picked(method, leaves[0], leaves[1])
-        lengths = [pyramid.level_length(num_keys, method.block, level) for level in range(len(picks) + 1)]
+        lengths = [levels.level_length(num_keys, method.block, level) for level in range(len(picks) + 1)]
         most = int(visible(method, picks, num_queries, lengths).sum(-1).max())
         said = method.keys_per_query(num_keys)
         assert most <= said, name

@@ -281,7 +281,7 @@ def topk(scores: Tensor, k: int, *, q_block: int, k_block: int, num_queries: int
 
 def key_lists(
     keys: Tensor,
-    counts: Tensor,
+    counts: Tensor | None,
     *,
     q_block: int,
     k_block: int = 1,
@@ -294,13 +294,16 @@ def key_lists(
     Args:
         keys: `[b, h, rows, width]` integer ids of key blocks (of keys, at the default grain), ascending, with
             `rows = ceil(num_queries / q_block)`. A repeated id is read twice. Entries from the count on are ignored.
-        counts: `[b, h, rows]` integer, from 0 to `width`.
+        counts: `[b, h, rows]` integer, from 0 to `width`. None: every list is full.
         check: verify counts, range and order. This waits for the device; without it nothing does.
 
     The capacity is `rows * width`.
     """
     sizes = _sizes(q_block, k_block, num_queries, num_keys)
     check_tensor("keys", keys, dims=4)
+    is_full = counts is None
+    if counts is None:
+        counts = torch.full((), keys.shape[3], device=keys.device).expand(keys.shape[:3])
     check_tensor("counts", counts, dims=3)
     for name, value in (("keys", keys), ("counts", counts)):
         if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
@@ -314,7 +317,16 @@ def key_lists(
     check_same_device("counts", counts, "keys", keys.device)
     if check:
         _check_key_lists(keys, counts, sizes)
-    return _from_rows(keys, counts, sizes)
+    return _full_rows(keys, sizes) if is_full else _from_rows(keys, counts, sizes)
+
+
+def _full_rows(ids: Tensor, sizes: _Sizes) -> Plan:
+    """Rows without gaps: nothing has to be moved."""
+    batch, heads, rows, width = ids.shape
+    _check_capacity(rows * width)
+    offsets = torch.arange(rows + 1, device=ids.device, dtype=torch.int32) * width
+    blocks = ids.to(torch.int32).flatten(2)
+    return Plan(offsets.expand(batch, heads, -1), blocks, *sizes, uniform=True, check=False)
 
 
 def _from_rows(ids: Tensor, counts: Tensor, sizes: _Sizes) -> Plan:

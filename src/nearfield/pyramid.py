@@ -1,89 +1,110 @@
-"""Pooled levels of tokens, and coarse-to-fine choosing of blocks among them.
-
-Level 0 is the tokens. A token of level `l` is the mean of `block` consecutive tokens of level `l - 1`; the last one of
-a level may stand for fewer. So token `i` of level `l` stands for the tokens `i * block**l ...` of level 0.
-"""
+"""Pooled levels of tokens, and coarse-to-fine choosing of blocks among them. `levels.py` has their layout."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nearfield import kernels
 from nearfield._types import Impl
-from nearfield.reference import select as reference
+from nearfield.levels import level_length, level_starts
+from nearfield.reference import pool as pool_reference
+from nearfield.reference import select as select_reference
 
 
-def level_length(length: int, block: int, level: int) -> int:
-    """Tokens of a level above `length` tokens."""
-    return -(-length // int(block**level))
+class Pyramid(NamedTuple):
+    """Levels 1 to `levels` above `length` tokens, side by side.
+
+    Args:
+        data: `[B, H, pooled, D]`; each level begins at a multiple of the block, what pads it is zero.
+    """
+
+    data: Tensor
+    length: int
+    block: int
+    levels: int
+
+    def level(self, level: int) -> Tensor:
+        """The tokens of one level, a view."""
+        start = level_starts(self.length, self.block, self.levels)[level - 1]
+        return self.data.narrow(2, start, level_length(self.length, self.block, level))
+
+    def up_to(self, level: int) -> Tensor:
+        """Levels 1 to `level` with their padding, a view."""
+        return self.data[:, :, : level_starts(self.length, self.block, level)[-1]]
 
 
-def num_represented(length: int, block: int, level: int, device: torch.device | str = "cpu") -> Tensor:
-    """How many tokens of level 0 each token of a level stands for."""
-    size = block**level
-    starts = torch.arange(0, length, size, device=device)
-    return (length - starts).clamp(max=size)
-
-
-def most_levels(length: int, block: int) -> int:
-    """The highest level that still has at least a block of tokens, and at least 1."""
-    level = 1
-    while level_length(length, block, level + 1) >= block:
-        level += 1
-    return level
-
-
-def pooled(x: Tensor, block: int, levels: int) -> tuple[Tensor, ...]:
-    """Levels 1 to `levels` of `[B, H, N, D]`, each a mean over what it stands for, summed in float32 at least."""
-    length = x.shape[2]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    sums, means = x, []
-    for level in range(1, levels + 1):
-        short = -sums.shape[2] % block
-        if short:  # padding copies, even by nothing
-            sums = pad(sums, (0, 0, 0, short))
-        sums = sums.unflatten(2, (-1, block)).sum(dim=3, dtype=wide)
-        means.append((sums / num_represented(length, block, level, x.device).to(wide)[:, None]).to(x.dtype))
-    return tuple(means)
+def pool(x: Tensor, block: int, levels: int, impl: Impl = "auto") -> Pyramid:
+    """Means of `[B, H, N, D]` over `block` consecutive tokens, of those means, and so on. Differentiable."""
+    return Pyramid(torch.ops.nearfield.pool(x, block, levels, impl), x.shape[2], block, levels)
 
 
 def select_blocks(
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    block: int,
-    topk: int,
-    *,
-    keep_own: bool = False,
-    impl: Impl = "auto",
+    queries: Pyramid, keys: Pyramid, topk: int, *, keep_own: bool = False, impl: Impl = "auto"
 ) -> tuple[Tensor, ...]:
     """The keys that queries choose at each level, from the highest down: each looks only at what its parent chose.
 
     Args:
-        queries, keys: levels 1 to L (`pooled`).
         topk: how many keys each query chooses.
         keep_own: a query always chooses the key at its own place.
 
     Returns:
-        For levels 1 to L, `[B, H, n, min(topk, m)]` int32 ids of keys, ascending; unused places hold `m`, the number of
-        keys of that level. A key of level 1 is a block of tokens. Never waits for the device, has no gradient.
+        For levels 1 to L, `[B, H, n, min(topk, m)]` int32 ids of keys, ascending and all used: a query's candidates are
+        at least as many. A key of level 1 is a block of tokens. Never waits for the device, has no gradient.
     """
     chosen: list[Tensor] = []
     parents = None
     with torch.no_grad():
-        for query, key in zip(reversed(queries), reversed(keys), strict=True):
-            candidates = key.shape[2] if parents is None else parents.shape[3] * block
-            count = min(topk, key.shape[2])
-            select = _implementation(query, candidates, impl).select
-            parents = select(query.detach(), key.detach(), parents, block, count, keep_own)
+        for level in range(queries.levels, 0, -1):
+            query, key = queries.level(level), keys.level(level)
+            candidates = key.shape[2] if parents is None else parents.shape[3] * keys.block
+            module = _kernels("select", impl, query, candidates) or select_reference
+            parents = module.select(query, key, parents, keys.block, min(topk, key.shape[2]), keep_own)
             chosen.append(parents)
     return tuple(reversed(chosen))
 
 
-def _implementation(query: Tensor, candidates: int, impl: Impl) -> Any:
-    """The module whose `select` runs: the kernel on a GPU where it can, plain torch otherwise."""
-    if impl in ("grouped", "reference") or (impl == "auto" and not query.is_cuda):
-        return reference
-    return kernels.select_module(query, candidates) or reference
+def _kernels(name: str, impl: Impl, x: Tensor, *call: Any) -> Any:
+    """The module with the kernels of that name, where they are wanted and can run."""
+    if impl in ("grouped", "reference") or (impl == "auto" and not x.is_cuda):
+        return None
+    return kernels.helper(name, x, *call)
+
+
+# -- the operator ------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nearfield::pool", mutates_args=())
+def _pool(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
+    module = _kernels("pool", impl, x, block, levels) or pool_reference  # type: ignore[arg-type]
+    pooled: Tensor = module.pool_forward(x, block, levels)
+    return pooled
+
+
+@_pool.register_fake
+def _(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
+    return x.new_empty(*x.shape[:2], level_starts(x.shape[2], block, levels)[-1], x.shape[3])
+
+
+@torch.library.custom_op("nearfield::pool_backward", mutates_args=())
+def _pool_backward(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
+    module = _kernels("pool", impl, grad, block, levels) or pool_reference  # type: ignore[arg-type]
+    spread: Tensor = module.pool_backward(grad, length, block, levels)
+    return spread
+
+
+@_pool_backward.register_fake
+def _(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
+    return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
+
+
+def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    ctx.length, ctx.call = inputs[0].shape[2], inputs[1:]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.nearfield.pool_backward(grad, ctx.length, *ctx.call), None, None, None
+
+
+_pool.register_autograd(_differentiate, setup_context=_remember)

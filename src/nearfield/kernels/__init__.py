@@ -81,9 +81,9 @@ def _missing(impl: str) -> str | None:
     return None
 
 
-def select_module(query: Tensor, num_candidates: int) -> Any:
-    """The module with the kernel that chooses candidates, or None where it cannot run."""
+def helper(name: str, *call: Any) -> Any:
+    """The module "select" or "pool" if its kernels can run such a call (see its `unsupported`), else None."""
     if _missing("triton") is not None:
         return None
-    module = importlib.import_module("nearfield.kernels.select")
-    return module if module.unsupported(query, num_candidates) is None else None
+    module = importlib.import_module(f"nearfield.kernels.{name}")
+    return module if module.unsupported(*call) is None else None

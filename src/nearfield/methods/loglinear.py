@@ -18,14 +18,15 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from nearfield import curves, dense_parts, planning, pyramid
+from nearfield import curves, dense_parts, planning
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend, merge
 from nearfield.geometry import Geometry
+from nearfield.levels import level_length, level_starts, most_levels, num_represented
 from nearfield.plan import Plan, check_block
+from nearfield.pyramid import pool, select_blocks
 from nearfield.tokenmap import Ordering
 
 Order = Literal["hilbert", "morton", "raster"]
@@ -95,7 +96,7 @@ class LogLinear:
     def num_levels(self, num_queries: int, num_keys: int) -> int:
         """Pooled levels for so many tokens; each has at least one of either."""
         length = min(num_queries, num_keys)
-        most = pyramid.most_levels(length, self.block)
+        most = most_levels(length, self.block)
         if self.levels == "auto":
             return most
         highest = max(1, math.ceil(math.log(length, self.block))) if length > 1 else 1
@@ -108,7 +109,7 @@ class LogLinear:
     def keys_per_query(self, num_tokens: int) -> int:
         """The most keys that a query reads: what the cost grows with."""
         levels = self.num_levels(num_tokens, num_tokens)
-        lengths = [pyramid.level_length(num_tokens, self.block, level) for level in range(levels + 1)]
+        lengths = [level_length(num_tokens, self.block, level) for level in range(levels + 1)]
         enriched = levels if self.enrich is None else min(self.enrich, levels)
         keys = sum(
             min(lengths[level], min(self.topk, lengths[level + 1]) * self.block)
@@ -128,7 +129,7 @@ class LogLinear:
         """What the fields come to on a geometry: levels, keys per query, pairs."""
         tokens = geometry.num_image_tokens
         levels = self.num_levels(tokens, tokens)
-        lengths = [pyramid.level_length(tokens, self.block, level) for level in range(levels + 1)]
+        lengths = [level_length(tokens, self.block, level) for level in range(levels + 1)]
         density = self.reader(geometry, device=device).num_pairs / geometry.num_tokens**2
         return "\n".join(
             [
@@ -271,120 +272,62 @@ def _attend(
     """Chosen blocks are read by blocks of queries; summaries, which siblings share, by wider ones; merged by `lse`."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     levels = method.num_levels(num_queries, num_keys)
-    keys, values = (pyramid.pooled(x, method.block, levels) for x in (key, value))
-    queries = pyramid.pooled(query.detach(), method.block, levels)
-    # Choosing compares products: a negative scale would turn best into worst.
-    queries = queries if scale is None or scale >= 0 else tuple(-x for x in queries)
-    picks = pyramid.select_blocks(
-        queries, keys, method.block, method.topk, keep_own=method.keep_own, impl=impl
+    queries = pool(query.detach(), method.block, levels, impl)
+    keys, values = (pool(x, method.block, levels, impl) for x in (key, value))
+    if scale is not None and scale < 0:  # choosing compares products; this would turn best into worst
+        queries = queries._replace(data=-queries.data)
+    picks = select_blocks(queries, keys, method.topk, keep_own=method.keep_own, impl=impl)
+    sizes = {"num_queries": num_queries, "num_keys": num_keys}
+    chosen = planning.key_lists(
+        picks[0], None, q_block=method.block, k_block=method.block, check=False, **sizes
     )
-    fine = _fine_plan(picks[0], method.block, num_queries, num_keys)
-    near = attend(query, key, value, fine, scale=scale, impl=impl)
-    coarse = _Coarse.of(method, picks, num_queries, num_keys, levels, text)
-    if coarse is None:
+    near = attend(query, key, value, chosen, scale=scale, impl=impl)
+    enriched = levels if method.enrich is None else min(method.enrich, levels)
+    if not enriched and text is None:
         return near
-    far = attend(
-        query,
-        coarse.joined(keys, None if text is None else text.key),
-        coarse.joined(values, None if text is None else text.value),
-        coarse.plan,
-        key_bias=coarse.bias,
-        scale=scale,
-        impl=impl,
-    )
-    return merge(near, far)
-
-
-def _fine_plan(picks: Tensor, block: int, num_queries: int, num_keys: int) -> Plan:
-    """Every block of queries reads the blocks it chose."""
-    counts = (picks < pyramid.level_length(num_keys, block, 1)).sum(-1)
-    return planning.key_lists(
-        picks, counts, q_block=block, k_block=block, num_queries=num_queries, num_keys=num_keys, check=False
-    )
+    lists = _Lists(method, picks, num_queries, num_keys, enriched)
+    bias = _summary_bias(num_keys, method.block, enriched, str(query.device))
+    far_key, far_value = keys.up_to(enriched), values.up_to(enriched)
+    if text is not None:
+        far_key, far_value = (
+            torch.cat(parts, dim=2) for parts in ((far_key, text.key), (far_value, text.value))
+        )
+        bias = _joined_bias(bias, text)
+    plan = lists.plan(0 if text is None else text.key.shape[2])
+    return merge(near, attend(query, far_key, far_value, plan, key_bias=bias, scale=scale, impl=impl))
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------
 
 
-class _Coarse(NamedTuple):
-    """Summaries, and the text, as one row of keys: sections that begin on multiples of the block.
-
-    Args:
-        plan: who reads which.
-        bias: the log of how many tokens each key stands for, `-inf` for padding, `[B or 1, H or 1, keys]`.
-        levels: which pooled levels the first sections are.
-        block: sections are padded to it.
-    """
-
-    plan: Plan
-    bias: Tensor
-    levels: range
-    block: int
-
-    @classmethod
-    def of(
-        cls,
-        method: LogLinear,
-        picks: Sequence[Tensor],
-        num_queries: int,
-        num_keys: int,
-        levels: int,
-        text: _Text | None,
-    ) -> "_Coarse | None":
-        """None where nothing but chosen tokens is read."""
-        enriched = levels if method.enrich is None else min(method.enrich, levels)
-        if not enriched and text is None:
-            return None
-        device = picks[0].device
-        read = range(1, enriched + 1)
-        sections = [_level_bias(num_keys, method.block, level, device) for level in read]
-        if text is not None:
-            sections.append(_text_bias(text))
-        lengths = [section.shape[-1] for section in sections]
-        lists = _Lists(method, picks, num_queries, num_keys, levels)
-        plan = lists.plan(read, lengths, has_text=text is not None)
-        return cls(plan, _joined_bias(sections, method.block), read, method.block)
-
-    def joined(self, pooled: Sequence[Tensor], text: Tensor | None) -> Tensor:
-        parts = [pooled[level - 1] for level in self.levels]
-        if text is not None:
-            parts.append(text)
-        return torch.cat([_padded(part, self.block) for part in parts], dim=2)
+@lru_cache(maxsize=64)
+def _summary_bias(num_keys: int, block: int, levels: int, device: str) -> Tensor:
+    """The log of how many tokens each key of the pooled levels stands for, `[1, 1, keys]`; `-inf` for padding."""
+    starts = level_starts(num_keys, block, levels)
+    with torch.inference_mode(False):
+        bias = torch.full((1, 1, starts[-1]), -torch.inf, dtype=torch.float64, device=device)
+        for level, start in enumerate(starts[:-1], start=1):
+            counts = num_represented(num_keys, block, level, device).double()
+            bias[..., start : start + len(counts)] = counts.log()
+        return bias
 
 
-def _level_bias(length: int, block: int, level: int, device: torch.device | str) -> Tensor:
-    """The log of how many tokens each of a level stands for, `[1, 1, n]`."""
-    return pyramid.num_represented(length, block, level, device).double().log()[None, None]
-
-
-def _text_bias(text: _Text) -> Tensor:
+def _joined_bias(summaries: Tensor, text: _Text) -> Tensor:
     if text.bias is None:
-        return torch.zeros(1, 1, text.key.shape[2], dtype=torch.float64, device=text.key.device)
-    return text.bias[(None,) * (3 - text.bias.dim())].double()
-
-
-def _padded(x: Tensor, block: int) -> Tensor:
-    short = -x.shape[2] % block
-    return pad(x, (0, 0, 0, short)) if short else x
-
-
-def _joined_bias(sections: Sequence[Tensor], block: int) -> Tensor:
-    batch, heads = (max(section.shape[dim] for section in sections) for dim in (0, 1))
-    parts = [
-        pad(section, (0, -section.shape[-1] % block), value=-torch.inf).expand(batch, heads, -1)
-        for section in sections
-    ]
-    return torch.cat(parts, dim=-1)
+        words = summaries.new_zeros(1, 1, text.key.shape[2])
+    else:
+        words = text.bias[(None,) * (3 - text.bias.dim())].to(summaries.dtype)
+    return torch.cat([summaries.expand(*words.shape[:2], -1), words], dim=-1)
 
 
 class _Lists(NamedTuple):
-    """The lists of the plan over summaries. Ids count blocks; single keys where some of a block are left out."""
+    """The plan over summaries and the text that follows them. Ids count blocks; single keys where some are left out."""
 
     method: LogLinear
     picks: Sequence[Tensor]
     num_queries: int
     num_keys: int
-    levels: int
+    enriched: int
 
     @property
     def q_block(self) -> int:
@@ -398,61 +341,62 @@ class _Lists(NamedTuple):
     def k_block(self) -> int:
         return 1 if self.method.exclude_selected else self.method.block
 
-    def plan(self, read: range, lengths: Sequence[int], has_text: bool) -> Plan:
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + -(-length // self.method.block) * self.method.block)
-        first_ids = [start // self.k_block for start in starts]
-        unused = first_ids[-1]  # sorts behind every id
+    def plan(self, text: int) -> Plan:
+        starts = level_starts(self.num_keys, self.method.block, self.enriched)
+        num_keys = starts[-1] + text
+        unused = -(-num_keys // self.k_block)  # sorts behind every id
         sections = []
-        for level, first in zip(read, first_ids, strict=False):
-            ids, is_read = self._top() if level == self.levels else self._children(level)
-            sections.append(torch.where(is_read, ids + first, unused))
-        if has_text:
-            sections.append(self._every(lengths[-1]) + first_ids[-2])
-        rows = -(-self.num_queries // self.q_block)
-        shape = (*self.picks[0].shape[:2], rows, -1)
-        ids = torch.cat([section.expand(shape) for section in sections], dim=-1).sort(dim=-1).values
+        for level, start in enumerate(starts[:-1], start=1):
+            is_top = level == len(self.picks)
+            ids, is_read = self._top() if is_top else self._children(level)
+            ids = ids + start // self.k_block
+            sections.append(ids if is_read is None else torch.where(is_read, ids, unused))
+        if text:
+            sections.append(self._every(text) + starts[-1] // self.k_block)
+        shape = (*self.picks[0].shape[:2], -(-self.num_queries // self.q_block), -1)
+        ids = torch.cat([section.expand(shape) for section in sections], dim=-1)
+        counts = None
+        if self.method.exclude_selected:
+            ids = ids.sort(dim=-1).values
+            counts = (ids < unused).sum(-1)
         return planning.key_lists(
             ids,
-            (ids < unused).sum(-1),
+            counts,
             q_block=self.q_block,
             k_block=self.k_block,
             num_queries=self.num_queries,
-            num_keys=starts[-1],
+            num_keys=num_keys,
             check=False,
         )
 
-    def _children(self, level: int) -> tuple[Tensor, Tensor]:
-        """The tokens of a level whose parents were chosen, and which of them are read."""
+    def _children(self, level: int) -> tuple[Tensor, Tensor | None]:
+        """The tokens of a level whose parents were chosen, as blocks or one by one; which are read, if not all."""
         parents = self._picked(level + 1)
-        is_read = parents < self._length(level + 1)
         if not self.method.exclude_selected:
-            return parents, is_read
+            return parents, None
         block = self.method.block
         ids = (parents[..., None] * block + torch.arange(block, device=parents.device)).flatten(-2)
-        is_read = is_read.repeat_interleave(block, -1) & (ids < self._length(level))
-        return ids, is_read & ~_is_among(ids, self._picked(level))
+        exists = ids < level_length(self.num_keys, block, level)
+        return ids, exists & ~_is_among(ids, self._picked(level))
 
-    def _top(self) -> tuple[Tensor, Tensor]:
+    def _top(self) -> tuple[Tensor, Tensor | None]:
         """All tokens of the highest level."""
-        ids = self._every(self._length(self.levels))
+        level = len(self.picks)
+        ids = self._every(level_length(self.num_keys, self.method.block, level))
         if not self.method.exclude_selected:
-            return ids, torch.ones_like(ids, dtype=torch.bool)
-        picked = self._picked(self.levels)
+            return ids, None
+        picked = self._picked(level)
         ids = ids.expand(*picked.shape[:3], -1)
         return ids, ~_is_among(ids, picked)
 
     def _every(self, length: int) -> Tensor:
-        return torch.arange(-(-length // self.k_block), device=self.picks[0].device).view(1, 1, 1, -1)
+        ids = torch.arange(-(-length // self.k_block), device=self.picks[0].device, dtype=torch.int32)
+        return ids.view(1, 1, 1, -1)
 
     def _picked(self, level: int) -> Tensor:
         """What the ancestor of each row chose at a level, `[B, H, rows, k]`."""
         rows = torch.arange(0, self.num_queries, self.q_block, device=self.picks[0].device)
-        return self.picks[level - 1].index_select(2, rows // self.method.block**level).long()
-
-    def _length(self, level: int) -> int:
-        return pyramid.level_length(self.num_keys, self.method.block, level)
+        return self.picks[level - 1].index_select(2, rows // self.method.block**level)
 
 
 def _is_among(ids: Tensor, others: Tensor) -> Tensor:
