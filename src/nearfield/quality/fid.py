@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nearfield._checks import check_int, check_tensor, shape_of, wrong_value
 from nearfield.quality import storage
+from nearfield.quality.precision import full_precision
 
 _FORMAT = "nearfield feature statistics 1"
 _MOST_DISTANCES = 2**24
@@ -83,8 +84,7 @@ def features_of(
     device = next(iter(network.state_dict().values())).device
     collected = []
     for images in batches:
-        # In full precision: a GPU would round the factors of every product to ten bits.
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        with full_precision():
             collected.append(network(images.to(device)).float().cpu())
         on_batch(len(images))
     if not collected:

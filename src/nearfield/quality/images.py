@@ -3,9 +3,9 @@
 import io
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -22,6 +22,7 @@ SUFFIXES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
 
 Opener = Callable[[], IO[bytes]]
+Reader = Callable[[], "Image"]
 
 
 @dataclass(frozen=True)
@@ -31,30 +32,32 @@ class ImageSet:
     Args:
         source: where they come from, in words.
         names: one per image, without folders and suffixes; they tell pairs of images apart.
-        readers: each gives the bytes of one image, or of the sheet it stands on.
-        boxes: for each image its box (left, upper, right, lower) on its sheet; None: the whole file.
+        readers: each gives one image, decoded.
+        is_sheet: whether the images stand on a sheet, where they have numbers for names.
     """
 
     source: str
     names: tuple[str, ...]
-    readers: tuple[Opener, ...]
-    boxes: tuple[tuple[int, int, int, int] | None, ...]
+    readers: tuple[Reader, ...]
+    is_sheet: bool = False
 
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def is_sheet(self) -> bool:
-        """Whether images stand on sheets, where they have numbers for names."""
-        return any(box is not None for box in self.boxes)
-
     def __getitem__(self, part: slice) -> "ImageSet":
-        return ImageSet(self.source, self.names[part], self.readers[part], self.boxes[part])
+        return self.chosen(range(len(self))[part])
+
+    def chosen(self, places: Iterable[int]) -> "ImageSet":
+        """The images at some places."""
+        chosen = [(self.names[place], self.readers[place]) for place in places]
+        return replace(
+            self, names=tuple(name for name, _ in chosen), readers=tuple(reader for _, reader in chosen)
+        )
 
     def batches(self, batch: int, size: int | None) -> Iterator[Tensor]:
         """Batches `[b, 3, size, size]` uint8, in order. With `size=None` all images must be of one size already."""
         check_int("batch", batch, at_least=1)
-        workers = min(8, os.cpu_count() or 1)
+        workers = min(16, os.cpu_count() or 1)
         # Decoders let other threads run. One batch is decoded while the one before it is used.
         with ThreadPoolExecutor(workers) as pool:
             pending = [pool.submit(self._read, index, size) for index in range(min(batch, len(self)))]
@@ -65,14 +68,22 @@ class ImageSet:
                 yield _stacked([future.result() for future in ready], self.source)
 
     def _read(self, index: int, size: int | None) -> Tensor:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import UnidentifiedImageError
 
         try:
-            with self.readers[index]() as file, Image.open(file) as opened:
-                image = opened.convert("RGB").crop(self.boxes[index])
+            return _pixels(self.readers[index](), size)
         except (UnidentifiedImageError, OSError) as error:
             raise OSError(f"{self.source}: {self.names[index]} cannot be read as an image: {error}") from None
-        return _pixels(image, size)
+
+
+def _decoder(opener: Opener) -> Reader:
+    def read() -> "Image":
+        from PIL import Image
+
+        with opener() as file, Image.open(file) as opened:
+            return opened.convert("RGB")
+
+    return read
 
 
 def _pixels(image: "Image", size: int | None) -> Tensor:
@@ -119,7 +130,7 @@ def open_images(source: Path, sheet_cell: int | None = None) -> ImageSet:
         raise ValueError(
             f"{source} is neither a folder, nor an archive ({', '.join(ARCHIVES)}), nor a picture."
         )
-    if not found:
+    if not len(found):
         raise ValueError(f"{source} holds no images ({', '.join(SUFFIXES)}).")
     return found
 
@@ -131,12 +142,11 @@ def _in_folder(folder: Path) -> ImageSet:
         if path.name.lower().endswith(ARCHIVES):
             sets.append(_in_archive(path))
         elif path.suffix.lower() in SUFFIXES and not path.name.startswith("."):
-            sets.append(ImageSet(str(path), (path.stem,), (_file_opener(path),), (None,)))
+            sets.append(ImageSet(str(path), (path.stem,), (_decoder(_file_opener(path)),)))
     return ImageSet(
         str(folder),
         tuple(name for part in sets for name in part.names),
         tuple(reader for part in sets for reader in part.readers),
-        tuple(box for part in sets for box in part.boxes),
     )
 
 
@@ -162,7 +172,7 @@ def _in_archive(archive: Path) -> ImageSet:
     except tarfile.TarError as error:
         raise ValueError(f"{archive} is not a tar archive: {error}") from None
     names = tuple(Path(member.name).stem for member in members)
-    return ImageSet(str(archive), names, tuple(readers), (None,) * len(names))
+    return ImageSet(str(archive), names, tuple(map(_decoder, readers)))
 
 
 def _is_picture(name: str) -> bool:
@@ -194,15 +204,15 @@ def _on_sheet(sheet: Path, cell: int | None) -> ImageSet:
     if cell is None:
         raise ValueError(f"{sheet} is one picture: a sheet needs the size of the images on it.")
     with Image.open(sheet) as opened:
-        width, height = opened.size
-    if width % cell or height % cell:
-        wrong_value("size", f"divide the sheet of {width} x {height} pixels into images", cell)
-    boxes = tuple(
-        (left, upper, left + cell, upper + cell)
-        for upper in range(0, height, cell)
-        for left in range(0, width, cell)
-    )
-    names = tuple(f"{index:05}" for index in range(len(boxes)))
-    # Read once: every image would decode the whole sheet again.
-    content = sheet.read_bytes()
-    return ImageSet(str(sheet), names, (_bytes_opener(content),) * len(boxes), boxes)
+        whole = opened.convert("RGB")
+    if whole.width % cell or whole.height % cell:
+        wrong_value("size", f"divide the sheet of {whole.width} x {whole.height} pixels into images", cell)
+    corners = [
+        (left, upper) for upper in range(0, whole.height, cell) for left in range(0, whole.width, cell)
+    ]
+    readers = tuple(_cropper(whole, (left, upper, left + cell, upper + cell)) for left, upper in corners)
+    return ImageSet(str(sheet), tuple(f"{index:05}" for index in range(len(readers))), readers, is_sheet=True)
+
+
+def _cropper(sheet: "Image", box: tuple[int, int, int, int]) -> Reader:
+    return lambda: sheet.crop(box)

@@ -12,6 +12,7 @@ from torch import Tensor
 from nearfield.quality import fid, lpips, seams, similarity
 from nearfield.quality.images import ImageSet, open_images
 from nearfield.quality.inception import load_inception
+from nearfield.quality.precision import full_precision
 from nearfield.quality.progress import ImageProgress
 
 BY_FEATURES = ("fid", "kid", "precision")
@@ -56,7 +57,8 @@ class Source:
         if path.suffix.lower() == ".safetensors":
             self.statistics = _thinned(fid.Statistics.load(path), num, path)
         else:
-            self.images = _evenly(open_images(path, sheet_cell=size), num)
+            images = open_images(path, sheet_cell=size)
+            self.images = images.chosen(_places(len(images), num))
 
     def __len__(self) -> int:
         if self.images is not None:
@@ -69,16 +71,6 @@ def _places(count: int, num: int | None) -> list[int]:
     if num is None or num >= count:
         return list(range(count))
     return [index * count // num for index in range(num)]
-
-
-def _evenly(images: ImageSet, num: int | None) -> ImageSet:
-    places = _places(len(images), num)
-    return ImageSet(
-        images.source,
-        tuple(images.names[index] for index in places),
-        tuple(images.readers[index] for index in places),
-        tuple(images.boxes[index] for index in places),
-    )
 
 
 def _thinned(statistics: fid.Statistics, num: int | None, path: Path) -> fid.Statistics:
@@ -171,7 +163,8 @@ def _pairs(first: ImageSet, second: ImageSet, metrics: Sequence[str], task: Task
         for pair in batches:
             one, other = (images.to(task.device) for images in pair)
             if network is not None:
-                values["lpips"].append(network(one, other).cpu())
+                with full_precision():
+                    values["lpips"].append(network(one, other).cpu())
             for name, function in (("psnr", similarity.psnr), ("ssim", similarity.ssim)):
                 if name in metrics:
                     values[name].append(function(one, other).cpu())
