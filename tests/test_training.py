@@ -320,6 +320,19 @@ def test_training_may_be_sparse_from_the_start(tmp_path: Path) -> None:
         flow(tmp_path / "b", 12, size=64).resume()
 
 
+@pytest.mark.parametrize("method", [None, Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)])
+def test_a_compiled_model_learns_the_same(
+    method: Hilbert | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_model = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile_model(model, backend="eager"))
+    runs = [
+        flow(tmp_path / name, 3, size=64, method=method, compiled=name == "compiled").run()
+        for name in ("compiled", "plain")
+    ]
+    torch.testing.assert_close(*(torch.tensor(run.losses) for run in runs))
+
+
 # -- distillation ------------------------------------------------------------------------------------------------------
 
 METHOD = Hilbert(tiles=4, shared="none", dense_layers=0)

@@ -91,7 +91,8 @@ class TinyFlux(nn.Module):
         Args:
             network: what to call in the transformer's place: the same, compiled.
         """
-        (out,) = (network or self.transformer)(**self.arguments(latents, noise_level))
+        network = self.transformer if network is None else network
+        (out,) = network(**self.arguments(latents, noise_level))
         height, width = latents.shape[2:]
         velocity: Tensor = out.transpose(1, 2).unflatten(2, (height, width))
         return velocity

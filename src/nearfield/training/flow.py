@@ -4,6 +4,7 @@ At level s the model sees (1 - s) x + s e, for a picture x and noise e, and is a
 function of normal numbers, so that the middle, where the picture is decided, is seen most.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -132,7 +133,9 @@ class FlowTraining:
         self.loop.resume()
 
     def run(self) -> Outcome:
-        with attention_backend(self.recipe.attention):
+        with attention_backend(self.recipe.attention), warnings.catch_warnings():
+            # torch.compile looks for gradients of what a model is given, and torch then warns of looking.
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
             return self.loop.run(self._on_step, self.publish, self.recipe.sample_seconds)
 
     def loss(self, step: int, part: int) -> Tensor:
