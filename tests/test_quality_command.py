@@ -216,6 +216,36 @@ def test_pairs_must_pair_up(folders: tuple[Path, Path], capsys: pytest.CaptureFi
     assert "must have equally many images on both sides; got 15 and 16." in capsys.readouterr().err
 
 
+def test_statistics_do_for_features_only(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "dense.safetensors"
+    assert quality(folders[1], "--size", "64", "--save", saved) == 0
+    Statistics.load(saved).save(tmp_path / "bare.safetensors", with_features=False)
+    capsys.readouterr()
+    for words, message in (
+        ((saved, "--pairs"), "`--pairs` must compare images, not statistics"),
+        (
+            (saved, "--seam-method", "pixels=4"),
+            "holds statistics and no images: pairs and seams need images.",
+        ),
+        ((tmp_path / "bare.safetensors",), "holds no features: leave `kid` and `precision` out."),
+        ((tmp_path / "bare.safetensors", "--num", "8"), "holds no features, so 8 of its 16 images"),
+    ):
+        assert quality(folders[0], *words, "--size", "64") == 2
+        assert message in capsys.readouterr().err
+    assert quality(folders[0], tmp_path / "bare.safetensors", "--size", "64", "--metrics", "fid") == 0
+
+
+def test_seams_are_not_looked_for_in_scaled_images(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--size", "32", "--metrics", "seams", "--seam-method", "pixels=4,shared=none")
+    assert quality(*folders, *words) == 2
+    message = "`--size` must be that of the images where seams are measured; got 32 for 64 x 64 pixels."
+    assert message in capsys.readouterr().err
+
+
 def test_missing_network_is_a_matter_of_usage(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

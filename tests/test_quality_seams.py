@@ -15,7 +15,7 @@ DATA = Path(__file__).with_name("data")
 
 def labels(method: Hilbert, geometry: Geometry, layer: int, q_block: int) -> Tensor:
     """The tile of every token in raster order, by the functions that cut the curve; -1 for shared tokens."""
-    (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens, q_block)
+    (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
     shift = layer % method.cycle, method.cycle
     begins = tiling.cuts(segment.ring, method.tiles or 16, shift, q_block)
     tile = torch.full((math.prod(geometry.grid),), -1)

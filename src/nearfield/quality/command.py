@@ -8,18 +8,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from nearfield.quality.measure import Source, Task
-    from nearfield.quality.seams import Borders
+import torch
+
+from nearfield.geometry import Geometry
+from nearfield.methods.hilbert import Hilbert
+from nearfield.quality import results
+from nearfield.quality.inception import MissingWeights
+from nearfield.quality.measure import BY_FEATURES, BY_PAIRS, METRICS, Source, Task, measure
+from nearfield.quality.seams import Borders, tile_borders
+from nearfield.quality.storage import MissingExtra
 
 OK, FAILED, USAGE = 0, 1, 2
 
 Facts = Callable[[], dict[str, Any]]
 
-_BY_FEATURES, _PAIRED = ("fid", "kid", "precision"), ("lpips", "psnr", "ssim")
-_METRICS = (*_BY_FEATURES, *_PAIRED, "seams")
 _PLACE_FIELDS = {"text": 0, "pixels": 16, "q_block": None}
 _EXAMPLES = """examples:
   nearfield quality samples/ photographs.tar --num 1500 --size 256
@@ -57,7 +61,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("images", metavar="A", help=f"the images: {kinds}")
     parser.add_argument("references", metavar="B", nargs="?", help="photographs, or the dense model's images")
     parser.add_argument(
-        "--metrics", metavar="A,B", help=f"any of {', '.join(_METRICS)} (default: those that can be computed)"
+        "--metrics", metavar="A,B", help=f"any of {', '.join(METRICS)} (default: those that can be computed)"
     )
     parser.add_argument(
         "--pairs",
@@ -87,9 +91,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, facts: Facts) -> int:
     """Measure, print and write; returns the exit code. What cannot be used is said in one line on stderr."""
-    from nearfield.quality.inception import MissingWeights
-    from nearfield.quality.storage import MissingExtra
-
     try:
         return _run(arguments, facts)
     except (_UsageError, MissingWeights, MissingExtra, FileNotFoundError, ValueError) as error:
@@ -98,8 +99,6 @@ def run(arguments: argparse.Namespace, facts: Facts) -> int:
 
 
 def _run(arguments: argparse.Namespace, facts: Facts) -> int:
-    from nearfield.quality.measure import Source, measure
-
     _check_outputs(arguments)
     task = _task(arguments)
     first = Source(Path(arguments.images), task.size, task.num)
@@ -134,9 +133,7 @@ def _wrong(argument: str, rule: str, got: object, hint: str = "") -> NoReturn:
     raise _UsageError(f"`{argument}` must {rule}; got {got}." + (f" {hint}" if hint else ""))
 
 
-def _task(arguments: argparse.Namespace) -> "Task":
-    from nearfield.quality.measure import Task
-
+def _task(arguments: argparse.Namespace) -> Task:
     size = _integer("--size", arguments.size, 32)
     return Task(
         metrics=_metrics(arguments),
@@ -157,20 +154,20 @@ def _metrics(arguments: argparse.Namespace) -> tuple[str, ...]:
         return ("fid",)
     if arguments.metrics is None:
         seams = ("seams",) if arguments.seam_method else ()
-        return (*_BY_FEATURES, *(_PAIRED if arguments.pairs else ()), *seams)
+        return (*BY_FEATURES, *(BY_PAIRS if arguments.pairs else ()), *seams)
     chosen = tuple(dict.fromkeys(name.strip() for name in arguments.metrics.split(",")))
     for name in chosen:
-        if name not in _METRICS:
-            _wrong("--metrics", f"be any of {', '.join(_METRICS)}", repr(name))
-        if name in _PAIRED and not arguments.pairs:
+        if name not in METRICS:
+            _wrong("--metrics", f"be any of {', '.join(METRICS)}", repr(name))
+        if name in BY_PAIRS and not arguments.pairs:
             _wrong(
                 "--metrics",
                 f"go with `--pairs` for {name}",
                 repr(arguments.metrics),
                 "Pairs share their seeds.",
             )
-    if arguments.save and not any(name in _BY_FEATURES for name in chosen):
-        _wrong("--metrics", f"name one of {', '.join(_BY_FEATURES)} for `--save`", repr(arguments.metrics))
+    if arguments.save and not any(name in BY_FEATURES for name in chosen):
+        _wrong("--metrics", f"name one of {', '.join(BY_FEATURES)} for `--save`", repr(arguments.metrics))
     if ("seams" in chosen) != (arguments.seam_method is not None):
         _wrong(
             "--metrics", "name seams where `--seam-method` is given, and only there", repr(arguments.metrics)
@@ -178,12 +175,8 @@ def _metrics(arguments: argparse.Namespace) -> tuple[str, ...]:
     return chosen
 
 
-def seam_borders(text: str, size: int) -> "Borders":
+def seam_borders(text: str, size: int) -> Borders:
     """Lines of a method given as `field=value,...`, on square images of `size` pixels."""
-    from nearfield.geometry import Geometry
-    from nearfield.methods.hilbert import Hilbert
-    from nearfield.quality.seams import tile_borders
-
     known = {each.name: each.default for each in fields(Hilbert)}
     places: dict[str, Any] = dict(_PLACE_FIELDS)
     chosen: dict[str, Any] = {}
@@ -222,9 +215,7 @@ def _integer(argument: str, text: str, least: int) -> int:
     return int(text)
 
 
-def _device(name: str | None) -> Any:
-    import torch
-
+def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -253,7 +244,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             _wrong(argument, "stand in a directory", repr(text))
 
 
-def _check_pairs(first: "Source", second: "Source") -> None:
+def _check_pairs(first: Source, second: Source) -> None:
     if len(first) != len(second):
         _wrong("--pairs", "have equally many images on both sides", f"{len(first)} and {len(second)}")
     if first.images is None or second.images is None:
@@ -265,7 +256,7 @@ def _check_pairs(first: "Source", second: "Source") -> None:
             _wrong("--pairs", "have the same names on both sides", f"{one} beside {other}")
 
 
-def _remarks(first: "Source", second: "Source | None", task: "Task") -> list[str]:
+def _remarks(first: Source, second: Source | None, task: Task) -> list[str]:
     """What a reader must know to compare the figures."""
     notes = []
     if second is not None and len(first) != len(second) and task.needs_features:
@@ -312,14 +303,12 @@ def _text(record: dict[str, Any], arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _write(arguments: argparse.Namespace, first: "Source", document: dict[str, Any]) -> int:
-    from nearfield.quality.results import write_json
-
+def _write(arguments: argparse.Namespace, first: Source, document: dict[str, Any]) -> int:
     writers: list[tuple[str, Callable[[Path], None]]] = []
     if arguments.save and first.statistics is not None:
         writers.append((arguments.save, first.statistics.save))
     if arguments.json:
-        writers.append((arguments.json, lambda path: write_json(path, document)))
+        writers.append((arguments.json, lambda path: results.write_json(path, document)))
     code = OK
     for name, write in writers:
         try:
@@ -335,8 +324,6 @@ def _write(arguments: argparse.Namespace, first: "Source", document: dict[str, A
 def own_facts() -> dict[str, Any]:
     """The least a reader needs to judge a figure."""
     import platform
-
-    import torch
 
     from nearfield import __version__
 

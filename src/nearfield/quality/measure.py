@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearfield._checks import wrong_value
 from nearfield.quality import fid, lpips, seams, similarity
 from nearfield.quality.images import ImageSet, open_images
 from nearfield.quality.inception import load_inception
@@ -31,7 +32,7 @@ class Task:
         size: pixels per side to which images are brought.
         num: so many images of each set, evenly spaced; None for all.
         inception: file of the FID network; None for the installed one.
-        borders: lines of the seams, and how they were asked for.
+        borders: lines of the seams; asked for where these are measured.
     """
 
     metrics: tuple[str, ...]
@@ -85,6 +86,8 @@ def _thinned(statistics: fid.Statistics, num: int | None, path: Path) -> fid.Sta
 
 def measure(first: Source, second: Source | None, task: Task) -> dict[str, Any]:
     """A record of figures; fills in the statistics of the sources on the way."""
+    if second is not None:
+        _require(first, second, task)
     record: dict[str, Any] = {"images": len(first), "references": len(second) if second else None}
     if task.needs_features:
         _collect([source for source in (first, second) if source is not None], task)
@@ -93,6 +96,16 @@ def measure(first: Source, second: Source | None, task: Task) -> dict[str, Any]:
     if second is not None and any(name in (*BY_PAIRS, "seams") for name in task.metrics):
         record |= _by_pixels(first, second, task)
     return record
+
+
+def _require(first: Source, second: Source, task: Task) -> None:
+    """What will be needed is there: said before anything takes time."""
+    for source in (first, second):
+        if source.images is None and any(name not in BY_FEATURES for name in task.metrics):
+            raise ValueError(f"{source.path} holds statistics and no images: pairs and seams need images.")
+        has_features = source.statistics is None or source.statistics.features is not None
+        if not has_features and {"kid", "precision"} & set(task.metrics):
+            raise ValueError(f"{source.path} holds no features: leave `kid` and `precision` out.")
 
 
 def _statistics(source: Source) -> fid.Statistics:
@@ -118,15 +131,11 @@ def _by_features(first: fid.Statistics, second: fid.Statistics, metrics: Sequenc
     found: dict[str, Any] = {}
     if "fid" in metrics:
         found["fid"] = fid.frechet_distance(first, second)
-    if not {"kid", "precision"} & set(metrics):
-        return found
-    if first.features is None or second.features is None:
-        raise ValueError("statistics without features give FID only; leave `kid` and `precision` out.")
-    if "kid" in metrics:
+    if "kid" in metrics and first.features is not None and second.features is not None:
         blocks = max(1, min(10, min(first.count, second.count) // _FEWEST_PER_BLOCK))
         kid = fid.kernel_distance(first.features, second.features, blocks=blocks)
         found |= {"kid": kid.value, "kid_error": _finite(kid.error)}
-    if "precision" in metrics:
+    if "precision" in metrics and first.features is not None and second.features is not None:
         shares = fid.precision_recall(first.features, second.features)
         found |= {"precision": shares.precision, "recall": shares.recall}
     return found
@@ -134,8 +143,8 @@ def _by_features(first: fid.Statistics, second: fid.Statistics, metrics: Sequenc
 
 def _by_pixels(first: Source, second: Source, task: Task) -> dict[str, Any]:
     """Pairs of images side by side; seams need no pairs, but both sets."""
-    if first.images is None or second.images is None:
-        raise ValueError("statistics hold no images: pairs and seams need both sets of images.")
+    assert first.images is not None  # `_require` saw to it
+    assert second.images is not None
     in_pairs = [name for name in task.metrics if name in BY_PAIRS]
     found: dict[str, Any] = {}
     if in_pairs:
@@ -185,7 +194,12 @@ def _seam_energy(images: ImageSet, task: Task) -> seams.SeamEnergy:
     assert task.borders is not None
     parts = []
     with ImageProgress(f"seams of {Path(images.source).name}", len(images)) as progress:
-        for batch in images.batches(task.batch, task.size):
+        # As they are: scaling would smooth the lines, and move them.
+        for batch in images.batches(task.batch, None):
+            if batch.shape[2:] != (task.size, task.size):
+                height, width = batch.shape[2:]
+                rule = "be that of the images where seams are measured"
+                wrong_value("--size", rule, f"{task.size} for {width} x {height} pixels")
             parts.append(seams.line_gradients(batch.to(task.device), task.borders))
             progress.advance(len(batch))
     return seams.seam_energy(torch.cat(parts))

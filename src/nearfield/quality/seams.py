@@ -57,7 +57,7 @@ def tile_borders(
         wrong_value(
             "geometry", "have a grid of two sides", geometry, "Measure the frames of a video one by one."
         )
-    order = method.ordering(geometry, q_block=q_block)
+    order = method.ordering(geometry)
     count = math.prod(geometry.grid)
     position = (order.inverse[:count] + geometry.image_spans[0][0]).view(geometry.grid)
     chosen = range(method.cycle) if layers is None else layers
