@@ -77,7 +77,8 @@ tune)
     ;;
 sparse)
     [ $# -ge 1 ] || usage
-    train sparse 512 "$1" --batch 64 --learning-rate 2e-4 --shift 2 --method hilbert --start "$(model_of base)" "${@:2}"
+    train sparse 512 "$1" --batch 64 --learning-rate 2e-4 --shift 2 --accumulate 2 --method hilbert \
+        --start "$(model_of base)" "${@:2}"
     ;;
 distill)
     [ $# -ge 1 ] || usage

@@ -398,7 +398,7 @@ def test_lora_stands_on_attention_and_feed_forward() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["flux", "sd3", "pixart", "qwen", "z_image"])
+@pytest.mark.parametrize("kind", ["flux", "sd3", "pixart", "qwen", "z_image", "sdxl"])
 def test_any_model_that_apply_supports_is_distilled(kind: str, tmp_path: Path) -> None:
     model = getattr(tiny_models, kind)()
     inputs = getattr(tiny_models, f"{kind}_inputs")((16, 16))
@@ -406,6 +406,8 @@ def test_any_model_that_apply_supports_is_distilled(kind: str, tmp_path: Path) -
     recipe = distill.Recipe(METHOD, saves_memory=kind == "flux")
     losses = distill.Distillation(model, lambda *_: inputs, tmp_path, recipe, schedule).run().losses
     assert 0 < losses[-1] < losses[0], losses
+    prefix = "unet." if kind == "sdxl" else "transformer."
+    assert all(name.startswith(prefix) for name in read_tensors(tmp_path / distill.LORA)[0])
 
 
 def test_calls_are_recorded_and_given_back(tmp_path: Path) -> None:

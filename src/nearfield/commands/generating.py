@@ -91,7 +91,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
         pipeline, sample = _prepared(arguments, method)
         runs = _runs(arguments, pipeline, sample, method)
-        records = generate.compared(runs, _measures(runs))
+        records = generate.compared(runs, _measures(arguments, runs))
         shown = [run._replace(images=run.images[:_ON_SHEET]) for run in runs]
         if arguments.images:
             for run, name in zip(runs, _folder_names(arguments), strict=True):
@@ -170,23 +170,28 @@ def _runs(arguments: argparse.Namespace, pipeline: Any, sample: "Sampler", metho
     return runs
 
 
-def _measures(runs: list["Run"]) -> dict[str, Callable[["torch.Tensor", "torch.Tensor"], float]]:
-    """PSNR, and LPIPS where pictures are large enough for it; of batches `[num, height, width, 3]`."""
+def _measures(
+    arguments: argparse.Namespace, runs: list["Run"]
+) -> dict[str, Callable[["torch.Tensor", "torch.Tensor"], float]]:
+    """Means over pairs of pictures `[num, height, width, 3]`: PSNR, and LPIPS where they are large enough for it."""
     if len(runs) < 2:
         return {}
     from nearfield import quality
 
-    def psnr(first: "torch.Tensor", second: "torch.Tensor") -> float:
-        error = (first.double() - second.double()).square().mean()
-        return float(10 * (255**2 / error).log10())
+    device = chosen_device(arguments.device)
 
-    def lpips(first: "torch.Tensor", second: "torch.Tensor") -> float:
-        network = quality.load_lpips()
-        pairs = zip(first.permute(0, 3, 1, 2).split(4), second.permute(0, 3, 1, 2).split(4), strict=True)
-        return sum(float(network(*pair).sum()) for pair in pairs) / len(first)
+    def mean_of(measure: Any) -> Callable[["torch.Tensor", "torch.Tensor"], float]:
+        def mean(first: "torch.Tensor", second: "torch.Tensor") -> float:
+            pairs = zip(first.split(4), second.split(4), strict=True)
+            values = (measure(*(part.permute(0, 3, 1, 2).to(device) for part in pair)) for pair in pairs)
+            return float(sum(value.sum() for value in values)) / len(first)
 
-    is_large = min(runs[0].images.shape[1:3]) >= 64
-    return {"psnr": psnr, "lpips": lpips} if is_large else {"psnr": psnr}
+        return mean
+
+    measures = {"psnr": mean_of(quality.psnr)}
+    if min(runs[0].images.shape[1:3]) >= 64:
+        measures["lpips"] = mean_of(quality.load_lpips(device=device))
+    return measures
 
 
 def _document(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:

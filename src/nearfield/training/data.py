@@ -74,7 +74,7 @@ def _in_folder(folder: Path) -> Iterator[Picture]:
 
 
 def decoded(picture: Picture, size: int) -> Tensor:
-    """The middle square of a picture at `size` pixels, `[3, size, size]` in [0, 1]."""
+    """The middle square of a picture at `size` pixels, `[3, size, size]` uint8."""
     image_module = _pillow()
     try:
         with image_module.open(io.BytesIO(picture.read())) as image:
@@ -86,7 +86,7 @@ def decoded(picture: Picture, size: int) -> Tensor:
     if side != size:
         square = square.resize((size, size), image_module.Resampling.LANCZOS)
     values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
-    return values.view(size, size, 3).permute(2, 0, 1).float() / 255
+    return values.view(size, size, 3).permute(2, 0, 1)
 
 
 def _pillow() -> Any:
@@ -152,11 +152,12 @@ def encode(
 
 @torch.no_grad()
 def _both_ways(autoencoder: Autoencoder, images: Tensor, device: torch.device) -> Tensor:
-    """`[B, 3, H, W]` to latents `[B, 2, 32, h, w]` float16 of the images and their mirror images."""
+    """Images `[B, 3, H, W]` uint8 to latents `[B, 2, 32, h, w]` float16, of them and their mirror images."""
     few = 16 if device.type == "cuda" else 2
     parts = []
     for part in images.split(few):
-        both = torch.stack([part, part.flip(-1)], dim=1).flatten(0, 1).to(device)
+        plain = part.to(device).float() / 255
+        both = torch.stack([plain, plain.flip(-1)], dim=1).flatten(0, 1)
         parts.append(autoencoder.encode(both).unflatten(0, (-1, 2)).half().cpu())
     return torch.cat(parts)
 
@@ -200,7 +201,11 @@ class _Cache:
         chunks = [
             slice(start, min(start + _CHUNK, self.shape[0])) for start in range(0, self.shape[0], _CHUNK)
         ]
-        return [chunk for chunk in chunks if self.digests.get(str(chunk.start)) != self._digest(chunk)]
+        return [chunk for chunk in chunks if not self._is_whole(chunk)]
+
+    def _is_whole(self, chunk: slice) -> bool:
+        known = self.digests.get(str(chunk.start))
+        return known is not None and known == self._digest(chunk)
 
     def write(self, chunk: slice, values: Tensor) -> None:
         self.values[chunk] = values
