@@ -18,7 +18,7 @@ from nearfield import Hilbert, cli
 from nearfield.commands import methods, training
 from nearfield.commands.progress import Bar
 from nearfield.demo import generate
-from nearfield.demo.model import save_model
+from nearfield.demo.model import Packing, save_model
 from nearfield.training.flow import Backend
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +88,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_choices_are_those_of_the_library() -> None:
     assert get_args(Backend) == training.BACKENDS
+    assert get_args(Packing) == training.PACKINGS
     assert set(methods._FIELDS) | {"tile_size"} == set(Hilbert.__dataclass_fields__)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nearfield.training.data import Latents
     from nearfield.training.loop import Outcome, Schedule
 
+PACKINGS = ("int8", "bf16", "none")
 BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 
 # For trying the whole chain: minutes on a laptop, pictures of nothing much.
@@ -69,6 +70,13 @@ def _add_train_demo(models: Any) -> None:
         help=f"torch's kernel for dense attention: {', '.join(BACKENDS)} (default auto)",
     )
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
+    parser.add_argument(
+        "--packing",
+        type=member("--packing", PACKINGS),
+        default="int8",
+        metavar="HOW",
+        help=f"how the model is written: {', '.join(PACKINGS)} (default int8)",
+    )
     _add_integer(parser, "--samples", 16, "pictures on a sample sheet", least=0, most=256)
     _add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
     _add_common(parser)
@@ -198,6 +206,7 @@ def _train_demo(arguments: argparse.Namespace) -> int:
             attention=arguments.attention,
             compiled=arguments.compile,
             samples=arguments.samples,
+            packing=arguments.packing,
             sample_seconds=arguments.sample_seconds,
         )
         latents = _latents(arguments, arguments.size)

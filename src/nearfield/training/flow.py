@@ -20,7 +20,7 @@ import nearfield
 from nearfield._checks import check_int, check_member, wrong_value
 from nearfield.adapters import apply
 from nearfield.demo.autoencoder import PIXELS_PER_TOKEN
-from nearfield.demo.model import ModelConfig, TinyFlux, load_model, reconfigured, save_model
+from nearfield.demo.model import ModelConfig, Packing, TinyFlux, load_model, reconfigured, save_model
 from nearfield.demo.pictures import grid_of, write_picture
 from nearfield.demo.sampler import DemoPipeline, precision
 from nearfield.methods import Method
@@ -52,6 +52,7 @@ class Recipe:
         compiled: let torch.compile make the model faster; the first step then takes a minute.
         samples: pictures on a sample sheet, 0 for none.
         sample_steps, sample_seconds: denoising steps per picture, and time between sheets.
+        packing: how the model is written: in 8 bits, in bfloat16, or as it is.
     """
 
     size: int = 256
@@ -64,12 +65,14 @@ class Recipe:
     samples: int = 16
     sample_steps: int = 24
     sample_seconds: float = 180.0
+    packing: Packing = "int8"
 
     def __post_init__(self) -> None:
         check_int("batch", self.batch, at_least=1)
         check_int("seed", self.seed, at_least=0)
         check_int("samples", self.samples, at_least=0)
         check_member("attention", self.attention, get_args(Backend))
+        check_member("packing", self.packing, get_args(Packing))
         if self.shift <= 0:
             wrong_value("shift", "be above 0", self.shift)
 
@@ -158,7 +161,7 @@ class FlowTraining:
                 "recipe": self.recipe.facts(),
                 "nearfield": nearfield.__version__,
             }
-            save_model(self.folder / MODEL, self.model, facts)
+            save_model(self.folder / MODEL, self.model, facts, self.recipe.packing)
             if self.recipe.samples:
                 pipeline = DemoPipeline(self.model)
                 pipeline.autoencoder.to(self.device)

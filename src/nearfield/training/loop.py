@@ -136,6 +136,8 @@ class Loop:
             on_step: called with the number of steps done and the last known loss.
             on_pause: called every `pause_seconds` (to draw samples), and at the end.
         """
+        if self.step == 0:
+            (self.folder / LOG).unlink(missing_ok=True)  # of another run
         started = saved = paused = time.monotonic()
         pending, losses = list[Tensor](), list[float]()
         ending: Ending | None = None
