@@ -24,6 +24,7 @@ from tests.attending import (
     run,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import nearfield
@@ -385,7 +386,7 @@ def operator_arguments(call: Call, impl: str) -> tuple[Any, ...]:
         bias = bias.expand(*call.query.shape[:2], -1).clone().requires_grad_()
     positions = call.positions or (None, None)
     lists = plan.offsets, plan.blocks, None, transposed.offsets, transposed.blocks, None
-    return *leaves, *lists, bias, *positions, plan.q_block, plan.k_block, plan.uniform, 0.25, impl
+    return *leaves, *lists, bias, *positions, plan._extent, plan.q_block, plan.k_block, 0.25, impl
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS[1:3])
@@ -419,6 +420,24 @@ def test_compiles_once_for_all_lists(impl: str, device: torch.device) -> None:
                 gradients.append(torch.autograd.grad(function(*leaves, plan), leaves))
             for expected, got in zip(*gradients, strict=True):
                 torch.testing.assert_close(got, expected)
+
+
+def test_one_graph_serves_all_sizes_and_still_checks_them() -> None:
+    """Lengths, lists and uniform rows may change; a plan for other lengths is refused when the graph runs."""
+    plans = {n: planning.ring(n, 32, shift=16, q_block=16, k_block=16) for n in range(64, 160, 16)}
+    graphs = CompileCounter()
+
+    def out(query: Tensor, key: Tensor, value: Tensor, plan: nearfield.Plan) -> Tensor:
+        return nearfield.attend(query, key, value, plan).out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(out, fullgraph=True, backend=graphs)
+    for length, plan in plans.items():
+        inputs = random_inputs(1, 2, length, dim=8)
+        torch.testing.assert_close(compiled(*inputs, plan), out(*inputs, plan))
+    assert graphs.frame_count == 2  # one for the first size, one for all others
+    with pytest.raises(ValueError, match="`plan` must be made for 144 queries and 144 keys; got 80 and 80"):
+        compiled(*inputs, plans[80])
 
 
 @pytest.mark.parametrize("impl", ["grouped"])

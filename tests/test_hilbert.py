@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from nearfield import Geometry, Hilbert, HilbertAttention, attend, curves, hilbert_attention, planning
+from nearfield.methods import hilbert
 
 HILBERT = importlib.import_module("nearfield.methods.hilbert")
 BLOCKS = st.sampled_from([1, 2, 4, 8, 16])
@@ -129,16 +130,42 @@ def test_a_two_way_plan_is_symmetric(case, block):
 @property_test
 def test_an_order_stays_inside_its_image_and_follows_the_curve(case):
     method, geometry, _ = case
-    order = method.ordering(geometry, q_block=4).order
+    order = method.ordering(geometry).order
     offset = geometry.image_spans[0][0]
     assert len(order) == geometry.num_image_tokens
     for grid, (start, stop) in zip(geometry.images, geometry.image_spans, strict=True):
-        count = num_shared(method, grid, (start, stop), unit_of(method, 4))
+        count = num_shared(method, grid, (start, stop))
         part = order[start - offset : stop - offset] - (start - offset)
         on_curve = ORDERS[method.curve](grid)
         assert sorted(part.tolist()) == [*range(stop - start)]
         for cells in (part[:count], part[count:]):
             assert torch.equal(cells, on_curve[torch.isin(on_curve, cells)])
+
+
+@pytest.mark.parametrize("grid", [(24, 24), (32, 32), (36, 36), (64, 64), (45, 80), (128, 128)])
+def test_tiles_slide_with_the_blocks_of_every_device(grid):
+    """Blocks are as large as the device likes, but never so large that all layers of a cycle are cut alike."""
+    for device in ("cpu", "cuda"):
+        q_block, k_block = hilbert._blocks(Hilbert(), Geometry(grid, text=512), None, None, device)
+        blocks = {"q_block": q_block, "k_block": k_block}
+        plans = [Hilbert().plan(Geometry(grid, text=512), layer, **blocks) for layer in range(4)]
+        assert len({tuple(plan.blocks.flatten().tolist()) for plan in plans}) >= 2, (device, q_block)
+
+
+def test_blocks_of_a_gpu_are_large_where_tiles_are():
+    sizes = {
+        side: hilbert._blocks(Hilbert(), Geometry((side, side)), None, None, "cuda") for side in (16, 32, 64)
+    }
+    assert sizes == {16: (16, 16), 32: (32, 32), 64: (128, 128)}
+
+
+@given(cases())
+@property_test
+def test_the_order_is_the_same_whatever_the_blocks(case):
+    """An order made for one device serves another: rings begin where they do for every block."""
+    method, geometry, _ = case
+    rings = {hilbert._layout(method, geometry, q_block).segments[0].ring for q_block in (1, 16, 128)}
+    assert len(rings) == 1
 
 
 @given(cases(interleave=True), BLOCKS, st.integers(1, 7))
@@ -299,7 +326,7 @@ def test_pairs_of_flux_keys_only_on_a_gpu(side, tiles, shared, bound):
     geometry = Geometry((side, side), text=512)
     method = Hilbert(tiles=tiles, share="keys", shared_tokens=shared)
     ring, always = side**2 - shared, 512 + shared
-    order = method.ordering(geometry, q_block=128).order
+    order = method.ordering(geometry).order
     centre = torch.zeros(side**2, dtype=torch.bool)
     centre[order[:shared]] = True
     on_curve = centre[curves.hilbert((side, side))]
@@ -838,7 +865,6 @@ BAD = [
     (lambda: Hilbert().plan(GEOMETRY, q_block=-16), ValueError, f"`q_block` {BLOCK_RULE}; got -16."),
     (lambda: Hilbert().plan(GEOMETRY, k_block=0), ValueError, f"`k_block` {BLOCK_RULE}; got 0."),
     (lambda: Hilbert().plan(GEOMETRY, k_block="64"), TypeError, "`k_block` must be an integer; got str."),
-    (lambda: Hilbert().ordering(GEOMETRY, q_block=3), ValueError, f"`q_block` {BLOCK_RULE}; got 3."),
     (
         lambda: Hilbert(interleave=True).plan(GEOMETRY),
         ValueError,

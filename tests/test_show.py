@@ -57,7 +57,7 @@ def test_tiles_that_are_shown_are_those_of_the_plan(
     assert (reads & ~same).sum(dim=1).max() < 2 * 16
     drawn = show.picture(shown)
     assert drawn.is_shared.sum() == shown.segment.num_shared
-    assert torch.equal(drawn.sequence, method.ordering(geometry, q_block=16).order)
+    assert torch.equal(drawn.sequence, method.ordering(geometry).order)
 
 
 def test_more_tokens_are_drawn_in_larger_blocks_but_counted_in_fine_ones() -> None:

@@ -40,11 +40,15 @@ def unit_of(method: Any, q_block: int) -> int:
     return q_block if method.far is None else math.lcm(q_block, method.far)
 
 
-def num_shared(method: Any, grid: Sequence[int], span: tuple[int, int], unit: int) -> int:
-    """As near to what was asked for as a ring that begins on a multiple of the unit allows; at least one."""
+def num_shared(method: Any, grid: Sequence[int], span: tuple[int, int]) -> int:
+    """As near to what was asked for as a ring that begins on a whole block allows; at least one.
+
+    The block is the largest power of two, from 16 to 128, that is not larger than what was asked for.
+    """
     if method.shared == "none":
         return 0
     wanted = method.shared_tokens or math.prod(max(1, side // 4) for side in grid)
+    unit = 2 ** min(max(math.floor(math.log2(wanted)), 4), 7)
     start, stop = span
     ends = [end for end in range(start + 1, start + wanted + 2 * unit) if end % unit == 0]
     distances = [abs(end - start - wanted) for end in ends]
@@ -91,11 +95,11 @@ def labels(method: Any, geometry: Geometry, layer: int, q_block: int) -> Labels:
     on_ring, reads_all = (torch.zeros(geometry.num_tokens, dtype=torch.bool) for _ in range(2))
     reads_all[slice(*geometry.text_span)] = True
     tiles = method.tiles or 16
-    order = method.ordering(geometry, q_block=q_block).order
+    order = method.ordering(geometry).order
     offset = geometry.image_spans[0][0]
     for number, (grid, span) in enumerate(zip(geometry.images, geometry.image_spans, strict=True)):
         image[slice(*span)] = number
-        count = num_shared(method, grid, span, unit)
+        count = num_shared(method, grid, span)
         ring = span[0] + count, span[1]
         if number == 0 and method.tile_size is not None:
             tiles = max(1, round((ring[1] - ring[0]) / method.tile_size))
@@ -200,11 +204,11 @@ def times_counted(reader: Any, geometry: Geometry, head: int = 0) -> Tensor:
 # -- statements --------------------------------------------------------------------------------------------------------
 
 
-def image_places(method: Any, geometry: Geometry, q_block: int) -> Tensor:
+def image_places(method: Any, geometry: Geometry) -> Tensor:
     """Coordinates in the first image of the tokens in the method's order, `[tokens, sides]`; raster tokens entered."""
     axes = [torch.arange(side) for side in geometry.grid]
     places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, -2)
-    return method.ordering(geometry, q_block=q_block).enter(places, dim=0)
+    return method.ordering(geometry).enter(places, dim=0)
 
 
 def tiles_are_squares_of_the_image(module: ModuleType) -> None:
@@ -212,7 +216,7 @@ def tiles_are_squares_of_the_image(module: ModuleType) -> None:
     geometry = Geometry((64, 64))
     for curve in ("hilbert", "hilbert-closed"):
         method = module.Hilbert(tiles=16, shared="none", curve=curve)
-        places = image_places(method, geometry, 64)
+        places = image_places(method, geometry)
         reads = method.plan(geometry, 0, q_block=64, k_block=64).to_mask()[0, 0]
         boxes = set()
         for token in range(0, 4096, 64):
@@ -237,7 +241,7 @@ def neighbours_on_the_ring_are_neighbours_in_the_image(module: ModuleType) -> No
             ("hilbert-closed", "distributed", 1.05),
         ):
             method = module.Hilbert(shared=shared, curve=curve)
-            ring = image_places(method, geometry, 16)[num_shared(method, grid, (0, math.prod(grid)), 16) :]
+            ring = image_places(method, geometry)[num_shared(method, grid, (0, math.prod(grid))) :]
             steps = (ring.roll(-1, 0) - ring).abs().sum(1).double()
             mean = float((steps[:-1] if curve == "hilbert" else steps).mean())
             assert mean <= longest_mean, f"{grid}, {curve}, {shared}: mean step {mean:.3f}"
@@ -246,7 +250,7 @@ def neighbours_on_the_ring_are_neighbours_in_the_image(module: ModuleType) -> No
 def plan_is_the_papers_pattern(module: ModuleType) -> None:
     """Exactly, where tiles and shifts are whole blocks: text on either side, with and without a shared region."""
     for text_first in (True, False):
-        geometry = Geometry((16, 16), text=32, text_first=text_first)
+        geometry = Geometry((16, 16), text=64, text_first=text_first)
         for shared in (0, 64):
             region = {"shared": "centre", "shared_tokens": shared} if shared else {"shared": "none"}
             tiles = (256 - shared) // 32

@@ -81,9 +81,9 @@ def attend(
         key_bias,
         positions.query if positions else None,
         positions.key if positions else None,
+        plan._extent,
         plan.q_block,
         plan.k_block,
-        plan.uniform,
         scale,
         impl,
     )
@@ -94,7 +94,7 @@ def merge(first: Attended, second: Attended) -> Attended:
     """What reading both key sets at once would have given: each part weighs as much as its `lse` says.
 
     The two must read different keys, else those in both count twice. Differentiable, except in rows that read nothing
-    in either.
+    in either. The shares are rounded to the precision of the outputs: one pass over them, no wider copy.
     """
     lse = torch.logaddexp(first.lse, second.lse)
     # Which part of the weights is the second's. Of two empty rows neither has any, and both give zeros.
@@ -195,12 +195,14 @@ def _rebuilt_plan(
     transposed_lists: Sequence[Tensor | None],
     q_block: int,
     k_block: int,
-    uniform: bool,
 ) -> Plan:
-    """The plan on the inner side of the operator, with what was already derived from it outside."""
+    """The plan on the inner side of the operator, with what was already derived from it outside.
+
+    Rows that came without an order need none.
+    """
     batch, heads, num_queries = query.shape[:3]
     num_keys = key.shape[2]
-    plan = Plan(*lists, q_block, k_block, num_queries, num_keys, uniform=uniform, check=False)
+    plan = Plan(*lists, q_block, k_block, num_queries, num_keys, uniform=order is None, check=False)
     if order is not None:
         plan._derived["order", batch, heads] = order
     offsets, blocks, key_order = transposed_lists
@@ -238,13 +240,14 @@ def _attend(
     key_bias: Tensor | None,
     query_positions: Tensor | None,
     key_positions: Tensor | None,
+    extent: Tensor,
     q_block: int,
     k_block: int,
-    uniform: bool,
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    plan = _rebuilt_plan(query, key, (offsets, blocks), order, (None, None, None), q_block, k_block, uniform)
+    _check_sizes(extent, query, key)
+    plan = _rebuilt_plan(query, key, (offsets, blocks), order, (None, None, None), q_block, k_block)
     positions = _paired(query_positions, key_positions)
     asked = cast(Impl, impl)
     name = explain_choice(query, key, plan, key_bias=key_bias, positions=positions, impl=asked).impl
@@ -276,14 +279,14 @@ def _attend_backward(
     key_bias: Tensor | None,
     query_positions: Tensor | None,
     key_positions: Tensor | None,
+    extent: Tensor,
     q_block: int,
     k_block: int,
-    uniform: bool,
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     transposed_lists = (transposed_offsets, transposed_blocks, transposed_order)
-    plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed_lists, q_block, k_block, uniform)
+    plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed_lists, q_block, k_block)
     positions = _paired(query_positions, key_positions)
     name = explain_choice(
         query,
@@ -321,8 +324,8 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:12], *output)
-    ctx.statics = inputs[12:]
+    ctx.save_for_backward(*inputs[:13], *output)
+    ctx.statics = inputs[13:]
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
@@ -331,7 +334,7 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor
         grad_out, grad_lse, query, key, value, out, lse, *lists_and_bias, *ctx.statics
     )
     has_bias = lists_and_bias[6] is not None
-    return (*gradients, *[None] * 6, bias_gradient if has_bias else None, *[None] * (2 + len(ctx.statics)))
+    return (*gradients, *[None] * 6, bias_gradient if has_bias else None, *[None] * (3 + len(ctx.statics)))
 
 
 _attend.register_autograd(_differentiate, setup_context=_save_for_backward)
@@ -369,13 +372,20 @@ def _check_call(query: Tensor, key: Tensor, value: Tensor, plan: Plan, impl: str
 def _check_plan(plan: Plan, query: Tensor, key: Tensor) -> None:
     if not isinstance(plan, Plan):
         wrong_type("plan", "be a Plan", type(plan).__name__, "Build one with `nearfield.planning`.")
-    if (plan.num_queries, plan.num_keys) != (query.shape[2], key.shape[2]):
-        sizes = f"{query.shape[2]} queries and {key.shape[2]} keys"
-        wrong_value("plan", f"be made for {sizes}", f"{plan.num_queries} and {plan.num_keys}")
+    if (
+        not torch.compiler.is_compiling()
+    ):  # a traced graph is for all sizes; the operator compares them when it runs
+        _check_sizes(plan._extent, query, key)
     for side, size, wanted in zip(("batch", "heads"), plan.blocks.shape[:2], query.shape[:2], strict=True):
         if size not in (1, wanted):
             wrong_value("plan", f"have {side} 1 or {wanted} (that of `query`)", size)
     check_same_device("plan", plan.offsets, "query", query.device)
+
+
+def _check_sizes(extent: Tensor, query: Tensor, key: Tensor) -> None:
+    if extent.shape[:2] != (query.shape[2], key.shape[2]):
+        sizes = f"{query.shape[2]} queries and {key.shape[2]} keys"
+        wrong_value("plan", f"be made for {sizes}", f"{extent.shape[0]} and {extent.shape[1]}")
 
 
 def _expanded_bias(key_bias: Tensor, query: Tensor, key: Tensor) -> Tensor:

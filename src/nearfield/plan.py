@@ -58,9 +58,13 @@ class Plan:
     uniform: bool = field(default=False, repr=False)
     check: InitVar[bool] = True
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    _extent: Tensor = field(init=False, repr=False)
 
     def __post_init__(self, check: bool) -> None:
         _check_layout(self)
+        # The lengths as the shape of a tensor without elements: torch.compile ties a graph to numbers, not to shapes.
+        extent = torch.empty(self.num_queries, self.num_keys, 0, device=self.offsets.device)
+        object.__setattr__(self, "_extent", extent)
         for name in ("offsets", "blocks"):  # kernels step through lists by one
             object.__setattr__(self, name, getattr(self, name).contiguous())
         if check:

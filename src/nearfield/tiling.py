@@ -51,16 +51,19 @@ class Segment(NamedTuple):
 
 
 def segments_of(
-    geometry: Geometry, curve: Curve, shared: Shared, shared_tokens: int | None, unit: int
+    geometry: Geometry, curve: Curve, shared: Shared, shared_tokens: int | None, unit: int | None = None
 ) -> tuple[Segment, ...]:
-    """The order of every image of a geometry. Rings begin on a multiple of `unit` where there is a shared region."""
+    """The order of every image of a geometry. Rings begin on a multiple of `unit` where there is a shared region.
+
+    By default the unit is `shared_unit` of each image, whatever blocks plans have: one order serves every device.
+    """
     segments = []
     for grid, (start, stop) in zip(geometry.images, geometry.image_spans, strict=True):
         order = curve_order(grid, curve)
         count = 0
         if shared != "none":
             wanted = default_shared(grid) if shared_tokens is None else shared_tokens
-            count = _aligned_count(wanted, start, stop, unit)
+            count = _aligned_count(wanted, start, stop, unit or shared_unit(wanted))
         is_shared = torch.zeros(len(order), dtype=torch.bool, device="cpu")
         is_shared[_closest(grid, count, 1 if shared == "centre" else _REGIONS_PER_SIDE)] = True
         on_curve = is_shared[order]
@@ -86,6 +89,11 @@ def curve_order(grid: Grid, curve: Curve) -> Tensor:
 def default_shared(grid: Grid) -> int:
     """The tokens of a box with a quarter of each side (at least one token)."""
     return math.prod(max(1, side // 4) for side in grid)
+
+
+def shared_unit(wanted: int) -> int:
+    """The largest block that kernels use, of those that a shared region of this size can fill; at least 16."""
+    return max(unit for unit in (16, 32, 64, 128) if unit <= max(wanted, 16))
 
 
 def _aligned_count(wanted: int, start: int, stop: int, unit: int) -> int:

@@ -211,7 +211,7 @@ class HilbertBench:
     def _reordering(self, case: HilbertCase) -> Function:
         """Hidden states into the method's order and back."""
         method = Hilbert(**case.fields)
-        ordering = method.ordering(self.geometry, q_block=self.options.q_block, device=self.device)
+        ordering = method.ordering(self.geometry, device=self.device)
         width = self.preset.heads * self.preset.head_dim
         states = torch.randn(self.preset.batch, len(ordering), width, device=self.device, dtype=self.dtype)
         return lambda: ordering.leave(ordering.enter(states))

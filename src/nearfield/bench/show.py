@@ -47,7 +47,7 @@ class Shown(NamedTuple):
 def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block: int = 16) -> Shown:
     """Plans and tiles of the chosen layers. The tiles are cut by the functions that the method cuts them with."""
     unit = q_block if method.far is None else math.lcm(q_block, method.far)
-    (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens, unit)
+    (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
     coarse = _FINE if geometry.num_tokens <= _FINE_TOKENS else _COARSE
     readers, density = {}, {}
     for layer in layers:

@@ -94,13 +94,13 @@ class Hilbert:
 
     # -- who reads whom ------------------------------------------------------------------------------------------
 
-    def ordering(
-        self, geometry: Geometry, *, q_block: int | None = None, device: torch.device | str = "cpu"
-    ) -> Ordering:
-        """The order of the image tokens (all images, one after another; the text stays where it is)."""
+    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
+        """The order of the image tokens (all images, one after another; the text stays where it is).
+
+        It depends on the geometry alone, not on the blocks of a plan: the order is the same for every device.
+        """
         _check_geometry(geometry)
-        q_block, _ = _blocks(q_block, None, device)
-        return _ordering(_geometric(self), geometry, q_block, str(device))
+        return _ordering(_geometric(self), geometry, _named(device))
 
     def plan(
         self,
@@ -118,17 +118,17 @@ class Hilbert:
 
         Args:
             heads: needed with `interleave`, where heads differ.
-            q_block, k_block: sizes of the lists' blocks; by default those that suit the device.
+            q_block, k_block: sizes of the lists' blocks; by default those that suit the device and the tiles.
         """
         _check_geometry(geometry)
         check_int("layer", layer, at_least=0)
-        q_block, k_block = _blocks(q_block, k_block, device)
+        q_block, k_block = _blocks(self, geometry, q_block, k_block, device)
         if not self.interleave:
-            return _plan(_geometric(self), geometry, layer % self.cycle, q_block, k_block, str(device))
+            return _plan(_geometric(self), geometry, layer % self.cycle, q_block, k_block, _named(device))
         if heads is None:
             wrong_value("heads", "be given where heads are interleaved", None, "Pass the number of heads.")
         check_int("heads", heads, at_least=1)
-        sizes = q_block, k_block, str(device)
+        sizes = q_block, k_block, _named(device)
         return _interleaved_plan(_geometric(self), geometry, layer % self.cycle, heads, *sizes)
 
     def reader(
@@ -149,7 +149,7 @@ class Hilbert:
         if unit % near.k_block:
             rule = f"divide lcm(q_block, far) = {unit}, on multiples of which tiles are cut"
             wrong_value("k_block", rule, near.k_block)
-        sizes = near.q_block, near.k_block, str(device)
+        sizes = near.q_block, near.k_block, _named(device)
         if self.interleave:
             assert heads is not None  # `plan` asked for it
             far = _interleaved_far(_geometric(self), geometry, layer % self.cycle, heads, *sizes)
@@ -174,7 +174,7 @@ class Hilbert:
     ) -> str:
         """What the fields come to on a geometry: the curve, tiles after rounding, shared tokens, pairs."""
         _check_geometry(geometry)
-        q_block, k_block = _blocks(q_block, None, device)
+        q_block, k_block = _blocks(self, geometry, q_block, None, device)
         layout = _layout(_geometric(self), geometry, q_block)
         lines = [f"{geometry}: {geometry.num_tokens} tokens"]
         for grid, segment in zip(geometry.images, layout.segments, strict=True):
@@ -312,7 +312,7 @@ def hilbert_attention(
     return reader.attend(query, key, value, key_bias=bias, scale=scale, impl=impl).out
 
 
-def mask_bias(key_mask: Tensor) -> Tensor:
+def _mask_bias(key_mask: Tensor) -> Tensor:
     """A bias `[B, 1, N]` that hides the keys where a mask `[B, N]` is False."""
     check_tensor("key_mask", key_mask, dims=2, hint="Expected [batch, tokens].")
     if key_mask.dtype != torch.bool:
@@ -322,7 +322,7 @@ def mask_bias(key_mask: Tensor) -> Tensor:
 
 
 def _checked_mask_bias(key_mask: Tensor, query: Tensor) -> Tensor:
-    bias = mask_bias(key_mask)
+    bias = _mask_bias(key_mask)
     batch, tokens = query.shape[0], query.shape[2]
     if key_mask.shape[0] not in (1, batch) or key_mask.shape[1] != tokens:
         wrong_value("key_mask", f"have shape [1 or {batch}, {tokens}]", shape_of(key_mask))
@@ -372,18 +372,36 @@ class _Layout(NamedTuple):
     unit: int
 
 
+@lru_cache(maxsize=256)
 def _geometric(method: Hilbert) -> Hilbert:
     """The method without the fields that do not change a plan, so that caches are shared."""
     return replace(method, dense_layers=0, dense_steps=0, interleave=False)
 
 
-def _blocks(q_block: int | None, k_block: int | None, device: torch.device | str) -> tuple[int, int]:
-    """Block sizes that suit a device: whole warpgroups on a GPU; small ones, which follow tiles closely, elsewhere."""
-    on_gpu = torch.device(device).type == "cuda"
+def _named(device: torch.device | str) -> str:
+    """A device as the key of a cache: "cuda" is the one that is current."""
+    name = str(device)
+    return f"cuda:{torch.cuda.current_device()}" if name == "cuda" and torch.cuda.is_available() else name
+
+
+def _blocks(
+    method: Hilbert,
+    geometry: Geometry,
+    q_block: int | None,
+    k_block: int | None,
+    device: torch.device | str,
+) -> tuple[int, int]:
+    """Block sizes that suit a device: whole warpgroups on a GPU; small ones, which follow tiles closely, elsewhere.
+
+    Tiles are cut at multiples of a block. Where they are small, so are the blocks: a tile of less than one and a half
+    could not slide.
+    """
     if q_block is None:
-        q_block = 128 if on_gpu else 16
+        largest = 128 if torch.device(device).type == "cuda" else 16
+        tile = method.tile_size or math.prod(geometry.grid) / (method.tiles or _DEFAULT_TILES)
+        q_block = max(block for block in (16, 32, 64, 128) if block <= max(16, min(largest, tile / 1.5)))
     if k_block is None:
-        k_block = 128 if on_gpu else 16
+        k_block = q_block
     check_block("q_block", q_block)
     check_block("k_block", k_block)
     return q_block, k_block
@@ -392,7 +410,7 @@ def _blocks(q_block: int | None, k_block: int | None, device: torch.device | str
 @lru_cache(maxsize=64)
 def _layout(method: Hilbert, geometry: Geometry, q_block: int) -> _Layout:
     unit = q_block if method.far is None else math.lcm(q_block, method.far)
-    segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens, unit)
+    segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
     tiles = method.tiles or _DEFAULT_TILES
     if method.tile_size is not None:
         start, stop = segments[0].ring
@@ -401,9 +419,9 @@ def _layout(method: Hilbert, geometry: Geometry, q_block: int) -> _Layout:
 
 
 @lru_cache(maxsize=64)
-def _ordering(method: Hilbert, geometry: Geometry, q_block: int, device: str) -> Ordering:
+def _ordering(method: Hilbert, geometry: Geometry, device: str) -> Ordering:
     with torch.inference_mode(False):
-        segments = _layout(method, geometry, q_block).segments
+        segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
         return Ordering.joined([segment.order for segment in segments]).to(device)
 
 
@@ -587,9 +605,11 @@ def _tile_words(layout: _Layout, segment: Segment, cycle: int) -> str:
     number = int((sizes[0] > 0).sum())
     span = f"{int(real.min())}" if real.min() == real.max() else f"{int(real.min())} to {int(real.max())}"
     exact = (stop - start) / layout.tiles
+    slides = "" if cycle == 1 or len(set(shifts)) > 1 else "; too small to slide"
     return (
         f"{number} of {span} tokens, shifted by {', '.join(map(str, shifts))} in turn"
-        f" (exactly: {layout.tiles} of {exact:g}, shifted by {exact / cycle:g}; cuts lie on multiples of {layout.unit})"
+        f" (exactly: {layout.tiles} of {exact:g}, shifted by {exact / cycle:g};"
+        f" cuts lie on multiples of {layout.unit}){slides}"
     )
 
 
