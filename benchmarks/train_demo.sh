@@ -17,6 +17,7 @@ usage: benchmarks/train_demo.sh COMMAND ...
   sparse STATE MINUTES [OPTION]   the same with sparse attention, in STATE/sparse
   distill STATE MINUTES [OPTION]  a LoRA for sparse attention, in STATE/distill, for the model of STATE/tune
   sample STATE RUN DIR [OPTION]   pictures by the model of STATE/RUN
+  sweep STATE RUN MINUTES [OPTION]   FID of the model of STATE/RUN with many patterns, to STATE/quality/RUN.json
   collect STATE RUN DIR        what travels: the result in parts, the newest sheet, the log
   join STATE RUN PART...       put a collected model back: STATE/RUN/model.safetensors
 OPTIONs are those of the nearfield command that runs; the last one wins.
@@ -90,6 +91,11 @@ sample)
     nearfield generate --weights "$(model_of "$1")" --images "$2" --out "$2/sheet.png" --json "$2/sheet.json" \
         --batch 64 "${@:3}"
     ;;
+sweep)
+    [ $# -ge 2 ] || usage
+    nearfield bench quality --photographs "$state/photographs" --weights "$(model_of "$1")" \
+        --inception "$state/files/inception_fid_fp16.safetensors" --out "$state/quality/$1.json" --minutes "$2" "${@:3}"
+    ;;
 collect)
     [ $# -eq 2 ] || usage
     mkdir -p "$2"
@@ -101,6 +107,7 @@ collect)
     [ -z "$sheet" ] || cp "$sheet" "$2/$1-$(basename "$sheet")"
     gzip -c "$state/$1/log.jsonl" > "$2/$1-log.jsonl.gz"
     [ ! -f "$state/$1/last.json" ] || cp "$state/$1/last.json" "$2/$1-last.json"
+    [ ! -f "$state/quality/$1.json" ] || cp "$state/quality/$1.json" "$2/$1-quality.json"
     ls -l "$2"
     ;;
 join)

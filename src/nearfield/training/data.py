@@ -89,6 +89,18 @@ def decoded(picture: Picture, size: int) -> Tensor:
     return values.view(size, size, 3).permute(2, 0, 1)
 
 
+def batches(
+    source: Sequence[Picture], size: int, *, number: int = _CHUNK, on_progress: OnProgress | None = None
+) -> Iterator[Tensor]:
+    """Pictures `[B, 3, size, size]` uint8, read by several threads."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        for start in range(0, len(source), number):
+            if on_progress is not None:
+                on_progress(start, len(source), "reading")
+            some = source[start : start + number]
+            yield torch.stack(list(readers.map(lambda one: decoded(one, size), some)))
+
+
 def _pillow() -> Any:
     try:
         from PIL import Image
@@ -171,7 +183,7 @@ class _Cache:
         self.shape = len(source), 2, CHANNELS, side, side
         self.digests: dict[str, str] = {}
         self.statistics: dict[str, Any] = {}
-        self.fingerprint = _fingerprint(source)
+        self.fingerprint = fingerprint(source)
         self._read_index()
         folder.mkdir(parents=True, exist_ok=True)
         # A shared mapping of a file makes (and keeps) the file as large as the array.
@@ -237,7 +249,8 @@ class _Cache:
         write_json(self.index, document)
 
 
-def _fingerprint(source: Sequence[Picture]) -> str:
+def fingerprint(source: Sequence[Picture]) -> str:
+    """What tells sets of pictures apart: their names and sizes."""
     digest = hashlib.sha256()
     for picture in source:
         digest.update(f"{picture.name}\0{picture.size}\n".encode())

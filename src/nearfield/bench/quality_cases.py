@@ -1,0 +1,89 @@
+"""Patterns of attention whose pictures are compared, in groups. Plain values, so that arguments are read at once."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One row of a table.
+
+    Args:
+        name: for people, and to know it again.
+        fields: of the method.
+        method: "hilbert", "window" (a disc around each token, as CLEAR reads) or "band" (a run of the raster order).
+        weights: another model file than the one given for all, such as one that was trained with the pattern.
+        lora: a LoRA for this pattern.
+    """
+
+    name: str
+    fields: Fields = field(default_factory=dict)
+    method: str = "hilbert"
+    weights: str | None = None
+    lora: str | None = None
+
+    @property
+    def tuning(self) -> str:
+        """What was done to the model for this pattern."""
+        return "LoRA" if self.lora else "own weights" if self.weights else "none"
+
+
+def _sparse(name: str, **fields: Any) -> Pattern:
+    """With nothing dense, unless the fields say so: what the pattern itself does."""
+    return Pattern(name, {"dense_layers": 0, "dense_steps": 0} | fields)
+
+
+GROUPS: dict[str, Sequence[Pattern]] = {
+    "tiles": [_sparse(f"{tiles} tiles", tiles=tiles) for tiles in (2, 4, 8, 16)],
+    "default": [Pattern("Hilbert()"), Pattern("Hilbert(tiles=4)", {"tiles": 4})],
+    "curve": [
+        _sparse(f"{curve}, nothing shared", shared="none", curve=curve)
+        for curve in ("hilbert-closed", "hilbert", "morton", "raster")
+    ],
+    "slide": [_sparse(f"cycle {cycle}", cycle=cycle) for cycle in (1, 2)]
+    + [_sparse("interleave", interleave=True)],
+    "shared": [
+        *(
+            _sparse(f"{place}, {share}", shared=place, share=share)
+            for place in ("centre", "distributed")
+            for share in ("two-way", "keys")
+        ),
+        _sparse("nothing shared", shared="none"),
+        *(_sparse(f"{tokens} shared", shared_tokens=tokens) for tokens in (64, 512)),
+    ],
+    "steps": [_sparse(f"{share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)],
+    "far": [
+        *(_sparse(f"far {window}", far=window) for window in (16, 64, 256)),
+        *(_sparse(f"far {window}, nothing shared", far=window, shared="none") for window in (16, 64)),
+        *(_sparse(f"far {window}, keys", far=window, share="keys") for window in (16, 64)),
+    ],
+    "layers": [
+        _sparse("first layer dense", dense_layers=1),
+        _sparse("every fourth layer dense", dense_layers=(0, 4, 8)),
+        _sparse("last four dense", dense_layers=(-4, -3, -2, -1)),
+        _sparse("first four dense", dense_layers=4),
+    ],
+    "rivals": [
+        *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12)),
+        *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512)),
+    ],
+}
+
+
+def read_patterns(text: str) -> list[Pattern]:
+    """Groups between commas, or a JSON file with a list of patterns. Raises ValueError with what is wrong."""
+    if not text.endswith(".json"):
+        unknown = [name for name in text.split(",") if name not in GROUPS]
+        if unknown:
+            raise ValueError(f"name groups ({', '.join(GROUPS)}) or a .json file; got {unknown[0]!r}")
+        return [pattern for name in text.split(",") for pattern in GROUPS[name]]
+    try:
+        document = json.loads(Path(text).read_text(encoding="utf-8"))
+        return [Pattern(**entry) for entry in document]
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"name a JSON file with a list of patterns; got {text!r} ({error})") from None
