@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nearfield.quality import QualityRow, Statistics, measure, open_images, pareto_front, results
+from nearfield import Geometry, Hilbert
+from nearfield.quality import (
+    QualityRow,
+    Statistics,
+    measure,
+    open_images,
+    pairs_kept,
+    pareto_front,
+    results,
+)
 from nearfield.quality.command import add_command
 
 pytest.importorskip("PIL")
@@ -302,6 +312,18 @@ ROWS = [
 def test_front_holds_what_nothing_beats() -> None:
     assert [row.pattern for row in pareto_front(ROWS)] == ["T=16, tuned", "dense"]
     assert pareto_front([]) == []
+
+
+def test_pairs_kept_counts_dense_layers_and_steps() -> None:
+    geometry = Geometry((16, 16), text=16)
+    method = Hilbert(tiles=4, dense_layers=(0, -1), dense_steps=0.2)
+    shares = [method.reader(geometry, layer).num_pairs / geometry.num_tokens**2 for layer in (1, 2, 3, 4)]
+    per_step = (2 + sum(shares)) / 6
+    assert pairs_kept(method, geometry, layers=6, steps=10) == pytest.approx(0.2 + 0.8 * per_step)
+    assert pairs_kept(Hilbert(tiles=1), geometry, layers=3, steps=4) == 1
+    assert pairs_kept(replace(method, dense_steps=10), geometry, layers=6, steps=10) == 1
+    bare = Hilbert(tiles=4, dense_layers=0, dense_steps=0, interleave=True, shared="none")
+    assert pairs_kept(bare, geometry, layers=8, steps=3, heads=4) < 0.4
 
 
 def test_rows_survive_a_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from nearfield.quality.fid import (
 from nearfield.quality.images import ImageSet, open_images
 from nearfield.quality.inception import Inception, load_inception
 from nearfield.quality.lpips import Lpips, load_lpips
-from nearfield.quality.results import QualityRow, pareto_front
+from nearfield.quality.results import QualityRow, pairs_kept, pareto_front
 from nearfield.quality.seams import Borders, SeamEnergy, line_gradients, seam_energy, tile_borders
 from nearfield.quality.similarity import psnr, ssim
 
@@ -33,6 +33,7 @@ __all__ = [
     "load_inception",
     "load_lpips",
     "open_images",
+    "pairs_kept",
     "pareto_front",
     "precision_recall",
     "psnr",

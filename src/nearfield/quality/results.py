@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nearfield._checks import check_int, wrong_value
+from nearfield.geometry import Geometry
+from nearfield.methods.hilbert import Hilbert
 
 FORMAT = 1
 
@@ -54,6 +56,37 @@ class QualityRow:
             # PSNR is infinite for equal images, an error of one value unknown; JSON knows neither.
             if isinstance(value, float) and not math.isfinite(value):
                 object.__setattr__(self, name, None)
+
+
+def pairs_kept(
+    method: Hilbert,
+    geometry: Geometry,
+    *,
+    layers: int,
+    steps: int,
+    heads: int = 1,
+    q_block: int | None = None,
+) -> float:
+    """The share of dense attention's pairs that a method reads over all layers and steps, dense ones included.
+
+    Args:
+        layers: attention layers of the model.
+        steps: denoising steps.
+        heads: number of heads; matters where they differ.
+        q_block: the block the model ran with, to which tiles are rounded: 16 on the CPU, 128 on a GPU.
+    """
+    check_int("layers", layers, at_least=1)
+    check_int("steps", steps, at_least=1)
+    shares = []
+    for layer in range(layers):
+        if method.dense_layer_reason(layer, layers) is not None:
+            shares.append(1.0)
+            continue
+        reader = method.reader(geometry, layer, heads=heads, q_block=q_block, k_block=q_block)
+        shares.append(reader.num_pairs / geometry.num_tokens**2)
+    dense_steps = method.num_dense_steps(steps)
+    sparse = sum(shares) / layers
+    return (dense_steps + (steps - dense_steps) * sparse) / steps
 
 
 def pareto_front(rows: Iterable[QualityRow]) -> list[QualityRow]:
