@@ -43,7 +43,18 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # -- help and errors ---------------------------------------------------------------------------------------------------
 
 
-COMMANDS = ["", "doctor", "explain", "bench", "bench attend", "bench hilbert", "bench model", "bench quality", "demo", "show"]
+COMMANDS = [
+    "",
+    "doctor",
+    "explain",
+    "bench",
+    "bench attend",
+    "bench hilbert",
+    "bench model",
+    "bench quality",
+    "demo",
+    "show",
+]
 
 
 @pytest.mark.parametrize("command", [name.split() for name in COMMANDS])
