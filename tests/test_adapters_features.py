@@ -277,6 +277,129 @@ def test_gradients_with_and_without_checkpointing(name: str) -> None:
     assert any(not torch.allclose(plain[name], stock[name], rtol=1e-2) for name in stock)
 
 
+def checkpointed(name: str) -> Any:
+    model = MODELS[name][0]().double().requires_grad_(True).train()
+    model.enable_gradient_checkpointing()
+    return model
+
+
+def loss(model: Any, name: str, size: tuple[int, int]) -> Tensor:
+    out = first(model(**double(MODELS[name][1](size))))
+    return (out * tiny_models.randn(*out.shape, seed=7).to(out)).sum()
+
+
+def gradients_after(total: Tensor, model: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    total.backward()
+    return {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl", "z_image"])
+def test_checkpointed_blocks_are_computed_again_as_in_their_call(name: str) -> None:
+    """Other calls since, of another size, change nothing; nor does a second one in the same backward pass."""
+    sizes = [(9, 14), (14, 9)]
+    model = MODELS[name][0]().double().requires_grad_(True)
+    with nearfield.apply(model, SPARSE):
+        expected = [gradients_after(loss(model, name, size), model) for size in sizes]
+        both = gradients_after(sum(loss(model, name, size) for size in sizes), model)  # type: ignore[arg-type]
+    model = checkpointed(name)
+    with nearfield.apply(model, SPARSE) as handle:
+        before = loss(model, name, sizes[0])
+        after = run(model, double(MODELS[name][1](sizes[1])))
+        told = handle.summary()
+        assert_same_gradients(gradients_after(before, model), expected[0])
+        assert handle.summary() == told
+        assert torch.equal(run(model, double(MODELS[name][1](sizes[1]))), after)
+        together = loss(model, name, sizes[0]) + loss(model, name, sizes[1])
+        assert_same_gradients(gradients_after(together, model), both)
+
+
+def test_backward_after_remove() -> None:
+    model = tiny_models.flux().double().requires_grad_(True)
+    with nearfield.apply(model, SPARSE):
+        expected = gradients_after(loss(model, "flux", (9, 14)), model)
+        late = loss(model, "flux", (9, 14))
+    assert_same_gradients(gradients_after(late, model), expected)  # nothing is computed again
+    model.enable_gradient_checkpointing()
+    with nearfield.apply(model, SPARSE):
+        late = loss(model, "flux", (9, 14))
+    with pytest.raises(ValueError) as error:
+        late.backward()
+    assert str(error.value) == (
+        "`backward` must come before `remove()` of what the loss was computed with; got it after. Gradient "
+        "checkpointing computes layers again: leave the `with` block after `backward()`."
+    )
+
+
+def test_checkpointed_layers_want_a_loss_of_the_output() -> None:
+    model = checkpointed("flux")
+    seen: list[Tensor] = []
+    with nearfield.apply(model, SPARSE):
+        model.transformer_blocks[1].register_forward_hook(lambda module, args, output: seen.append(output[1]))
+        loss(model, "flux", (9, 14))
+        with pytest.raises(
+            ValueError, match=r"^`backward` must begin at the output of FluxTransformer2DModel"
+        ):
+            seen[0].sum().backward()
+
+
+# -- layers that another model shares ------------------------------------------------------------------------------
+
+
+def controlled(transformer: Any, controlnet: Any) -> Tensor:
+    """One step of Z-Image with its ControlNet."""
+    call = double(tiny_models.z_image_inputs((12, 10)))
+    control = [tiny_models.randn(4, 1, 24, 20, seed=5).double()]
+    residuals = controlnet(call["x"], call["t"], call["cap_feats"], control)
+    return first(transformer(**call, controlnet_block_samples=residuals))
+
+
+def interrupted(module: nn.Module, args: Any) -> None:
+    raise KeyError("stop")
+
+
+def test_a_controlnet_that_shares_layers_stays_dense() -> None:
+    model = tiny_models.z_image().double()
+    controlnet = tiny_models.z_image_controlnet(model).double()
+    with torch.no_grad():
+        stock = controlled(model, controlnet)
+        with nearfield.apply(model, EVERYTHING) as handle:
+            for _ in range(3):
+                assert_same(controlled(model, controlnet), stock)
+            told = handle.summary()
+            # A call that raised leaves no tokens inside, either.
+            interrupt = model.layers[1].register_forward_pre_hook(interrupted)
+            with pytest.raises(KeyError, match="stop"):
+                controlled(model, controlnet)
+            interrupt.remove()
+            assert_same(controlled(model, controlnet), stock)
+        with nearfield.apply(model, SPARSE):
+            first_step = controlled(model, controlnet)
+            assert_differ(first_step, stock)
+            assert torch.equal(controlled(model, controlnet), first_step)
+    assert "dense calls: 6, of attention layers that another model shares (a ControlNet)" in told
+
+
+def test_shared_layers_are_not_computed_again() -> None:
+    model = tiny_models.z_image().double()
+    controlnet = tiny_models.z_image_controlnet(model).double()
+    controlnet.gradient_checkpointing = False  # asked for, and forgotten, by diffusers 0.42
+    model.requires_grad_(True).enable_gradient_checkpointing()
+    with nearfield.apply(model, SPARSE):
+        with pytest.raises(
+            ValueError, match=r"^`backward` must not compute layers again that two models share"
+        ):
+            controlled(model, controlnet).sum().backward()
+        model.disable_gradient_checkpointing()
+        controlled(model, controlnet).sum().backward()
+
+
 # -- torch.compile -------------------------------------------------------------------------------------------------
 
 

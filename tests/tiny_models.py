@@ -216,6 +216,21 @@ def z_image_inputs(grid: Grid, batch: int = 1) -> Inputs:
     }
 
 
+def z_image_controlnet(transformer: Any) -> Any:
+    """It shares its first layers with the transformer."""
+    controlnet = diffusers.ZImageControlNetModel(
+        control_layers_places=[0, 1],
+        control_refiner_layers_places=[0, 1],
+        control_in_dim=4,
+        add_control_noise_refiner="control_noise_refiner",
+        dim=HEADS * HEAD_DIM,
+        n_refiner_layers=2,
+        n_heads=HEADS,
+        n_kv_heads=HEADS,
+    )
+    return diffusers.ZImageControlNetModel.from_transformer(settle(controlnet), transformer)
+
+
 # -- SDXL ----------------------------------------------------------------------------------------------------------
 
 

@@ -20,9 +20,14 @@ from nearfield.methods import Reader
 
 
 class Switch(Protocol):
-    """Says whether the step that is being computed stays dense."""
+    """The part of a model that a processor belongs to, as far as the processor asks."""
 
     is_dense_step: bool
+    is_recomputing: bool
+
+    def is_inside(self) -> bool: ...
+
+    def called_outside(self, was_shared: bool) -> None: ...
 
 
 class SparseProcessor:
@@ -39,8 +44,16 @@ class SparseProcessor:
         self.switch = switch
         self.impl = impl
         self.reader: Reader | None = None
+        self.is_shared = False
+        """Whether another model has called it with gradients: then it is not known whose layer is computed again."""
 
     def __call__(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.switch.is_inside():
+            self._called_outside()
+            return self.original(attn, *args, **kwargs)
+        if self.is_shared and self.switch.is_recomputing:
+            hint = "Call `disable_gradient_checkpointing()`, or do not share layers."
+            wrong_value("backward", "not compute layers again that two models share", "checkpointing", hint)
         if self.reader is None or self.switch.is_dense_step:
             return self.original(attn, *args, **kwargs)
         redirect = _Redirect(self.reader, self.impl)
@@ -50,6 +63,12 @@ class SparseProcessor:
             got = f"{redirect.times} calls in {type(self.original).__name__}"
             wrong_value("processor", "call `scaled_dot_product_attention` once", got)
         return out
+
+    def _called_outside(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.switch.called_outside(self.is_shared)
+        if torch.is_grad_enabled():
+            self.is_shared = True
 
     # diffusers sets these on processors that have them; they are for the dense parts.
 

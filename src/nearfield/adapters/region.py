@@ -8,7 +8,8 @@ processors. Between entrance and exit nothing is looked up and nothing but atten
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ from nearfield.tokenmap import Ordering
 _REMEMBERED = 8
 _MANY_STEPS = 1000
 _LARGEST_HEAD = 128  # that a kernel takes
+_NO_BACKWARD = -1
+_OUTSIDE = "of attention layers that another model shares (a ControlNet)"
 
 # Not put together where it is raised: torch.compile could not trace that.
 _NOT_READY = (
@@ -87,6 +90,13 @@ class Ready:
     derived: set[tuple[int, bool]] = field(default_factory=set)
 
 
+class Call(NamedTuple):
+    """What a call was computed with: gradient checkpointing computes parts of it again, perhaps after other calls."""
+
+    ready: Ready | None = None
+    is_dense_step: bool = False
+
+
 class Region:
     """The hooks and processors of one region, and what its calls were like."""
 
@@ -103,6 +113,8 @@ class Region:
         self.name, self.module, self.root = name, module, root
         self.spec, self.method, self.steps, self.impl = spec, method, steps, impl
         self.layers: tuple[Layer, ...] = ()
+        self._is_active = False
+        self.is_recomputing = False
         self.is_dense_step = False
         self.ready: Ready | None = None
         self.order: Ordering | None = None
@@ -113,6 +125,8 @@ class Region:
         self._kept: OrderedDict[Any, Ready] = OrderedDict()
         self._handles: list[RemovableHandle] = []
         self._moved: tuple[Tensor, Tensor] | None = None
+        self._call = Call()
+        self._backward = _NO_BACKWARD
         self._places = [(move, find(module, move.place)) for move in spec.moves]
         for move, places in self._places:
             if not places:
@@ -159,7 +173,10 @@ class Region:
             if layer.is_sparse:
                 layer.attention.set_processor(layer.installed)
         # torch's own hooks: offloading exchanges `module.forward`, which would drop hooks that live there.
-        self._handles = [self.module.register_forward_pre_hook(self._entered, with_kwargs=True)]
+        self._handles = [
+            self.module.register_forward_pre_hook(self._entered, with_kwargs=True),
+            self.module.register_forward_hook(self._left, always_call=True),
+        ]
         for move, places in self._places:
             for _, module in places if move.place else []:
                 self._handles.append(self._hook(module, move))
@@ -179,6 +196,7 @@ class Region:
                 layer.attention.set_processor(layer.processor)
         self._hand_out(None)
         self._kept.clear()
+        self._call, self._is_active = Call(), False
 
     # -- a call --------------------------------------------------------------------------------------------------
 
@@ -195,6 +213,9 @@ class Region:
         else:
             self._get_ready(located, arguments.get(self.spec.sample))
         self.is_dense_step = self._is_dense_step()
+        self._is_active, self.is_recomputing = True, False
+        if not torch.compiler.is_compiling():
+            self._call = Call(self.ready, self.is_dense_step)
         for move in self.spec.moves:
             if move.place == "":
                 assert isinstance(move.what, str)
@@ -202,6 +223,26 @@ class Region:
                 if value is not None:
                     arguments.set(move.what, self.moved(value, move))
         return tuple(arguments.args), arguments.kwargs
+
+    def is_inside(self) -> bool:
+        """Whether tokens are inside. Modules may be shared with another model, whose calls are not ours."""
+        if (
+            self.is_recomputing
+            and not torch.compiler.is_compiling()
+            and _current_backward() != self._backward
+        ):
+            self._backward_left()  # it was not told, because that backward pass raised
+        return self._is_active
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Also called when the call raised; then there is no output."""
+        self._is_active = False
+        self._moved = None
+        if torch.compiler.is_compiling():
+            return  # what torch.compile computes again it does not compute with our hooks
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._backward_entered, self._call))
 
     def _check_unchanged(self) -> None:
         for name, parent, module in self._anchors:
@@ -239,6 +280,50 @@ class Region:
             return self.ready.device
         device = next(self.module.parameters()).device
         return torch.device("cpu") if device.type == "meta" else device  # offloaded weights are nowhere
+
+    # -- a backward pass -----------------------------------------------------------------------------------------
+
+    def _backward_entered(self, call: Call, gradient: Tensor) -> None:
+        """Gradients come in where tokens left: checkpointed blocks will be computed again, as in that call.
+
+        Other calls may have been made since. Those that follow in the same backward pass come in after this one is
+        through: autograd goes from the last operation to the first.
+        """
+        if not self._handles:
+            self._check_nothing_is_recomputed()
+            return
+        self._continue(call)
+        self._is_active = self.is_recomputing = True
+        if self._backward != _current_backward():
+            self._backward = _current_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_left)
+
+    def _backward_left(self) -> None:
+        self._continue(self._call)
+        self._is_active = self.is_recomputing = False
+        self._backward = _NO_BACKWARD
+
+    def _continue(self, call: Call) -> None:
+        self.is_dense_step = call.is_dense_step
+        if call.ready is not self.ready:
+            self._hand_out(call.ready)
+
+    def _check_nothing_is_recomputed(self) -> None:
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.root.modules()):
+            hint = "Gradient checkpointing computes layers again: leave the `with` block after `backward()`."
+            wrong_value(
+                "backward", "come before `remove()` of what the loss was computed with", "it after", hint
+            )
+
+    def called_outside(self, was_shared: bool) -> None:
+        """An attention layer runs while no tokens are inside: in another model that shares it."""
+        if _current_backward() == _NO_BACKWARD:
+            self.dense_calls[_OUTSIDE] += 1
+        elif not was_shared:
+            hint = "Gradient checkpointing computes its layers again, and has to know with what."
+            wrong_value(
+                "backward", f"begin at the output of {type(self.module).__name__}", "another loss", hint
+            )
 
     # -- getting ready -------------------------------------------------------------------------------------------
 
@@ -307,7 +392,7 @@ class Region:
 
     def moved(self, value: Any, move: Move) -> Any:
         """Tokens in their other order; also inside lists and dictionaries. What follows the images stays in place."""
-        if self.order is None:
+        if self.order is None or not self.is_inside():
             return value
         if isinstance(value, list | tuple):
             items = [self.moved(item, move) for item in value]
@@ -323,7 +408,7 @@ class Region:
 
     def moved_argument(self, value: Tensor, move: Move) -> Tensor:
         """As `moved`, but a tensor that many layers are given is moved once (unless that would keep a graph alive)."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.is_inside():
             return self.moved(value, move)  # type: ignore[no-any-return]
         if self._moved is None or self._moved[0] is not value:
             self._moved = value, self.moved(value, move)
@@ -357,6 +442,21 @@ class _ResultHook:
         parts = list(output)
         parts[self.move.what] = self.region.moved(parts[self.move.what], self.move)
         return tuple(parts)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, dict):
+        yield from _tensors_in(tuple(value.values()))
+
+
+def _current_backward() -> int:
+    """The number of the backward pass that is under way."""
+    return torch._C._current_graph_task_id()
 
 
 def _unfit(attention: Any) -> str | None:
