@@ -83,8 +83,8 @@ def check_forward(
             for name, got, want, low in zip(("out", "lse"), (out, lse), exact, rough, strict=True):
                 if got is not None:
                     where = f"{name}, head {head[1]}, row {row}"
-                    samples.append(_compare(got[head][_rows(plan, row)], want, low, where))
-    return _worst(samples)
+                    samples.append(compare(got[head][_rows(plan, row)], want, low, where))
+    return worst(samples)
 
 
 def check_backward(inputs: Inputs, plan: Plan, grad_out: Tensor, gradients: Inputs) -> Checked:
@@ -99,15 +99,15 @@ def check_backward(inputs: Inputs, plan: Plan, grad_out: Tensor, gradients: Inpu
             exact, rough = (
                 _row_gradients(inputs, plan, grad_out, head, row, low)[0] for low in (False, True)
             )
-            samples.append(_compare(got, exact, rough, f"query gradient, head {head[1]}, row {row}"))
+            samples.append(compare(got, exact, rough, f"query gradient, head {head[1]}, row {row}"))
         for column in _picked(plan.num_columns, most=2):
             keys = slice(column * plan.k_block, min((column + 1) * plan.k_block, plan.num_keys))
             sums = [_column_gradients(inputs, plan, grad_out, head, keys, low) for low in (False, True)]
             for index, name in enumerate(("key", "value")):
                 got = gradients[index + 1][head][keys]
                 where = f"{name} gradient, head {head[1]}, column {column}"
-                samples.append(_compare(got, sums[0][index], sums[1][index], where))
-    return _worst(samples)
+                samples.append(compare(got, sums[0][index], sums[1][index], where))
+    return worst(samples)
 
 
 # -- the arithmetic ----------------------------------------------------------------------------------------------------
@@ -127,14 +127,14 @@ def _row_outputs(
     query, key, value = (part.to(dtype) for part in _row_inputs(inputs, plan, head, row))
     if far is None:
         return _eager(query, key, value)
-    chosen = _keys_of(far.plan, head, row)
+    chosen = keys_of(far.plan, head, row)
     summaries = [far.pooled(x.detach()[head][None, None].to(dtype))[0, 0, chosen] for x in inputs[1:]]
     bias = torch.cat([far.bias.new_zeros(len(key)), far.bias[chosen]])
     return _eager(query, torch.cat([key, summaries[0]]), torch.cat([value, summaries[1]]), bias)
 
 
 def _row_inputs(inputs: Inputs, plan: Plan, head: Head, row: int) -> Inputs:
-    keys = _keys_of(plan, head, row)
+    keys = keys_of(plan, head, row)
     query, key, value = (x.detach()[head] for x in inputs)
     return query[_rows(plan, row)], key[keys], value[keys]
 
@@ -157,7 +157,7 @@ def _column_gradients(
     dtype = torch.float32 if low else torch.float64
     total = torch.zeros(2, size, width, device=plan.device, dtype=dtype)
     for row in _ids(plan.transpose(), head, keys.start // plan.k_block).tolist():
-        listed = _keys_of(plan, head, row)
+        listed = keys_of(plan, head, row)
         chosen = ((listed >= keys.start) & (listed < keys.stop)).nonzero().flatten()
         parts = _row_gradients(inputs, plan, grad_out, head, row, low)[1:]
         for sum_, part in zip(total, parts, strict=True):
@@ -188,18 +188,18 @@ def _ids(plan: Plan, head: Head, row: int) -> Tensor:
     return plan.blocks[own][start:stop].long()
 
 
-def _keys_of(plan: Plan, head: Head, row: int) -> Tensor:
+def keys_of(plan: Plan, head: Head, row: int) -> Tensor:
     inside = torch.arange(plan.k_block, device=plan.device)
     keys = (_ids(plan, head, row)[:, None] * plan.k_block + inside).flatten()
     return keys[keys < plan.num_keys]
 
 
-def _compare(got: Tensor, exact: Tensor, rough: Tensor, where: str) -> Checked:
+def compare(got: Tensor, exact: Tensor, rough: Tensor, where: str) -> Checked:
     # One rounding of the result itself is always allowed, even where plain torch was lucky.
     limit = 2 * relative_error(rough, exact) + torch.finfo(rough.dtype).eps
     return Checked(relative_error(got, exact), limit, where)
 
 
-def _worst(samples: list[Checked]) -> Checked:
+def worst(samples: list[Checked]) -> Checked:
     failed = [sample for sample in samples if not sample.passed]
     return max(failed or samples, key=lambda sample: sample.error / sample.limit)

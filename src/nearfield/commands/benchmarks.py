@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nearfield.bench import hilbert_cases, model_cases, presets, quality_cases
+from nearfield.bench import hilbert_cases, loglinear_cases, model_cases, presets, quality_cases
 from nearfield.commands.arguments import (
     FAILED,
     GRAINS,
@@ -40,6 +40,7 @@ def add_commands(commands: Any) -> None:
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK")
     _add_bench_attend(benchmarks)
     _add_bench_hilbert(benchmarks)
+    _add_bench_loglinear(benchmarks)
     _add_bench_model(benchmarks)
     _add_bench_quality(benchmarks)
 
@@ -111,6 +112,27 @@ def _bench_hilbert(arguments: argparse.Namespace) -> int:
     written = write_reports(
         document, arguments.json, arguments.plot, plots.hilbert_bars, machine.device_name(device)
     )
+    return verdict(results, written)
+
+
+def _bench_loglinear(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from nearfield.bench import loglinear, machine
+    from nearfield.bench.progress import Progress
+    from nearfield.bench.timing import Effort
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    known = loglinear_cases.QUICK | loglinear_cases.CASES
+    few = arguments.quick or device.type == "cpu"
+    names = arguments.cases or tuple(loglinear_cases.QUICK if few else loglinear_cases.CASES)
+    with Progress(len(names)) as progress:
+        effort = Effort.of(device, arguments.quick)
+        chosen = [known[name] for name in names]
+        results = loglinear.run_all(chosen, device, effort, arguments.impl, progress.step)
+    print(machine.device_name(device))
+    print(loglinear.results_table(results))
+    written = write_reports(loglinear.as_json(results, machine.facts()), arguments.json)
     return verdict(results, written)
 
 
@@ -277,6 +299,35 @@ def _add_bench_hilbert(benchmarks: Any) -> None:
         "--plot", type=output_file("--plot", ".png"), metavar="FILE", help="draw the results (.png)"
     )
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
+
+
+def _add_bench_loglinear(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "loglinear",
+        _bench_loglinear,
+        "time log-linear attention, pooling and choosing included, beside dense attention",
+        "  nearfield bench loglinear --quick\n"
+        "  nearfield bench loglinear --cases 1x6x65536x64,4x6x16384x64 --json loglinear.json",
+    )
+    names = (*loglinear_cases.CASES, *loglinear_cases.QUICK)
+    parser.add_argument(
+        "--cases",
+        type=comma_list(member("--cases", names)),
+        metavar="A,B",
+        help=f"batch x heads x tokens x head dimension: any of {', '.join(names)}",
+    )
+    parser.add_argument(
+        "--impl",
+        type=member("--impl", IMPLS),
+        default="auto",
+        metavar="A",
+        help=f"one of {', '.join(IMPLS)} (default auto)",
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes and few repetitions")
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
+    )
 
 
 def _add_bench_model(benchmarks: Any) -> None:

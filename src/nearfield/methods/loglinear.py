@@ -260,6 +260,64 @@ class _Text(NamedTuple):
     bias: Tensor | None
 
 
+class Chosen(NamedTuple):
+    """What a call reads: the blocks it chose, and the summaries and text that come with them.
+
+    Args:
+        near: which blocks of tokens are read exactly.
+        key, value: summaries, then text, `[B, G, M, D]`; None where there are neither.
+        bias: on those keys, `[B or 1, H or 1, M]`.
+        far: which of them are read.
+    """
+
+    near: Plan
+    key: Tensor | None = None
+    value: Tensor | None = None
+    bias: Tensor | None = None
+    far: Plan | None = None
+
+
+def choose(
+    method: LogLinear,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    text: _Text | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Chosen:
+    """Pool, choose from coarse to fine, and write down who reads whom. Never waits for the device."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    levels = method.num_levels(num_queries, num_keys)
+    queries = pool(query.detach(), method.block, levels, impl)
+    keys, values = (pool(x, method.block, levels, impl) for x in (key, value))
+    if scale is not None and scale < 0:  # choosing compares products; this would turn best into worst
+        queries = queries._replace(data=-queries.data)
+    picks = select_blocks(queries, keys, method.topk, keep_own=method.keep_own, impl=impl)
+    near = planning.key_lists(
+        picks[0],
+        None,
+        q_block=method.block,
+        k_block=method.block,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        check=False,
+    )
+    enriched = levels if method.enrich is None else min(method.enrich, levels)
+    if not enriched and text is None:
+        return Chosen(near)
+    bias = _summary_bias(num_keys, method.block, enriched, str(query.device))
+    far_key, far_value = keys.up_to(enriched), values.up_to(enriched)
+    if text is not None:
+        far_key, far_value = (
+            torch.cat(parts, dim=2) for parts in ((far_key, text.key), (far_value, text.value))
+        )
+        bias = _joined_bias(bias, text)
+    lists = _Lists(method, picks, num_queries, num_keys, enriched)
+    return Chosen(near, far_key, far_value, bias, lists.plan(0 if text is None else text.key.shape[2]))
+
+
 def _attend(
     method: LogLinear,
     query: Tensor,
@@ -270,31 +328,12 @@ def _attend(
     impl: Impl,
 ) -> Attended:
     """Chosen blocks are read by blocks of queries; summaries, which siblings share, by wider ones; merged by `lse`."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    levels = method.num_levels(num_queries, num_keys)
-    queries = pool(query.detach(), method.block, levels, impl)
-    keys, values = (pool(x, method.block, levels, impl) for x in (key, value))
-    if scale is not None and scale < 0:  # choosing compares products; this would turn best into worst
-        queries = queries._replace(data=-queries.data)
-    picks = select_blocks(queries, keys, method.topk, keep_own=method.keep_own, impl=impl)
-    sizes = {"num_queries": num_queries, "num_keys": num_keys}
-    chosen = planning.key_lists(
-        picks[0], None, q_block=method.block, k_block=method.block, check=False, **sizes
-    )
-    near = attend(query, key, value, chosen, scale=scale, impl=impl)
-    enriched = levels if method.enrich is None else min(method.enrich, levels)
-    if not enriched and text is None:
+    chosen = choose(method, query, key, value, text=text, scale=scale, impl=impl)
+    near = attend(query, key, value, chosen.near, scale=scale, impl=impl)
+    if chosen.far is None or chosen.key is None or chosen.value is None:
         return near
-    lists = _Lists(method, picks, num_queries, num_keys, enriched)
-    bias = _summary_bias(num_keys, method.block, enriched, str(query.device))
-    far_key, far_value = keys.up_to(enriched), values.up_to(enriched)
-    if text is not None:
-        far_key, far_value = (
-            torch.cat(parts, dim=2) for parts in ((far_key, text.key), (far_value, text.value))
-        )
-        bias = _joined_bias(bias, text)
-    plan = lists.plan(0 if text is None else text.key.shape[2])
-    return merge(near, attend(query, far_key, far_value, plan, key_bias=bias, scale=scale, impl=impl))
+    far = attend(query, chosen.key, chosen.value, chosen.far, key_bias=chosen.bias, scale=scale, impl=impl)
+    return merge(near, far)
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------
