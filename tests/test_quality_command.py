@@ -360,3 +360,24 @@ def test_front_is_drawn(tmp_path: Path) -> None:
     assert (
         "dense" in (tmp_path / "one.svg").read_text(encoding="utf-8") or (tmp_path / "one.svg").stat().st_size
     )
+
+
+def test_command_line_knows_the_command(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    from nearfield.cli import main
+
+    out = tmp_path / "quality.json"
+    words = [
+        "quality",
+        *map(str, folders),
+        "--size",
+        "64",
+        "--metrics",
+        "fid",
+        "--device",
+        "cpu",
+        "--json",
+        str(out),
+    ]
+    assert main(words) == 0
+    assert {"commit", "cpu", "versions"} <= figures(out)["machine"].keys()
+    assert main(["quality", str(folders[0])]) == 2
