@@ -331,17 +331,71 @@ def test_images_of_one_index_are_told_apart_by_their_rows() -> None:
     assert image_grids(ids) == ((9, 14), (5, 14))
 
 
-def test_ids_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading values waits for the device: not in every step."""
+@pytest.mark.parametrize("offset", [(0, 6), (4, 6), (2, 0)])
+def test_images_of_one_index_are_told_apart_by_their_places(offset: Grid) -> None:
+    """Beside, at the corner, and over each other."""
+    second = tiny_models.image_ids((3, 6)) + torch.tensor([0, *offset])
+    ids = torch.cat([tiny_models.image_ids((4, 6)), second])
+    assert image_grids(ids) == ((4, 6), (3, 6))
+
+
+LAYOUTS: list[tuple[Grid, ...]] = [((9, 14),), ((14, 9),), ((4, 14), (5, 14)), ((126, 1),), ((1, 126),)]
+
+
+@pytest.mark.parametrize("images", LAYOUTS)
+def test_ids_are_compared_with_a_layout(images: tuple[Grid, ...]) -> None:
+    """Which says what reading says, and waits for nothing."""
+    layout = grids.Layout(images, torch.device("cpu"))
+    for other in LAYOUTS:
+        ids = torch.cat([tiny_models.image_ids(grid, number) for number, grid in enumerate(other)])
+        assert layout.fits(ids) == (images == other)
+        assert layout.fits(ids.expand(2, -1, -1)) == (images == other)
+    assert not layout.fits(torch.zeros(126, 3))
+
+
+def test_ids_without_a_grid_are_dense() -> None:
+    assert image_grids(torch.zeros(24, 3)) is None
+    model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
+    inputs["img_ids"] = torch.zeros(9 * 14, 3)
+    stock = run(model, inputs)
+    with nearfield.apply(model, SPARSE) as handle:
+        assert torch.equal(run(model, inputs), stock)
+        assert "dense calls: 1, `img_ids` describe no grid" in handle.summary()
+
+
+class Loop:
+    """A scheduler as far as grids are concerned."""
+
+    step_index: int | None = None
+    timesteps = range(4)
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("is_far", [False, True])
+def test_ids_are_read_once(monkeypatch: pytest.MonkeyPatch, is_far: bool, is_inference: bool) -> None:
+    """Reading values waits for a device that is far: not in every step, also where a step makes new ids."""
     read: list[Tensor] = []
     monkeypatch.setattr(grids, "image_grids", lambda ids: (read.append(ids), image_grids(ids))[1])
+    monkeypatch.setattr(grids, "_has_to_be_waited_for", lambda ids: is_far)
+    model, loop = tiny_models.flux(), Loop()
+    with nearfield.apply(model, SPARSE, scheduler=loop), torch.inference_mode(is_inference):
+        for number, grid in enumerate([(9, 14), (14, 9)]):
+            for step in range(4):
+                loop.step_index = step or None
+                run(model, tiny_models.flux_inputs(grid))
+                assert len(read) == number + 1
+        if is_far:
+            with pytest.raises(RuntimeError, match="`img_ids` must describe the same grids in all steps"):
+                run(model, tiny_models.flux_inputs((9, 14)))
+
+
+def test_the_same_ids_are_not_even_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
     with nearfield.apply(model, SPARSE):
-        for _ in range(3):
-            run(model, inputs)
-        assert len(read) == 1
-        run(model, inputs | {"img_ids": inputs["img_ids"].clone()})
-        assert len(read) == 2
+        run(model, inputs)
+        monkeypatch.setattr(grids, "image_grids", None)
+        monkeypatch.setattr(grids.Layout, "fits", None)
+        run(model, inputs)
 
 
 def test_inputs_may_be_positional(oracle: Callable[..., Tensor]) -> None:

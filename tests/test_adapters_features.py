@@ -506,6 +506,22 @@ def test_whole_model_compiled_with_dense_steps(graphs: Any) -> None:
     assert made[3] == made[-1]
 
 
+@pytest.mark.parametrize("name", ["flux", "flux2"])
+def test_whole_model_compiled_does_not_take_another_size_of_as_many_tokens(name: str, graphs: Any) -> None:
+    make, inputs_of = MODELS[name]
+    model = make(1, 1)
+    calls = {grid: inputs_of(grid) for grid in ((9, 14), (14, 9))}
+    with nearfield.apply(model, SPARSE):
+        expected = {grid: run(model, call) for grid, call in calls.items()}
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    with nearfield.apply(model, SPARSE) as handle:
+        for height, width in calls:
+            handle.prepare(height=16 * height, width=16 * width, text=tiny_models.TEXT)
+            assert torch.equal(run(compiled, calls[height, width]), expected[height, width])
+            with pytest.raises(RuntimeError, match="`img_ids` must be those of the size that was made ready"):
+                run(compiled, calls[width, height])
+
+
 def test_whole_model_compiled_says_what_is_missing(graphs: Any) -> None:
     model, call = tiny_models.sd3(1), tiny_models.sd3_inputs((9, 14))
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -205,6 +205,23 @@ def test_a_model_alone_takes_a_scheduler() -> None:
         assert "without a scheduler no step is known to be a first one" in handle.summary()
 
 
+def test_a_scheduler_whose_loop_is_over_drives_no_call() -> None:
+    """A second pipeline shares the model, with a scheduler of its own."""
+    pipe = flux_pipeline()
+    other = flux_pipeline(transformer=pipe.transformer)
+    with nearfield.apply(pipe, sparse(dense_steps=2)) as handle:
+        expected = images(pipe, flux_call())
+        assert "the first 2 of 5 dense" in handle.summary()
+        with pytest.raises(ValueError) as error:
+            images(other, flux_call())
+    assert str(error.value) == (
+        "`scheduler` must be that of the loop which calls the model; got one whose steps are over. If another "
+        "pipeline shares the model, remove first, and then apply to that pipeline, or pass its `scheduler=`."
+    )
+    with nearfield.apply(pipe, sparse(dense_steps=2), scheduler=other.scheduler):
+        assert torch.equal(images(other, flux_call()), expected)
+
+
 def test_a_scheduler_that_does_not_know_its_step_is_refused() -> None:
     pipe = tiny_models.sdxl_pipeline(diffusers.DDIMScheduler())
     message = (
@@ -234,9 +251,10 @@ def test_summary() -> None:
     pipe = flux_pipeline()
     method = sparse(dense_layers=1, dense_steps=0.2)
     with nearfield.apply(pipe, method) as handle:
-        assert handle.summary().endswith(
-            "not known before the first call; ask with summary(height=..., width=...)"
-        )
+        before = handle.summary()
+        assert before.endswith("not known before the first call; ask with summary(height=..., width=...)")
+        assert "steps: the first dense; how many there are is not known yet (FlowMatchEuler" in before
+        assert "with dense steps" not in handle.summary(height=384, width=320)
         images(pipe, flux_call(height=48, width=40))
         told = handle.summary()
         asked = handle.summary(height=384, width=320)

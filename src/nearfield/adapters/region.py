@@ -121,7 +121,7 @@ class Region:
         self.dtype: torch.dtype | None = None
         self.dense_calls: Counter[str] = Counter()
         self._names = parameter_names(module)
-        self._grids = GridReader()
+        self._grids = GridReader(steps.is_in_loop)
         self._kept: OrderedDict[Any, Ready] = OrderedDict()
         self._handles: list[RemovableHandle] = []
         self._moved: tuple[Tensor, Tensor] | None = None
@@ -349,7 +349,7 @@ class Region:
         self._derive(ready, batch)
         if ready is not self.ready:
             self._hand_out(ready)
-        self._grids.expected = located.images
+        self._grids.expect(located.images, device)
 
     def make_ready(self, located: Located, device: torch.device) -> Ready:
         kinds = {layer.sees_text for layer in self.layers if layer.is_sparse} or {True}

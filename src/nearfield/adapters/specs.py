@@ -169,10 +169,11 @@ def _children(parent: nn.Module, piece: str) -> list[tuple[str, nn.Module]]:
 # -- how large the image is ----------------------------------------------------------------------------------------
 
 
-def _from_ids(module: nn.Module, arguments: Arguments, reader: GridReader) -> Located:
+def _from_ids(module: nn.Module, arguments: Arguments, reader: GridReader) -> "Located | str":
     """Packed tokens: the grid is known from the values of `img_ids` alone."""
     text = arguments.get("encoder_hidden_states").shape[1]
-    return Located(reader.read(arguments.get("img_ids")), text)
+    images = reader.read(arguments.get("img_ids"))
+    return "`img_ids` describe no grid" if images is None else Located(images, text)
 
 
 def _from_latent(module: nn.Module, arguments: Arguments, _: GridReader) -> Located:

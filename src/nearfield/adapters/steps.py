@@ -1,5 +1,6 @@
 """Where a denoising loop stands: read from its scheduler, never counted."""
 
+import weakref
 from typing import Any, NamedTuple
 
 from nearfield._checks import wrong_value
@@ -11,30 +12,66 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """The scheduler of a pipeline (also one that was exchanged since), one given by hand, or none."""
+    """The scheduler of a pipeline (also one that was exchanged since), one given by hand, or none.
+
+    The pipeline is not kept alive. If it is gone, its last scheduler is asked.
+    """
 
     def __init__(self, pipeline: Any = None, scheduler: Any = None) -> None:
-        self._pipeline, self._scheduler = pipeline, scheduler
+        self._pipeline = None if pipeline is None or scheduler is not None else weakref.ref(pipeline)
+        self._scheduler = scheduler
 
     @property
     def scheduler(self) -> Any:
-        if self._scheduler is not None:
-            return self._scheduler
-        return getattr(self._pipeline, "scheduler", None)
+        pipeline = None if self._pipeline is None else self._pipeline()
+        if pipeline is not None:
+            self._scheduler = getattr(pipeline, "scheduler", None)
+        return self._scheduler
 
-    def now(self) -> Step | None:
-        """The step that is being computed, or None without a scheduler. Does not wait for the device."""
+    def forget(self) -> None:
+        self._pipeline = self._scheduler = None
+
+    def check(self) -> None:
+        """Refuses a scheduler that cannot say where it stands."""
         scheduler = self.scheduler
-        if scheduler is None:
-            return None
-        if not hasattr(scheduler, "step_index"):
+        if scheduler is not None and not hasattr(scheduler, "step_index"):
             wrong_value(
                 "scheduler",
                 "know its step (have `step_index`) where the method keeps first steps dense",
                 type(scheduler).__name__,
                 "Use another scheduler, or `dense_steps=0`.",
             )
-        index = scheduler.step_index
+
+    def now(self) -> Step | None:
+        """The step that is being computed, or None without a scheduler. Does not wait for the device."""
+        scheduler = self.scheduler
+        if scheduler is None:
+            return None
+        self.check()
+        index, total = scheduler.step_index, len(scheduler.timesteps)
         if index is None:  # before the first step; image-to-image begins later than at 0
             index = getattr(scheduler, "begin_index", None) or 0
-        return Step(index, len(scheduler.timesteps))
+        elif index >= total:
+            # Its loop is over, so another one drives this call, and its first steps would not be dense.
+            raise ValueError(_NOT_ITS_LOOP)
+        return Step(index, total)
+
+    def total(self) -> int | None:
+        """How many steps there are, or None as long as that is not known: before its first loop a scheduler has the
+        steps of its training."""
+        scheduler = self.scheduler
+        signs = (getattr(scheduler, name, None) for name in ("step_index", "num_inference_steps"))
+        return None if all(sign is None for sign in signs) else len(scheduler.timesteps)
+
+    def is_in_loop(self) -> bool:
+        """Whether a denoising loop is under way, behind its first step."""
+        scheduler = self.scheduler
+        index = getattr(scheduler, "step_index", None)
+        return index is not None and 0 < index < len(scheduler.timesteps)
+
+
+# Not put together where it is raised: torch.compile could not trace that.
+_NOT_ITS_LOOP = (
+    "`scheduler` must be that of the loop which calls the model; got one whose steps are over. If another pipeline"
+    " shares the model, remove first, and then apply to that pipeline, or pass its `scheduler=`."
+)

@@ -101,10 +101,10 @@ def _step_words(method: Method, steps: Steps) -> str:
         return "steps: all sparse"
     if scheduler is None:
         return "steps: all sparse; without a scheduler no step is known to be a first one (pass `scheduler=`)"
-    step = steps.now()
-    assert step is not None
-    dense = method.num_dense_steps(step.total)
-    return f"steps: the first {dense} of {step.total} dense ({type(scheduler).__name__})"
+    total = steps.total()
+    if total is None:
+        return f"steps: the first dense; how many there are is not known yet ({type(scheduler).__name__})"
+    return f"steps: the first {method.num_dense_steps(total)} of {total} dense ({type(scheduler).__name__})"
 
 
 def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
@@ -155,12 +155,10 @@ def _speed_lines(read: int, everything: int, whole: int, method: Method, steps: 
         f"pairs: {share:.1%} in sparse layers; attention at most {1 / share:.2f}x faster there,"
         f" {1 / in_model:.2f}x with the dense layers"
     ]
-    step = steps.now() if method.num_dense_steps(1000) else None
-    if step is not None:
-        dense = method.num_dense_steps(step.total) / step.total
-        lines.append(
-            f"  with dense steps {1 / (dense + (1 - dense) * in_model):.2f}x over all {step.total} steps"
-        )
+    total = steps.total() if method.num_dense_steps(1000) else None
+    if total is not None:
+        dense = method.num_dense_steps(total) / total
+        lines.append(f"  with dense steps {1 / (dense + (1 - dense) * in_model):.2f}x over all {total} steps")
     return lines
 
 
