@@ -20,6 +20,7 @@ from nearfield.commands.progress import Bar
 from nearfield.demo import generate
 from nearfield.demo.model import Packing, save_model
 from nearfield.training.flow import Backend
+from nearfield.training.loop import Diverged
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -234,10 +235,33 @@ def test_the_whole_chain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert picture.exists()
 
 
+def test_a_training_that_ends_badly_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = (
+        f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --samples 0 --steps 2".split()
+    )
+    for error, code, message in (
+        (Diverged("the loss is nan"), 1, "the loss is nan"),
+        (
+            torch.OutOfMemoryError("x"),
+            2,
+            "`--batch` must fit into the device's memory; got 2. Compute it in pieces:",
+        ),
+    ):
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("nearfield.training.flow.FlowTraining.run", fail)
+        assert cli.main(words) == code
+        assert f"nearfield: error: {message}" in capsys.readouterr().err
+
+
 def test_a_terminated_training_exits_as_interrupted(tmp_path: Path) -> None:
     words = f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --samples 0 --steps 100000"
     program = [sys.executable, "-u", "-m", "nearfield", *words.split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(program, env=environment, text=True, **pipes) as process:
         assert process.stderr is not None

@@ -185,6 +185,12 @@ def test_sampler_times_steps_and_says_them() -> None:
     assert seen == [(0, 2), (1, 2)] * 2
 
 
+def test_half_precision_changes_little() -> None:
+    plain, halved = pipeline().sample(range(1), steps=3), pipeline().halved().sample(range(1), steps=3)
+    assert halved.dtype == torch.float32
+    assert 0 < (halved - plain).norm() < 0.05 * plain.norm()
+
+
 def test_sampler_refuses_odd_sizes() -> None:
     with pytest.raises(ValueError, match="`size` must be one or two multiples of 8 pixels; got 33"):
         pipeline()(1, size=33)

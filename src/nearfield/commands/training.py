@@ -1,6 +1,7 @@
 """`nearfield train demo` and `nearfield distill`. Both go on where they were stopped, and end within their minutes."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -353,6 +354,8 @@ def _begin(arguments: argparse.Namespace, training: Any) -> None:
 
 def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
     """Run, then say and write what came of it."""
+    import torch
+
     from nearfield.bench import machine
     from nearfield.training.loop import Diverged
 
@@ -360,8 +363,11 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
     try:
         outcome: Outcome = training.run()
     except Diverged as error:
-        print(f"nearfield: error: {error}")
+        print(f"nearfield: error: {error}", file=sys.stderr)
         return FAILED
+    except torch.OutOfMemoryError:
+        hint = "Compute it in pieces: --accumulate 2, or 4 ..."
+        wrong("--batch", "fit into the device's memory", arguments.batch, hint)
     reasons = {"steps": "all steps done", "minutes": "time is up", "stopped": "stopped; go on with --resume"}
     done = outcome.step - first
     speed = f", {done * arguments.batch / outcome.seconds:,.1f} samples/s" if done else ""

@@ -103,11 +103,12 @@ class TinyFlux(nn.Module):
         if latents.shape[1] != CHANNELS:
             wrong_value("latents", f"have {CHANNELS} channels", shape_of(latents))
         batch, _, height, width = latents.shape
+        dtype = self.transformer.dtype
         image_ids, text_ids = self._positions(height, width, latents.device)
         return {
-            "hidden_states": latents.flatten(2).transpose(1, 2),
-            "encoder_hidden_states": self.condition.expand(batch, -1, -1),
-            "pooled_projections": self.pooled.expand(batch, -1),
+            "hidden_states": latents.flatten(2).transpose(1, 2).to(dtype),
+            "encoder_hidden_states": self.condition.to(dtype).expand(batch, -1, -1),
+            "pooled_projections": self.pooled.to(dtype).expand(batch, -1),
             "timestep": noise_level,
             "img_ids": image_ids,
             "txt_ids": text_ids,
