@@ -19,7 +19,7 @@ LEVELS = {
     0: {"_types", "curves", "levels"},
     1: {"_checks", "geometry", "plan"},
     2: {"reference", "kernels", "grouped"},
-    3: {"planning", "pyramid", "tiling", "tokenmap", "dense_parts", "attend"},
+    3: {"planning", "pyramid", "tiling", "tokenmap", "dense_parts", "attend", "predict"},
     4: {"methods"},
     5: {"adapters", "parallel", "retrieval"},
     6: {"demo", "training", "quality"},
@@ -38,7 +38,7 @@ READS = {
     6: {0, 1, 2, 3, 4, 5},
     7: {0, 1, 2, 3, 4, 5, 6, 7},
 }
-SIDEWAYS = {("plan", "_checks"), ("geometry", "_checks"), ("training", "demo")}
+SIDEWAYS = {("plan", "_checks"), ("geometry", "_checks"), ("predict", "planning"), ("training", "demo")}
 ANNOTATIONS_ONLY = {("_checks", "plan"), ("_checks", "geometry")}
 
 # The public names are gathered from levels 0 to 5, so only what lies above may import them from there.
