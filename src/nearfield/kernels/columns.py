@@ -1,0 +1,101 @@
+"""How much each block of queries reads of each block of keys under full attention, in Triton.
+
+A second pass over the scores, given the log of the sums: weights live in registers, only their largest and their sum
+per block are written. One program serves a block of queries and a stretch of the keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.kernels import is_interpreted
+from nearfield.kernels.launch import LOG2_E, padded
+from nearfield.kernels.walk import dot, load_rows
+
+_TILE_Q, _TILE_K = 64, 64
+_STRETCH = 4096
+"""Keys of one program."""
+
+
+@triton.jit
+def _column_kernel(
+    query, key, lse, maxima, masses,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    num_heads, heads_per_key, num_rows, num_columns, num_queries, num_keys, scale,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, STEPS: tl.constexpr,
+    DIM: tl.constexpr, PAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    COLUMNS: tl.constexpr = TILE_K // K_BLOCK
+    batch_head = (tl.program_id(0) // num_rows).to(tl.int64)
+    row = tl.program_id(0) % num_rows
+    query += batch_head // num_heads * stride_qb + batch_head % num_heads * stride_qh
+    key += batch_head // num_heads * stride_kb + batch_head % num_heads // heads_per_key * stride_kh
+    lse += batch_head * num_queries
+    out = (batch_head * num_rows + row) * num_columns
+    origin = tl.full([], 0, tl.int64)
+    size = tl.minimum(num_queries - row * Q_BLOCK, Q_BLOCK).to(tl.float32)
+    for step in range(STEPS):
+        first = (tl.program_id(1) * STEPS + step) * TILE_K
+        token = first + tl.arange(0, TILE_K)
+        exists = token < num_keys
+        keys = load_rows(key, origin, token.to(tl.int64), exists, stride_kn, stride_kd, DIM, PAD, True)
+        largest = tl.zeros([TILE_K], tl.float32)
+        total = tl.zeros([TILE_K], tl.float32)
+        for part in tl.static_range((Q_BLOCK + TILE_Q - 1) // TILE_Q):
+            lane = part * TILE_Q + tl.arange(0, TILE_Q)
+            place = row * Q_BLOCK + lane
+            is_query = (lane < Q_BLOCK) & (place < num_queries)
+            queries = load_rows(
+                query, origin, place.to(tl.int64), is_query, stride_qn, stride_qd, DIM, PAD, True
+            )
+            log_sum = tl.load(lse + place, mask=is_query, other=float("inf")) * 1.4426950408889634
+            scores = dot(queries, tl.trans(keys), None, PRECISION) * scale
+            # A query that reads nothing has -inf, which would make its weights infinite.
+            log_sum = tl.where(log_sum == -float("inf"), float("inf"), log_sum)
+            weights = tl.math.exp2(scores - log_sum[:, None])
+            weights = tl.where(exists[None, :], weights, 0.0)
+            largest = tl.maximum(largest, tl.max(weights, 0))
+            total += tl.sum(weights, 0)
+        column = first // K_BLOCK + tl.arange(0, COLUMNS)
+        is_column = column < num_columns
+        tl.store(maxima + out + column, tl.max(tl.reshape(largest, [COLUMNS, K_BLOCK]), 1), mask=is_column)
+        tl.store(
+            masses + out + column, tl.sum(tl.reshape(total, [COLUMNS, K_BLOCK]), 1) / size, mask=is_column
+        )
+
+
+def unsupported(query: Tensor, k_block: int) -> str | None:
+    """Why the kernel cannot run such a call, or None."""
+    if not query.is_cuda and not is_interpreted():
+        return f"the tensors are on {query.device}"
+    if query.dtype == torch.float64:
+        return "float64 is for the reference"
+    if query.dtype == torch.bfloat16 and is_interpreted():
+        return "Triton's interpreter computes wrong bfloat16 products"
+    if query.shape[-1] > 128:
+        return f"head dimension {query.shape[-1]} is above 128"
+    if k_block & (k_block - 1):
+        return f"k_block {k_block} is not a power of two"
+    return None
+
+
+def column_statistics(
+    query: Tensor, key: Tensor, lse: Tensor, q_block: int, k_block: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `nearfield.reference.columns`."""
+    batch, heads, num_queries, dim = query.shape
+    num_keys = key.shape[2]
+    rows, columns = triton.cdiv(num_queries, q_block), triton.cdiv(num_keys, k_block)
+    shape = (batch, heads, rows, columns)
+    maxima, masses = (torch.empty(shape, device=query.device, dtype=torch.float32) for _ in range(2))
+    tile_k = max(_TILE_K, k_block)
+    steps = max(1, min(_STRETCH // tile_k, triton.cdiv(num_keys, tile_k)))
+    _column_kernel[(batch * heads * rows, triton.cdiv(num_keys, tile_k * steps))](
+        query, key, lse.contiguous(), maxima, masses, *query.stride(), *key.stride(),
+        heads, heads // key.shape[1], rows, columns, num_queries, num_keys, scale * LOG2_E,
+        Q_BLOCK=q_block, K_BLOCK=k_block, TILE_Q=max(16, min(_TILE_Q, q_block & -q_block)), TILE_K=tile_k, STEPS=steps,
+        DIM=dim, PAD=padded(dim), PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return maxima, masses

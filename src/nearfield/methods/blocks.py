@@ -1,0 +1,149 @@
+"""Block selection: every block of queries reads the blocks of keys whose means it likes best.
+
+What methods such as VSA and SpargeAttention choose by, as a baseline for finer grains: attention among the means of
+blocks, of which the best are kept, by number or by mass.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from nearfield import curves, dense_parts, predict
+from nearfield._checks import check_member, wrong_type, wrong_value
+from nearfield._types import Attended, Impl
+from nearfield.attend import attend
+from nearfield.geometry import Geometry
+from nearfield.plan import check_block
+from nearfield.predict import Blocks, Prediction
+from nearfield.tokenmap import Ordering
+
+Order = Literal["hilbert", "morton", "raster"]
+
+_DEFAULT_KEEP = 0.25
+
+
+@dataclass(frozen=True)
+class BlockTopK:
+    """The best blocks by attention among their means.
+
+    Args:
+        query_block: queries that choose together.
+        grain: keys that are chosen together.
+        keep: which share of the blocks of keys is kept; a quarter by default.
+        mass: instead of `keep`: the fewest blocks that hold this share of the attention among means.
+        guard: blocks whose tokens are less alike than that (mean cosine with their mean) are read whole; None for none.
+        order: the order of image tokens in which consecutive ones form blocks.
+        dense_layers: how many of the first layers stay dense, or the indices of those that do.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+    """
+
+    query_block: int = 128
+    grain: int = 64
+    keep: float | None = None
+    mass: float | None = None
+    guard: float | None = None
+    order: Order = "hilbert"
+    dense_layers: int | tuple[int, ...] = 1
+    dense_steps: int | float = 0.2
+
+    def __post_init__(self) -> None:
+        check_block("query_block", self.query_block)
+        check_block("grain", self.grain)
+        if self.keep is not None and self.mass is not None:
+            wrong_value("mass", "be given instead of `keep`, not with it", (self.keep, self.mass))
+        for name, least in (("keep", 0.0), ("mass", 0.0), ("guard", -1.0)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                wrong_type(name, "be a number", repr(value))
+            if not least < value <= 1:
+                wrong_value(name, f"lie above {least:g}, up to 1", value)
+        check_member("order", self.order, get_args(Order))
+        object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
+        dense_parts.check_steps(self.dense_steps)
+
+    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
+        """The order of the image tokens (all images, one after another; the text stays where it is)."""
+        make = {"hilbert": curves.hilbert, "morton": curves.morton, "raster": curves.raster}[self.order]
+        return Ordering.joined([make(grid) for grid in geometry.images]).to(device)
+
+    def reader(
+        self,
+        geometry: Geometry,
+        layer: int = 0,
+        *,
+        heads: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "BlockReader":
+        """What a layer needs to attend: everything is chosen at the call."""
+        del layer, heads, device  # every layer and head chooses for itself
+        return BlockReader(self, geometry)
+
+    def predict(
+        self, query: Tensor, key: Tensor, geometry: Geometry, scale: float | None = None
+    ) -> Prediction:
+        """What a call with these queries and keys would read, and an estimate of what it leaves out."""
+        blocks = self.blocks(geometry)
+        columns = -(-geometry.num_tokens // self.grain)
+        count = None if self.mass is not None else max(1, round(columns * (self.keep or _DEFAULT_KEEP)))
+        return predict.by_means(query, key, blocks, mass=self.mass, topk=count, guard=self.guard, scale=scale)
+
+    def blocks(self, geometry: Geometry) -> Blocks:
+        tokens = geometry.num_tokens
+        return Blocks(self.query_block, self.grain, tokens, tokens, (geometry.text_span,))
+
+    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
+        """Why a layer stays dense, or None."""
+        return dense_parts.layer_reason(self.dense_layers, layer, num_layers)
+
+    def num_dense_steps(self, num_steps: int) -> int:
+        """How many of `num_steps` denoising steps stay dense."""
+        return dense_parts.num_steps(self.dense_steps, num_steps)
+
+    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
+        """What the fields come to on a geometry."""
+        del device
+        rows, columns = (-(-geometry.num_tokens // block) for block in (self.query_block, self.grain))
+        chosen = (
+            f"those that hold {self.mass:.0%} of it"
+            if self.mass
+            else f"{self.keep or _DEFAULT_KEEP:.0%} of them"
+        )
+        return (
+            f"{geometry}: {rows} blocks of {self.query_block} queries choose among {columns} of {self.grain} keys, "
+            f"by attention among their means: {chosen}"
+        )
+
+
+class BlockReader(NamedTuple):
+    """What one layer reads: chosen anew at every call."""
+
+    method: BlockTopK
+    geometry: Geometry
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs read per batch element and head; where mass decides, all of them, for want of a number."""
+        tokens = self.geometry.num_tokens
+        if self.method.mass is not None:
+            return tokens**2
+        kept = min(tokens, round(tokens * (self.method.keep or _DEFAULT_KEEP)) + self.geometry.text)
+        return (tokens - self.geometry.text) * kept + self.geometry.text * tokens
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_bias: Tensor | None = None,
+        scale: float | None = None,
+        impl: Impl = "auto",
+    ) -> Attended:
+        """Attention among tokens in the method's order, `[B, H, N, D]`. Choosing does not look at `key_bias`."""
+        prediction = self.method.predict(query, key, self.geometry, scale)
+        plan = self.method.blocks(self.geometry).plan(prediction.keep, compact=False)
+        return attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
