@@ -19,7 +19,7 @@ LEVELS = {
     0: {"_types", "curves", "levels"},
     1: {"_checks", "geometry", "plan"},
     2: {"reference", "kernels", "grouped"},
-    3: {"planning", "pyramid", "tiling", "tokenmap", "dense_parts", "attend", "predict"},
+    3: {"planning", "pyramid", "tiling", "tokenmap", "dense_parts", "attend", "merging", "predict"},
     4: {"methods"},
     5: {"adapters", "parallel", "retrieval"},
     6: {"demo", "training", "quality"},
