@@ -4,6 +4,8 @@ The oracle knows nothing of hooks, processors or moved tokens: it runs the stock
 every call of `scaled_dot_product_attention`, the pairs that the method's plan of that layer does not list.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -481,6 +483,35 @@ def test_the_context_manager_removes_also_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="inside"), nearfield.apply(model, SPARSE):
         raise RuntimeError("inside")
     assert trace(model) == before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_remove_without_a_handle(name: str) -> None:
+    model = MODELS[name][0]()
+    before = trace(model)
+    nearfield.remove(model)  # nothing to do
+    handle = nearfield.apply(model, SPARSE)
+    nearfield.remove(model)
+    assert trace(model) == before
+    assert repr(handle).startswith("Handle(nothing: removed; ")
+    with nearfield.apply(model, SPARSE):
+        adapted = trace(model)
+        handle.remove()  # has nothing to do with the second one
+        assert trace(model) == adapted
+
+
+def test_a_removed_handle_keeps_no_model_alive() -> None:
+    model = tiny_models.flux()
+    handles = [nearfield.apply(model, SPARSE)]
+    run(model, tiny_models.flux_inputs((9, 14)))
+    handles[0].remove()
+    handles.append(nearfield.apply(model, SPARSE))
+    nearfield.remove(model)
+    assert "removed" in handles[1].summary()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_applying_again_after_remove() -> None:

@@ -1,9 +1,13 @@
 """What `apply` refuses, in exact words, and that a refusal changes nothing."""
 
+import copy
 import inspect
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import diffusers
 import pytest
 import torch
@@ -41,6 +45,13 @@ def adapted() -> Any:
     return model
 
 
+def parallel() -> Any:
+    """As `enable_parallelism` leaves a model, for context and for tensor parallelism."""
+    model = tiny_models.flux()
+    model._parallel_config = object()
+    return model
+
+
 BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "not a model": (
         lambda: "flux",
@@ -67,7 +78,18 @@ BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         adapted,
         ValueError,
         "`target` must not be adapted already; got FluxTransformer2DModel. "
-        "Call `remove()` on the first handle before applying again.",
+        "Call `remove()` on the first handle, or `nearfield.remove(target)`, before applying again.",
+    ),
+    "copied to several devices": (
+        lambda: torch.nn.DataParallel(tiny_models.flux()),
+        ValueError,
+        "`target` must not be in DataParallel; got FluxTransformer2DModel. Its replicas would share one state among "
+        "threads; use DistributedDataParallel, or the model inside.",
+    ),
+    "parallel": (
+        parallel,
+        ValueError,
+        "`target` must not be parallelised; got a parallel configuration.",
     ),
 }
 
@@ -91,6 +113,13 @@ def test_bad_method_and_impl() -> None:
     with pytest.raises(ValueError) as wrong:
         nearfield.apply(model, SPARSE, impl="fast")  # type: ignore[arg-type]
     assert str(wrong.value).startswith("`impl` must be one of 'auto',")
+
+
+@pytest.mark.parametrize("layer", [5, -6, 99])
+def test_dense_layers_that_are_none(layer: int) -> None:
+    with pytest.raises(ValueError) as error:
+        nearfield.apply(tiny_models.flux(), Hilbert(dense_layers=(0, layer)))
+    assert str(error.value) == f"`dense_layers` must hold indices from -5 to 4; got {layer}."
 
 
 def test_applied_twice_where_every_layer_is_dense() -> None:
@@ -222,6 +251,46 @@ def test_parallel_models_are_refused() -> None:
     )
 
 
+def test_a_model_that_was_made_parallel_since_is_refused() -> None:
+    model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
+    with nearfield.apply(model, SPARSE):
+        model._parallel_config = object()
+        with pytest.raises(ValueError, match=r"^`target` must not be parallelised"):
+            run(model, inputs)
+
+
+def test_heads_that_were_split_since_are_refused() -> None:
+    """As they are by tensor parallelism that a model does not tell of."""
+    model, inputs = tiny_models.pixart(), tiny_models.pixart_inputs((9, 14))
+    with nearfield.apply(model, SPARSE):
+        attention = model.transformer_blocks[0].attn1
+        attention.heads = 1
+        with pytest.raises(ValueError) as error:
+            run(model, inputs)
+    assert str(error.value) == (
+        "`processor` must have the 2 heads of 16 it had; got 1 of 32. Tensor parallelism is not supported: plans are "
+        "made for the heads there were."
+    )
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())]
+)
+def test_an_adapted_model_is_not_copied(name: str, copied: Callable[[Any], Any]) -> None:
+    model = tiny_models.MODELS[name][0]()
+    with nearfield.apply(model, SPARSE):
+        with pytest.raises(ValueError) as error:
+            copied(model)
+        assert str(error.value) == (
+            f"`model` must be without nearfield to be copied or pickled; got {type(model).__name__} with it. Call "
+            "`nearfield.remove(model)` first; `save_pretrained` and `state_dict` work also while it is on."
+        )
+        with pytest.raises(ValueError, match="to be copied or pickled"):
+            copied(next(part.processor for part in model.modules() if hasattr(part, "processor")))
+    copied(model)
+
+
 def test_a_processor_that_never_attends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were diffusers to change its processors, the method must not be lost in silence."""
     kind = diffusers.models.transformers.transformer_flux.FluxAttnProcessor
@@ -242,6 +311,37 @@ def test_prepare_and_summary_want_whole_sizes() -> None:
         with pytest.raises(ValueError) as wrong:
             handle.summary(height=512)
         assert str(wrong.value) == "`width` must be given together with `height`; got None."
+        with pytest.raises(ValueError) as small:
+            handle.summary(height=512, width=15)
+        assert str(small.value) == (
+            "`width` must be enough pixels for a token of FluxTransformer2DModel; got 15."
+        )
+        with pytest.raises(ValueError, match=r"^`height` must be enough pixels"):
+            handle.prepare(height=1, width=512)
+        with pytest.raises(ValueError, match=r"^`references` must be enough pixels"):
+            handle.prepare(height=16, width=16, references=[(64, 8)])
+    with nearfield.apply(tiny_models.sd3(), SPARSE) as handle:
+        with pytest.raises(ValueError) as none:
+            handle.prepare(height=64, width=64, references=[(64, 64)])
+        assert str(none.value) == (
+            "`references` must be left out: SD3Transformer2DModel takes none; got [(64, 64)]."
+        )
+
+
+def test_offloaded_weights_do_not_say_where_to_prepare() -> None:
+    model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    with nearfield.apply(model, SPARSE) as handle:
+        with pytest.raises(ValueError) as error:
+            handle.prepare(height=144, width=224)
+        assert str(error.value) == (
+            "`device` must be given; got None. The weights of the model are offloaded, so it is not known where it "
+            "runs."
+        )
+        assert "9x14" in handle.summary(height=144, width=224)
+        handle.prepare(height=144, width=224, device="cpu")
+        run(model, inputs)
+        handle.prepare(height=144, width=224)  # where the last call was
 
 
 def test_processors_look_like_those_they_stand_for() -> None:

@@ -1,5 +1,6 @@
 """`apply` beside everything else people do to diffusers models."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,17 @@ def test_lora_scale_is_passed_on(flux: Any, inputs: dict[str, Any]) -> None:
     assert_differ(stock, run(flux, inputs))
     with nearfield.apply(flux, EVERYTHING):
         assert_same(run(flux, halved), stock)
+
+
+def test_a_model_in_a_wrapper_of_peft(flux: Any, inputs: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(flux, config).double()
+    stock = run(wrapped, inputs)
+    with nearfield.apply(wrapped, SPARSE):
+        assert_differ(run(wrapped, inputs), stock)
+    with nearfield.apply(wrapped, EVERYTHING):
+        assert_same(run(wrapped, inputs), stock)
 
 
 def test_fused_projections(flux: Any, inputs: dict[str, Any]) -> None:
@@ -533,6 +545,31 @@ def test_whole_model_compiled_says_what_is_missing(graphs: Any) -> None:
             run(compiled, call)
         handle.prepare(height=9 * 16, width=14 * 16, text=tiny_models.TEXT)
         assert run(compiled, call).isfinite().all()
+
+
+def test_whole_model_compiled_for_another_device(graphs: Any) -> None:
+    model, call = tiny_models.sd3(1), tiny_models.sd3_inputs((9, 14))
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    with nearfield.apply(model, SPARSE) as handle:
+        handle.prepare(height=9 * 16, width=14 * 16, text=tiny_models.TEXT)
+        region = handle._regions[0]
+        assert region.ready is not None
+        region.ready = dataclasses.replace(region.ready, device=torch.device("cuda:0"))
+        with pytest.raises(Exception, match=r"handle.prepare\(height=..., width=..., device=...\)"):
+            run(compiled, call)
+
+
+def test_a_device_is_found_again_whether_or_not_it_was_numbered(
+    flux: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with nearfield.apply(flux, SPARSE) as handle:
+        region = handle._regions[0]
+        monkeypatch.setattr(region, "make_ready", lambda located, device: asked.append(device))
+        with pytest.raises(AttributeError):  # there is nothing to go on with
+            handle.prepare(height=64, width=64, device="cuda")
+    assert asked == [torch.device("cuda:1")]
 
 
 @pytest.mark.filterwarnings(

@@ -1,5 +1,7 @@
 """`apply` on whole pipelines: which steps stay dense, references, guidance, image-to-image."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +186,36 @@ def test_two_pipelines_at_once_share_a_model_class_and_nothing_else() -> None:
         assert torch.equal(images(pipes[1], flux_call()), expected[1])
         assert torch.equal(images(pipes[0], flux_call()), expected[0])
     assert_differ(expected[0], expected[1])
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_pipeline_is_not_kept_alive(is_removed: bool) -> None:
+    """Its transformer still knows its steps."""
+    pipe = flux_pipeline()
+    transformer, scheduler, alive = pipe.transformer, pipe.scheduler, weakref.ref(pipe)
+    expected = sparse_from(pipe, flux_call(), 2)
+    handle = nearfield.apply(pipe, sparse(dense_steps=2))
+    images(pipe, flux_call())
+    if is_removed:
+        handle.remove()
+    del pipe
+    gc.collect()
+    assert alive() is None
+    if not is_removed:
+        other = flux_pipeline(transformer=transformer)
+        other.scheduler = scheduler
+        assert_close(images(other, flux_call()), expected)
+
+
+def test_removed_from_one_of_two_models() -> None:
+    """The other one goes on, with its scheduler."""
+    pipe = flux_pipeline()
+    pipe.transformer_2 = tiny_models.flux()
+    expected = sparse_from(pipe, flux_call(), 2)
+    with nearfield.apply(pipe, sparse(dense_steps=2)) as handle:
+        nearfield.remove(pipe.transformer_2)
+        assert_close(images(pipe, flux_call()), expected)
+        assert handle.summary().count("FluxTransformer2DModel") == 1
 
 
 def test_an_exchanged_scheduler_is_asked() -> None:

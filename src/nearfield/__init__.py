@@ -2,7 +2,7 @@
 
 from nearfield import curves, planning
 from nearfield._types import Attended, Impl, Positions
-from nearfield.adapters import Handle, apply
+from nearfield.adapters import Handle, apply, remove
 from nearfield.attend import attend, explain_choice, merge
 from nearfield.geometry import Geometry
 from nearfield.methods import (
@@ -38,4 +38,5 @@ __all__ = [
     "log_linear_attention",
     "merge",
     "planning",
+    "remove",
 ]

@@ -9,7 +9,7 @@ from torch import nn
 
 from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
-from nearfield.adapters.region import Layer, Region
+from nearfield.adapters.region import Layer, Region, check_parallel
 from nearfield.adapters.specs import SPECS, Located, Spec, find, spec_of
 from nearfield.adapters.steps import Steps
 from nearfield.adapters.summary import summary
@@ -37,8 +37,8 @@ def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "a
     if not hasattr(method, "reader") or isinstance(method, type):
         wrong_type("method", "be a method such as nearfield.Hilbert()", _name_of(method))
     check_member("impl", impl, get_args(Impl))
-    steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
     models = _models_of(target)
+    steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
     regions = [region for model in models for region in _regions_of(model, method, steps, impl)]
     if method.num_dense_steps(1000):
         steps.check()
@@ -50,6 +50,18 @@ def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "a
         handle.remove()
         raise
     return handle
+
+
+def remove(target: Any) -> None:
+    """Take out whatever `apply` put into a pipeline or model, where its handle is not at hand.
+
+    Args:
+        target: a pipeline, or one of its models, with nearfield or without.
+    """
+    for model in _models_of(target):
+        for module in model.modules():
+            for region in Region.on(module):
+                region.remove()
 
 
 class Handle:
@@ -65,7 +77,15 @@ class Handle:
         """Restore what was there. Calling it again does nothing."""
         for region in self._regions:
             region.remove()
-        self._models, self._regions = (), ()
+        self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        """Keep nothing alive that is no longer adapted: `nearfield.remove` does not know this handle."""
+        self._regions = tuple(region for region in self._regions if region.is_installed)
+        roots = [region.root for region in self._regions]
+        self._models = tuple(model for model in self._models if any(model is root for root in roots))
+        if not self._regions:
+            self._steps = Steps()
 
     def prepare(
         self,
@@ -90,9 +110,13 @@ class Handle:
         """
         check_int("height", height, at_least=1)
         check_int("width", width, at_least=1)
+        self._forget_removed()
         for region in self._regions:
-            located = _located(region, [(height, width), *references], text)
+            located = _located(region, (height, width), references, text)
             where = region.device if device is None else torch.device(device)
+            if where.type == "meta":
+                hint = "The weights of the model are offloaded, so it is not known where it runs."
+                wrong_value("device", "be given", device, hint)
             region.prepare(located, where, batch)
 
     def summary(self, *, height: int | None = None, width: int | None = None, text: int | None = None) -> str:
@@ -104,10 +128,11 @@ class Handle:
         """
         if (height is None) != (width is None):
             wrong_value("width", "be given together with `height`", width)
+        self._forget_removed()
         places: list[Located | None] = []
         for region in self._regions:
             if height is not None and width is not None:
-                places.append(_located(region, [(height, width)], text))
+                places.append(_located(region, (height, width), (), text))
             else:
                 places.append(region.ready.located if region.ready else None)
         origin = "last call" if height is None else f"{height}x{width} pixels"
@@ -125,19 +150,33 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
+        self._forget_removed()
         names = ", ".join(type(model).__name__ for model in self._models) or "nothing: removed"
         return f"Handle({names}; {self.method})"
 
 
-def _located(region: Region, sizes: Sequence[tuple[int, int]], text: int | None) -> Located:
+def _located(
+    region: Region, size: tuple[int, int], references: Sequence[tuple[int, int]], text: int | None
+) -> Located:
     spec = region.spec
-    root = region.root
-    images: tuple[Grid, ...] = tuple(spec.size(root, region.name, height, width) for height, width in sizes)
+    if references and not spec.takes_references:
+        wrong_value("references", f"be left out: {spec.model} takes none", references)
+    images: tuple[Grid, ...] = (_grid(region, size, ("height", "width")),)
+    images += tuple(_grid(region, reference, ("references", "references")) for reference in references)
     if spec.text == 0:
         text = 0
     elif text is None:
         text = region.ready.located.text - region.ready.located.tail if region.ready else spec.text
     return spec.padded(Located(images, text))
+
+
+def _grid(region: Region, size: tuple[int, int], names: tuple[str, str]) -> Grid:
+    """The tokens of an image; `names` are those of the arguments that `size` came from."""
+    grid = region.spec.size(region.root, region.name, *size)
+    for name, pixels, tokens in zip(names, size, grid, strict=True):
+        if not tokens:
+            wrong_value(name, f"be enough pixels for a token of {region.spec.model}", pixels)
+    return grid
 
 
 # -- finding out what to change ------------------------------------------------------------------------------------
@@ -156,10 +195,17 @@ def _models_of(target: Any) -> list[nn.Module]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrapper that `torch.compile(model)` makes."""
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
+    """The model inside the wrappers of torch.compile, peft and DistributedDataParallel, which call it as a whole."""
+    if isinstance(model, nn.DataParallel):
+        hint = "Its replicas would share one state among threads; use DistributedDataParallel, or the model inside."
+        wrong_value("target", "not be in DataParallel", _name_of(model.module), hint)
+    inner: Any = getattr(model, "_orig_mod", model)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = model.module
+    elif hasattr(type(model), "get_base_model"):
+        whole: Any = model
+        inner = whole.get_base_model()
+    return model if inner is model else _unwrapped(inner)
 
 
 def _regions_of(model: nn.Module, method: Method, steps: Steps, impl: Impl) -> list[Region]:
@@ -168,14 +214,16 @@ def _regions_of(model: nn.Module, method: Method, steps: Steps, impl: Impl) -> l
     if spec is None:
         known = ", ".join(spec.model for spec in SPECS)
         wrong_value("target", f"be, or have, one of {known}", _name_of(model))
+    check_parallel(model)
     parts = _parts(model, spec)
-    if any(Region.is_on(part) for _, part in parts):
-        hint = "Call `remove()` on the first handle before applying again."
+    if any(Region.on(part) for _, part in parts):
+        hint = "Call `remove()` on the first handle, or `nearfield.remove(target)`, before applying again."
         wrong_value("target", "not be adapted already", _name_of(model), hint)
     regions = [Region(name, part, model, spec, method, steps, impl) for name, part in parts]
     counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
     if not sum(counts):
         wrong_value("target", "have attention layers where its class has them", _name_of(model))
+    _check_dense_layers(method, sum(counts))
     first = 0
     for region, count in zip(regions, counts, strict=True):
         region.layers = tuple(region.describe_layers(first, sum(counts)))
@@ -195,6 +243,14 @@ def _parts(model: nn.Module, spec: Spec) -> list[tuple[str, nn.Module]]:
         for name, part in child.named_modules()
         if type(part).__name__ == spec.region
     ]
+
+
+def _check_dense_layers(method: Any, num_layers: int) -> None:
+    """Indices of no layer would be passed over in silence. A number of layers may be larger than what there is."""
+    layers = getattr(method, "dense_layers", None)
+    for layer in layers if isinstance(layers, tuple) else ():
+        if not -num_layers <= layer < num_layers:
+            wrong_value("dense_layers", f"hold indices from {-num_layers} to {num_layers - 1}", layer)
 
 
 def _check_processor(spec: Spec, layer: Layer) -> None:

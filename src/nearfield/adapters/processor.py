@@ -7,7 +7,7 @@ where that one calls `scaled_dot_product_attention`. So it has no model code of 
 
 import copy
 import functools
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -36,10 +36,12 @@ class SparseProcessor:
     Args:
         original: the processor that was there.
         switch: the part of the model the processor belongs to.
+        heads: (heads, head_dim) that the layer has.
     """
 
-    def __init__(self, original: Any, switch: Switch, impl: Impl) -> None:
+    def __init__(self, original: Any, switch: Switch, impl: Impl, heads: tuple[int, int]) -> None:
         self.original = original
+        self.heads = heads
         self.ending_in_torch = _ending_in_torch(original)
         self.switch = switch
         self.impl = impl
@@ -56,7 +58,7 @@ class SparseProcessor:
             wrong_value("backward", "not compute layers again that two models share", "checkpointing", hint)
         if self.reader is None or self.switch.is_dense_step:
             return self.original(attn, *args, **kwargs)
-        redirect = _Redirect(self.reader, self.impl)
+        redirect = _Redirect(self.reader, self.impl, self.heads)
         with redirect:
             out = self.ending_in_torch(attn, *args, **kwargs)
         if redirect.times != 1:
@@ -69,6 +71,9 @@ class SparseProcessor:
             self.switch.called_outside(self.is_shared)
         if torch.is_grad_enabled():
             self.is_shared = True
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_copy(type(self.original).__name__)
 
     # diffusers sets these on processors that have them; they are for the dense parts.
 
@@ -91,9 +96,17 @@ class SparseProcessor:
             self.original._parallel_config = config
 
 
-def sparse_processor(original: Any, switch: Switch, impl: Impl) -> SparseProcessor:
+def sparse_processor(original: Any, switch: Switch, impl: Impl, heads: tuple[int, int]) -> SparseProcessor:
     kind: Any = type(original)
-    return _class_like(kind)(original, switch, impl)
+    return _class_like(kind)(original, switch, impl, heads)
+
+
+def refuse_to_copy(name: str) -> NoReturn:
+    """What copying and pickling end in: a copy would share the plans of the original, and lose its pipeline."""
+    hint = (
+        "Call `nearfield.remove(model)` first; `save_pretrained` and `state_dict` work also while it is on."
+    )
+    wrong_value("model", "be without nearfield to be copied or pickled", f"{name} with it", hint)
 
 
 @functools.cache
@@ -122,9 +135,9 @@ def _ending_in_torch(processor: Any) -> Any:
 class _Redirect(TorchFunctionMode):
     """Sends `scaled_dot_product_attention` to a reader."""
 
-    def __init__(self, reader: Reader, impl: Impl) -> None:
+    def __init__(self, reader: Reader, impl: Impl, heads: tuple[int, int]) -> None:
         super().__init__()
-        self.reader, self.impl = reader, impl
+        self.reader, self.impl, self.heads = reader, impl, heads
         self.times = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,6 +162,10 @@ class _Redirect(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p or is_causal:
             wrong_value("processor", "use neither dropout nor causal order", (dropout_p, is_causal))
+        if (query.shape[1], query.shape[3]) != self.heads:
+            found = f"{query.shape[1]} of {query.shape[3]}"
+            hint = "Tensor parallelism is not supported: plans are made for the heads there were."
+            wrong_value("processor", f"have the {self.heads[0]} heads of {self.heads[1]} it had", found, hint)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # It casts for scaled_dot_product_attention, but does not know attend.

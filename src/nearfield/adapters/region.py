@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from nearfield._checks import wrong_value
 from nearfield._types import Impl
 from nearfield.adapters.grids import GridReader
-from nearfield.adapters.processor import SparseProcessor, sparse_processor
+from nearfield.adapters.processor import SparseProcessor, refuse_to_copy, sparse_processor
 from nearfield.adapters.specs import (
     CROSS_ATTENTION,
     Arguments,
@@ -40,12 +40,17 @@ _REMEMBERED = 8
 _MANY_STEPS = 1000
 _LARGEST_HEAD = 128  # that a kernel takes
 _NO_BACKWARD = -1
+_PARALLEL = "a parallel configuration"
 _OUTSIDE = "of attention layers that another model shares (a ControlNet)"
 
 # Not put together where it is raised: torch.compile could not trace that.
 _NOT_READY = (
     "`hidden_states` must have the size that was made ready before the model was compiled; got another."
     " Call `handle.prepare(height=..., width=...)` first, or compile blocks alone with `compile_repeated_blocks`."
+)
+_READY_ELSEWHERE = (
+    "`device` must be where the model runs when a size is made ready for torch.compile; got another."
+    " Call `handle.prepare(height=..., width=..., device=...)`."
 )
 
 
@@ -140,11 +145,18 @@ class Region:
             if move.place
         ]
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_copy(type(self.root).__name__)
+
     @staticmethod
-    def is_on(module: nn.Module) -> bool:
-        """Whether some region is in place on a module."""
-        hooks = module._forward_pre_hooks.values()
-        return any(isinstance(getattr(hook, "__self__", None), Region) for hook in hooks)
+    def on(module: nn.Module) -> "list[Region]":
+        """The regions that are in place on a module."""
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+        return [owner for owner in owners if isinstance(owner, Region)]
+
+    @property
+    def is_installed(self) -> bool:
+        return bool(self._handles)
 
     # -- putting in and taking out -------------------------------------------------------------------------------
 
@@ -164,7 +176,8 @@ class Region:
         self, index: int | None, name: str, attention: Any, sees_text: bool, reason: str | None
     ) -> Layer:
         processor = attention.get_processor()
-        installed = processor if reason else sparse_processor(processor, self, self.impl)
+        heads = attention.heads, attention.inner_dim // attention.heads
+        installed = processor if reason else sparse_processor(processor, self, self.impl, heads)
         full_name = f"{self.name}.{name}" if self.name else name
         return Layer(index, full_name, attention, sees_text, reason, processor, installed)
 
@@ -197,6 +210,8 @@ class Region:
         self._hand_out(None)
         self._kept.clear()
         self._call, self._is_active = Call(), False
+        self.steps = Steps()
+        self._grids = GridReader(self.steps.is_in_loop)
 
     # -- a call --------------------------------------------------------------------------------------------------
 
@@ -209,7 +224,7 @@ class Region:
             located = self.spec.padded(located)
             check_count(self.spec, arguments, located)
         if torch.compiler.is_compiling():
-            self._check_ready(located)
+            self._check_ready(located, first_tensor(arguments.get(self.spec.sample)))
         else:
             self._get_ready(located, arguments.get(self.spec.sample))
         self.is_dense_step = self._is_dense_step()
@@ -250,6 +265,7 @@ class Region:
             if getattr(found, "_orig_mod", found) is not module:
                 hint = "Call `handle.remove()` and apply again."
                 wrong_value(name, "stay as it was when nearfield was applied", type(found).__name__, hint)
+        check_parallel(self.root)
         for layer in self.layers:
             found = layer.attention.processor
             if found is not layer.installed:
@@ -260,12 +276,14 @@ class Region:
                     "Load IP-Adapters, fuse projections and set processors first, then apply; `handle.remove()` now.",
                 )
             if getattr(layer.installed, "_parallel_config", None) is not None:
-                wrong_value(f"{layer.name}.processor", "not be parallelised", "a parallel configuration")
+                wrong_value(f"{layer.name}.processor", "not be parallelised", _PARALLEL)
 
-    def _check_ready(self, located: Located | str) -> None:
+    def _check_ready(self, located: Located | str, sample: Tensor) -> None:
         """Nothing can be looked up while torch.compile traces the whole model."""
         if self.ready is None or located != self.ready.located:
             raise ValueError(_NOT_READY)
+        if sample.device != self.ready.device:
+            raise ValueError(_READY_ELSEWHERE)
 
     def _is_dense_step(self) -> bool:
         if not self.method.num_dense_steps(_MANY_STEPS):
@@ -275,11 +293,8 @@ class Region:
 
     @property
     def device(self) -> torch.device:
-        """Where the last call was computed, or would be."""
-        if self.ready is not None:
-            return self.ready.device
-        device = next(self.module.parameters()).device
-        return torch.device("cpu") if device.type == "meta" else device  # offloaded weights are nowhere
+        """Where the last call was computed, or would be; weights that are offloaded are on "meta"."""
+        return next(self.module.parameters()).device if self.ready is None else self.ready.device
 
     # -- a backward pass -----------------------------------------------------------------------------------------
 
@@ -289,7 +304,7 @@ class Region:
         Other calls may have been made since. Those that follow in the same backward pass come in after this one is
         through: autograd goes from the last operation to the first.
         """
-        if not self._handles:
+        if not self.is_installed:
             self._check_nothing_is_recomputed()
             return
         self._continue(call)
@@ -339,6 +354,7 @@ class Region:
 
     def prepare(self, located: Located, device: torch.device, batch: int) -> None:
         """Fetch the order and the readers for a layout of tokens, and hand them to the processors."""
+        device = _with_index(device)
         key = (located, device)
         ready = self._kept.get(key)
         if ready is None:
@@ -444,6 +460,12 @@ class _ResultHook:
         return tuple(parts)
 
 
+def check_parallel(model: nn.Module) -> None:
+    """Context and tensor parallelism of diffusers; it writes down what it did."""
+    if getattr(model, "_parallel_config", None) is not None:
+        wrong_value("target", "not be parallelised", _PARALLEL)
+
+
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -452,6 +474,13 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(part)
     elif isinstance(value, dict):
         yield from _tensors_in(tuple(value.values()))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Tensors know which of the devices they are on, so "cuda" alone would never be found again."""
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _current_backward() -> int:

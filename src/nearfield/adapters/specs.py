@@ -117,6 +117,7 @@ class Spec:
         size: the grid of a region for an image of so many pixels.
         text: tokens of text, where nothing else is known; 0 if no layer sees text.
         multiple: image and text are padded to multiples of it.
+        takes_references: whether reference images may follow the image.
     """
 
     model: str
@@ -138,6 +139,7 @@ class Spec:
     )
     text: int = 0
     multiple: int = 1
+    takes_references: bool = False
 
     def padded(self, located: Located) -> Located:
         """Tokens without their padding, with it."""
@@ -253,6 +255,7 @@ SPECS = (
             _LEAVE,
         ),
         locate=_from_ids,
+        takes_references=True,
         processors=("FluxAttnProcessor",),
         text=512,
     ),
@@ -261,6 +264,7 @@ SPECS = (
         layers=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
         moves=(Move("", "hidden_states"), Move("", "img_ids", dim=-2), _LEAVE),
         locate=_from_ids,
+        takes_references=True,
         processors=("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"),
         refused={"kv_cache_mode": "Cached reference images have no place in the order of the tokens."},
         text=512,
@@ -295,6 +299,7 @@ SPECS = (
             _LEAVE,
         ),
         locate=_from_image_shapes,
+        takes_references=True,
         processors=("QwenDoubleStreamAttnProcessor2_0",),
         attention_kwargs="attention_kwargs",
         text=256,

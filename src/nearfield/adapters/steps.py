@@ -28,9 +28,6 @@ class Steps:
             self._scheduler = getattr(pipeline, "scheduler", None)
         return self._scheduler
 
-    def forget(self) -> None:
-        self._pipeline = self._scheduler = None
-
     def check(self) -> None:
         """Refuses a scheduler that cannot say where it stands."""
         scheduler = self.scheduler

@@ -119,10 +119,11 @@ def _geometry_lines(
     shown: set[Located] = set()
     choice = ""
     for region, located in known:
-        ready = region.make_ready(located, region.device)
+        device = torch.device("cpu") if region.device.type == "meta" else region.device
+        ready = region.make_ready(located, device)
         geometry = located.geometry(region.spec.text_first, sees_text=True)
         if located not in shown:
-            words = method.describe(geometry, device=region.device)
+            words = method.describe(geometry, device=device)
             lines += f"{origin}: {words}".splitlines()
             shown.add(located)
         sparse_read, sparse_all, layers_all = _pairs(region, ready)
