@@ -441,6 +441,34 @@ def test_compiled_blocks_are_shared_by_layers(name: str, most: int, graphs: Any)
         assert graphs() == once
 
 
+SIZES = [(12, 10), (14, 10), (16, 12), (18, 12), (20, 14)]
+
+
+def calls_of_many_sizes(name: str) -> list[dict[str, Any]]:
+    return [MODELS[name][1](size) for size in SIZES]
+
+
+def calls_of_many_lengths() -> list[dict[str, Any]]:
+    call = tiny_models.qwen_inputs((9, 14)) | {"encoder_hidden_states_mask": None}
+    return [call | {"encoder_hidden_states": tiny_models.randn(1, length, 8)} for length in range(7, 17, 2)]
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen", "z_image", "sdxl", "lengths of text"])
+def test_compiled_blocks_take_any_size(name: str, graphs: Any) -> None:
+    """Sizes become symbols at the second one; no later one makes another graph."""
+    is_text = name == "lengths of text"
+    model = MODELS["qwen" if is_text else name][0]()
+    calls = calls_of_many_lengths() if is_text else calls_of_many_sizes(name)
+    with nearfield.apply(model, SPARSE):
+        expected = [run(model, call) for call in calls]
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        made = []
+        for call, wanted in zip(calls, expected, strict=True):
+            assert (run(model, call) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+            made.append(graphs())
+    assert made[2] == made[-1], made
+
+
 class Schedule:
     """A scheduler as far as `apply` asks."""
 
