@@ -1,11 +1,13 @@
 """nearfield: sparse attention for diffusion transformers. A method decides who reads whom; one operation reads."""
 
 from nearfield import curves, planning
-from nearfield._types import Attended, Impl, Positions
+from nearfield._types import Attended, Impl, Moment, Positions
 from nearfield.adapters import Handle, apply, remove
 from nearfield.attend import attend, explain_choice, merge
 from nearfield.geometry import Geometry
 from nearfield.methods import (
+    BlockTopK,
+    FineGrained,
     Hilbert,
     HilbertAttention,
     LogLinear,
@@ -19,6 +21,8 @@ from nearfield.tokenmap import Ordering
 __version__ = "0.1.0"
 __all__ = [
     "Attended",
+    "BlockTopK",
+    "FineGrained",
     "Geometry",
     "Handle",
     "Hilbert",
@@ -26,6 +30,7 @@ __all__ = [
     "Impl",
     "LogLinear",
     "LogLinearAttention",
+    "Moment",
     "Ordering",
     "Plan",
     "Positions",

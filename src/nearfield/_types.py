@@ -41,3 +41,14 @@ class Gradients(NamedTuple):
     key: Tensor
     value: Tensor
     key_bias: Tensor | None
+
+
+class Moment(NamedTuple):
+    """Where a denoising loop stands: step `place` of `total`, and which of its calls (guidance makes several).
+
+    Two calls with one moment compute the same thing for one batch.
+    """
+
+    place: int
+    total: int
+    branch: str = ""

@@ -8,12 +8,14 @@ from torch import Tensor
 from nearfield._types import Attended, Impl
 from nearfield.geometry import Geometry
 from nearfield.methods.blocks import BlockTopK
+from nearfield.methods.fine import FineGrained
 from nearfield.methods.hilbert import Hilbert, HilbertAttention, hilbert_attention
 from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
 from nearfield.tokenmap import Ordering
 
 __all__ = [
     "BlockTopK",
+    "FineGrained",
     "Hilbert",
     "HilbertAttention",
     "LogLinear",

@@ -1,0 +1,249 @@
+"""FG-Attn (arXiv 2509.16518): skips single keys, or a few, instead of whole blocks.
+
+For each block of queries the keys that matter to any of them are gathered into packed tiles. Which those are is told by
+full attention itself, at a few steps of the denoising loop, and remembered in between ("cached"); or predicted at every
+call by attention among means ("online").
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from nearfield import curves, dense_parts, planning, predict
+from nearfield._checks import check_member, wrong_type, wrong_value
+from nearfield._types import Attended, Impl, Moment
+from nearfield.attend import attend
+from nearfield.geometry import Geometry
+from nearfield.plan import Plan, check_block
+from nearfield.predict import Blocks, Prediction
+from nearfield.tokenmap import Ordering
+
+Order = Literal["hilbert", "morton", "raster"]
+Predict = Literal["cached", "online"]
+
+_REFRESH = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8)
+
+
+@dataclass(frozen=True)
+class FineGrained:
+    """Key lists from predicted weights.
+
+    Args:
+        query_block: queries that share a list.
+        grain: keys that are kept or skipped together.
+        predict: "cached": lists come from the weights of full attention at some steps, and serve until the next of
+            them; "online": from attention among means, at every call.
+        threshold: cached: keep what some query of the block gives at least this weight. A number, or "x/N", x times
+            the weight each of N keys would have if all were equal. 0 keeps everything.
+        mass: online: the fewest keys that hold this share of the attention among means.
+        guard: online: blocks whose tokens are less alike than that are read whole; None for none.
+        refresh: cached: at which shares of the denoising steps lists are made anew.
+        share_branches: cached: one set of lists for all calls of a step (guidance makes several), made by the first.
+        order: the order of image tokens; consecutive ones are kept or skipped together.
+        dense_layers: how many of the first layers stay dense, or the indices of those that do.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+    """
+
+    query_block: int = 128
+    grain: int = 4
+    predict: Predict = "cached"
+    threshold: float | str = "0.5/N"
+    mass: float = 0.9
+    guard: float | None = 0.6
+    refresh: tuple[float, ...] = _REFRESH
+    share_branches: bool = False
+    order: Order = "hilbert"
+    dense_layers: int | tuple[int, ...] = 0
+    dense_steps: int | float = 0
+
+    def __post_init__(self) -> None:
+        check_block("query_block", self.query_block)
+        check_block("grain", self.grain)
+        check_member("predict", self.predict, get_args(Predict))
+        check_member("order", self.order, get_args(Order))
+        _weight_of(self.threshold, 1)
+        for name, least, value in (("mass", 0.0, self.mass), ("guard", -1.0, self.guard)):
+            if value is None and name == "guard":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                wrong_type(name, "be a number", repr(value))
+            if not least < value <= 1:
+                wrong_value(name, f"lie above {least:g}, up to 1", value)
+        object.__setattr__(self, "refresh", _checked_refresh(self.refresh))
+        if not isinstance(self.share_branches, bool):
+            wrong_type("share_branches", "be True or False", repr(self.share_branches))
+        object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
+        dense_parts.check_steps(self.dense_steps)
+
+    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
+        """The order of the image tokens (all images, one after another; the text stays where it is)."""
+        make = {"hilbert": curves.hilbert, "morton": curves.morton, "raster": curves.raster}[self.order]
+        return Ordering.joined([make(grid) for grid in geometry.images]).to(device)
+
+    def reader(
+        self,
+        geometry: Geometry,
+        layer: int = 0,
+        *,
+        heads: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "FineReader":
+        """What one layer needs to attend, with a memory of its own."""
+        del layer, heads, device
+        return FineReader(self, geometry)
+
+    def blocks(self, geometry: Geometry) -> Blocks:
+        tokens = geometry.num_tokens
+        return Blocks(self.query_block, self.grain, tokens, tokens, (geometry.text_span,))
+
+    def mask_bytes(self, geometry: Geometry, batch: int, heads: int) -> int:
+        """What a layer's mask takes at most, packed; the lists it is unpacked to take up to 32 times as much."""
+        rows, columns = (-(-geometry.num_tokens // block) for block in (self.query_block, self.grain))
+        return batch * heads * rows * -(-columns // 8)
+
+    def refreshes(self, total: int) -> list[int]:
+        """The steps, of `total`, at which lists are made anew."""
+        return sorted({min(int(share * total), total - 1) for share in self.refresh})
+
+    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
+        """Why a layer stays dense, or None."""
+        return dense_parts.layer_reason(self.dense_layers, layer, num_layers)
+
+    def num_dense_steps(self, num_steps: int) -> int:
+        """How many of `num_steps` denoising steps stay dense."""
+        return dense_parts.num_steps(self.dense_steps, num_steps)
+
+    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
+        """What the fields come to on a geometry."""
+        del device
+        rows, columns = (-(-geometry.num_tokens // block) for block in (self.query_block, self.grain))
+        blocks = f"{rows} blocks of {self.query_block} queries choose among {columns} of {self.grain} keys"
+        if self.predict == "online":
+            return f"{geometry}: {blocks} at every call: those that hold {self.mass:.0%} of the attention among means"
+        weight = _weight_of(self.threshold, geometry.num_tokens)
+        megabytes = self.mask_bytes(geometry, 1, 1) / 2**20
+        return (
+            f"{geometry}: {blocks} at steps {', '.join(map(str, self.refreshes(50)))} of 50: those with a weight of at "
+            f"least {weight:.2e}; masks take at most {megabytes:.1f} MiB per layer and head"
+        )
+
+
+class Memory(NamedTuple):
+    """Lists that were made at some step, and what they leave out."""
+
+    place: int
+    plan: Plan
+    prediction: Prediction
+
+
+class FineReader:
+    """What one layer reads. With "cached" prediction it remembers lists: tell it the moment before every call."""
+
+    def __init__(self, method: FineGrained, geometry: Geometry) -> None:
+        self.method, self.geometry = method, geometry
+        self.moment: Moment | None = None
+        self.memory: dict[str, Memory] = {}
+        """By branch."""
+        self.last: Prediction | None = None
+        """Of the last call: which blocks are kept, and what is dropped."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs read per batch element and head: all of them, for want of a number before the call."""
+        return self.geometry.num_tokens**2
+
+    def at(self, moment: Moment) -> "FineReader":
+        """Say where the denoising loop stands."""
+        self.moment = moment
+        return self
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_bias: Tensor | None = None,
+        scale: float | None = None,
+        impl: Impl = "auto",
+    ) -> Attended:
+        """Attention among tokens in the method's order, `[B, H, N, D]`."""
+        method = self.method
+        if method.predict == "online":
+            self.last = predict.by_means(
+                query, key, method.blocks(self.geometry), mass=method.mass, guard=method.guard, scale=scale
+            )
+            plan = method.blocks(self.geometry).plan(self.last.keep, compact=False)
+            return attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
+        known = self._remembered(query)
+        if known is not None:
+            self.last = known.prediction
+            return attend(query, key, value, known.plan, key_bias=key_bias, scale=scale, impl=impl)
+        full = planning.full(query.shape[2], key.shape[2], device=query.device)
+        attended = attend(query, key, value, full, key_bias=key_bias, scale=scale, impl=impl)
+        self._remember(query, key, attended.lse, scale, impl)
+        return attended
+
+    def _branch(self) -> str:
+        assert self.moment is not None
+        return "" if self.method.share_branches else self.moment.branch
+
+    def _remembered(self, query: Tensor) -> Memory | None:
+        """Lists that still serve; None where they have to be made."""
+        if self.moment is None:
+            wrong_value(
+                "moment",
+                'be told before a call where prediction is "cached"',
+                None,
+                'Call `reader.at(Moment(step, total))` first, or use predict="online".',
+            )
+        known = self.memory.get(self._branch())
+        if known is None or known.plan.blocks.shape[0] != query.shape[0]:
+            return None
+        if self.moment.place < known.place:  # another generation has begun
+            return None
+        due = [place for place in self.method.refreshes(self.moment.total) if place <= self.moment.place]
+        return known if not due or known.place >= due[-1] else None
+
+    def _remember(self, query: Tensor, key: Tensor, lse: Tensor, scale: float | None, impl: Impl) -> None:
+        assert self.moment is not None
+        blocks = self.method.blocks(self.geometry)
+        threshold = _weight_of(self.method.threshold, key.shape[2])
+        prediction = predict.by_weights(
+            query.detach(), key.detach(), lse.detach(), blocks, threshold, scale=scale, impl=impl
+        )
+        self.last = prediction
+        plan = blocks.plan(prediction.keep, compact=True)
+        self.memory[self._branch()] = Memory(self.moment.place, plan, prediction)
+
+
+def _weight_of(threshold: float | str, num_keys: int) -> float:
+    """A threshold as a weight: "0.5/N" is half of what each key would have if all were equal."""
+    if isinstance(threshold, str):
+        number, slash, name = threshold.partition("/")
+        try:
+            value = float(number) / num_keys
+        except ValueError:
+            value = -1.0
+        if slash != "/" or name != "N" or not 0 <= value < float("inf"):
+            wrong_value(
+                "threshold", 'be a weight, or one times that of equal keys, as "0.5/N"', repr(threshold)
+            )
+        return value
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        wrong_type("threshold", 'be a number or a text like "0.5/N"', repr(threshold))
+    if not 0 <= threshold < float("inf"):
+        wrong_value("threshold", "be at least 0", threshold)
+    return float(threshold)
+
+
+def _checked_refresh(shares: object) -> tuple[float, ...]:
+    if not isinstance(shares, Sequence) or isinstance(shares, str) or not shares:
+        wrong_type("refresh", "be shares of the steps, at least one", repr(shares))
+    for share in shares:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            wrong_value("refresh", "hold shares from 0, below 1", repr(share))
+    return tuple(float(share) for share in shares)
