@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 TEST_TOOLS := .cache/test-tools
-GPU_TESTS ?= $(wildcard tests/kernels tests/test_kernels*.py tests/test_attend*.py)
+GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py
 GPU_ENV := PYTHONPATH=src:$(TEST_TOOLS)
 GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --require-gpu $(GPU_TESTS)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.attending import NEEDS_TRITON, assert_budget
+from tests.attending import assert_budget
 from torch import Tensor
 
 import nearfield
@@ -175,28 +175,6 @@ def test_pooling_differentiates_and_is_a_proper_operator() -> None:
     torch.library.opcheck(torch.ops.nearfield.pool.default, (x, 2, 3, "auto"))
 
 
-@NEEDS_TRITON
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("length", "block", "number", "dim"), [(64, 4, 2, 16), (70, 16, 2, 24), (300, 16, 1, 32), (37, 2, 3, 16)]
-)
-def test_pooling_kernels_do_as_the_reference(
-    length: int, block: int, number: int, dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    from nearfield.kernels import pool as kernel
-    from nearfield.reference import pool as plain
-
-    x = torch.randn(2, length, 3, dim, device=device, dtype=dtype).transpose(1, 2)
-    exact = plain.pool_forward(x.double(), block, number)
-    assert_budget(
-        "pooled", kernel.pool_forward(x, block, number), exact, plain.pool_forward(x, block, number)
-    )
-    grad = torch.randn(2, 3, exact.shape[2], dim, device=device, dtype=dtype)
-    exact = plain.pool_backward(grad.double(), length, block, number)
-    low = plain.pool_backward(grad, length, block, number)
-    assert_budget("spread", kernel.pool_backward(grad, length, block, number), exact, low)
-
-
 # -- choosing ----------------------------------------------------------------------------------------------------
 
 
@@ -257,66 +235,6 @@ def test_own_block_is_kept_all_the_way_down() -> None:
     for level, picks in enumerate(picked(LogLinear(block=4, topk=2, keep_own=True), query, key), start=1):
         own = torch.arange(levels.level_length(200, 4, level))[:, None]
         assert bool((picks == own).any(-1).all())
-
-
-@NEEDS_TRITON
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("lengths", "block", "count", "width", "keep_own"),
-    [
-        ((40, 40), 16, 3, 2, True),
-        ((33, 50), 8, 4, 3, False),
-        ((7, 5), 16, 8, None, False),
-        ((20, 70), 16, 5, None, True),
-        ((64, 64), 32, 4, 1, False),
-        ((100, 90), 64, 3, 2, False),
-        ((5, 9), 2, 2, 4, False),
-    ],
-)
-def test_kernel_chooses_as_the_reference(
-    lengths: tuple[int, int], block: int, count: int, width: int | None, keep_own: bool, dtype: torch.dtype,
-    device: torch.device,
-) -> None:  # fmt: skip
-    from nearfield.kernels import select as kernel
-
-    # Halves of small whole numbers: every product is exact, and many scores are equal.
-    generator = torch.Generator().manual_seed(0)
-    query, key = (
-        (torch.randint(-4, 5, (2, heads, length, 24), generator=generator) / 2).to(device, dtype)
-        for heads, length in zip((4, 2), lengths, strict=True)
-    )
-    parents = None
-    if width is not None:
-        groups, blocks = -(-lengths[0] // block), -(-lengths[1] // block)
-        order = torch.rand(2, 4, groups, blocks, generator=generator).argsort(-1)[..., :width]
-        parents = order.sort(-1).values.to(device, torch.int32)
-        parents[..., -1:] = torch.where(
-            parents[..., -1:] % 3 == 2, blocks, parents[..., -1:]
-        )  # unused places
-    got = kernel.select(query, key, parents, block, count, keep_own)
-    assert torch.equal(got, reference.select(query, key, parents, block, count, keep_own))
-
-
-@NEEDS_TRITON
-def test_kernel_takes_nan_and_strides(device: torch.device) -> None:
-    from nearfield.kernels import select as kernel
-
-    query = torch.ones(1, 6, 2, 16, device=device).transpose(1, 2)
-    key = torch.randint(-3, 4, (1, 7, 2, 16), device=device).float().transpose(1, 2)
-    key[0, 0, 2, 3] = math.nan
-    assert torch.equal(
-        kernel.select(query, key, None, 4, 5, False), reference.select(query, key, None, 4, 5, False)
-    )
-
-
-@NEEDS_TRITON
-def test_what_the_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
-    from nearfield.kernels import select as kernel
-
-    assert kernel.unsupported(torch.empty(1, 1, 1, 8, device=device), 64) is None
-    assert "float64" in str(kernel.unsupported(torch.empty(1, 1, 1, 8, device=device).double(), 64))
-    assert "129" in str(kernel.unsupported(torch.empty(1, 1, 1, 129, device=device), 64))
-    assert "2048 candidates" in str(kernel.unsupported(torch.empty(1, 1, 1, 8, device=device), 2048))
 
 
 # -- identities ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.attending import NEEDS_TRITON, assert_budget
 from torch import Tensor
 
 import nearfield
@@ -54,39 +53,6 @@ def test_statistics_are_those_of_the_map(num_queries: int, num_keys: int, q_bloc
     for mine, theirs in zip(got, by_hand(weights, q_block, k_block), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(got[1].sum(-1), torch.ones_like(got[1][..., 0]))
-
-
-@NEEDS_TRITON
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("num_queries", "num_keys", "dim", "q_block", "k_block"),
-    [
-        (70, 90, 16, 32, 1),
-        (50, 130, 24, 16, 4),
-        (200, 70, 32, 128, 64),
-        (33, 40, 16, 64, 8),
-        (100, 300, 16, 192, 128),
-    ],
-)
-def test_kernel_computes_the_statistics_of_the_map(
-    num_queries: int,
-    num_keys: int,
-    dim: int,
-    q_block: int,
-    k_block: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    from nearfield.kernels import columns as kernel
-
-    query, key, _ = (x.to(device, dtype) for x in inputs(num_queries, num_keys, dim))
-    _, lse = weights_of(query.double(), key.double())
-    call = q_block, k_block, dim**-0.5
-    exact = reference.column_statistics(query.double(), key.double(), lse, *call)
-    low = reference.column_statistics(query, key, lse.float(), *call)
-    got = kernel.column_statistics(query, key, lse.float(), *call)
-    for name, *values in zip(("maxima", "masses"), got, exact, low, strict=True):
-        assert_budget(name, *values)
 
 
 # -- predictions ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,185 @@
+"""The smaller kernels beside their references: pooling, choosing, weights per block. Needs no hypothesis."""
+
+import math
+
+import pytest
+import torch
+from tests.attending import NEEDS_TRITON, assert_budget
+from torch import Tensor
+
+from nearfield import LogLinear, log_linear_attention
+from nearfield.reference import columns as columns_reference
+from nearfield.reference import select as select_reference
+
+
+def inputs(num_queries: int, num_keys: int, dim: int, *, heads: int = 4, key_heads: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, num_queries, dim), *[(2, key_heads, num_keys, dim)] * 2]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def weights_of(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The map of full attention and the log of its sums."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    logits = query @ key.mT * query.shape[3] ** -0.5
+    return torch.softmax(logits, -1), torch.logsumexp(logits, -1)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("length", "block", "number", "dim"), [(64, 4, 2, 16), (70, 16, 2, 24), (300, 16, 1, 32), (37, 2, 3, 16)]
+)
+def test_pooling_kernels_do_as_the_reference(
+    length: int, block: int, number: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from nearfield.kernels import pool as kernel
+    from nearfield.reference import pool as plain
+
+    x = torch.randn(2, length, 3, dim, device=device, dtype=dtype).transpose(1, 2)
+    exact = plain.pool_forward(x.double(), block, number)
+    assert_budget(
+        "pooled", kernel.pool_forward(x, block, number), exact, plain.pool_forward(x, block, number)
+    )
+    grad = torch.randn(2, 3, exact.shape[2], dim, device=device, dtype=dtype)
+    exact = plain.pool_backward(grad.double(), length, block, number)
+    low = plain.pool_backward(grad, length, block, number)
+    assert_budget("spread", kernel.pool_backward(grad, length, block, number), exact, low)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "block", "count", "width", "keep_own"),
+    [
+        ((40, 40), 16, 3, 2, True),
+        ((33, 50), 8, 4, 3, False),
+        ((7, 5), 16, 8, None, False),
+        ((20, 70), 16, 5, None, True),
+        ((64, 64), 32, 4, 1, False),
+        ((100, 90), 64, 3, 2, False),
+        ((5, 9), 2, 2, 4, False),
+    ],
+)
+def test_kernel_chooses_as_the_reference(
+    lengths: tuple[int, int], block: int, count: int, width: int | None, keep_own: bool, dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    from nearfield.kernels import select as kernel
+
+    # Halves of small whole numbers: every product is exact, and many scores are equal.
+    generator = torch.Generator().manual_seed(0)
+    query, key = (
+        (torch.randint(-4, 5, (2, heads, length, 24), generator=generator) / 2).to(device, dtype)
+        for heads, length in zip((4, 2), lengths, strict=True)
+    )
+    parents = None
+    if width is not None:
+        groups, blocks = -(-lengths[0] // block), -(-lengths[1] // block)
+        order = torch.rand(2, 4, groups, blocks, generator=generator).argsort(-1)[..., :width]
+        parents = order.sort(-1).values.to(device, torch.int32)
+        parents[..., -1:] = torch.where(
+            parents[..., -1:] % 3 == 2, blocks, parents[..., -1:]
+        )  # unused places
+    got = kernel.select(query, key, parents, block, count, keep_own)
+    assert torch.equal(got, select_reference.select(query, key, parents, block, count, keep_own))
+
+
+@NEEDS_TRITON
+def test_kernel_takes_nan_and_strides(device: torch.device) -> None:
+    from nearfield.kernels import select as kernel
+
+    query = torch.ones(1, 6, 2, 16, device=device).transpose(1, 2)
+    key = torch.randint(-3, 4, (1, 7, 2, 16), device=device).float().transpose(1, 2)
+    key[0, 0, 2, 3] = math.nan
+    assert torch.equal(
+        kernel.select(query, key, None, 4, 5, False), select_reference.select(query, key, None, 4, 5, False)
+    )
+
+
+@NEEDS_TRITON
+def test_what_the_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
+    from nearfield.kernels import select as kernel
+
+    assert kernel.unsupported(torch.empty(1, 1, 1, 8, device=device), 64) is None
+    assert "float64" in str(kernel.unsupported(torch.empty(1, 1, 1, 8, device=device).double(), 64))
+    assert "129" in str(kernel.unsupported(torch.empty(1, 1, 1, 129, device=device), 64))
+    assert "2048 candidates" in str(kernel.unsupported(torch.empty(1, 1, 1, 8, device=device), 2048))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "dim", "q_block", "k_block"),
+    [
+        (70, 90, 16, 32, 1),
+        (50, 130, 24, 16, 4),
+        (200, 70, 32, 128, 64),
+        (33, 40, 16, 64, 8),
+        (100, 300, 16, 192, 128),
+    ],
+)
+def test_kernel_computes_the_statistics_of_the_map(
+    num_queries: int,
+    num_keys: int,
+    dim: int,
+    q_block: int,
+    k_block: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    from nearfield.kernels import columns as kernel
+
+    query, key, _ = (x.to(device, dtype) for x in inputs(num_queries, num_keys, dim))
+    _, lse = weights_of(query.double(), key.double())
+    call = q_block, k_block, dim**-0.5
+    exact = columns_reference.column_statistics(query.double(), key.double(), lse, *call)
+    low = columns_reference.column_statistics(query, key, lse.float(), *call)
+    got = kernel.column_statistics(query, key, lse.float(), *call)
+    for name, *values in zip(("maxima", "masses"), got, exact, low, strict=True):
+        assert_budget(name, *values)
+
+
+# -- at size, where there is a GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("length", "levels"), [(4096, 2), (5000, 2), (65536, "auto")])
+def test_log_linear_attention_is_what_plain_torch_makes_of_the_same_picks(
+    length: int, levels: int | str, dtype: torch.dtype
+) -> None:
+    """Kernels and plain torch choose alike where scores are exact; then results and gradients must agree."""
+    generator = torch.Generator().manual_seed(0)
+    # Whole numbers, repeated over blocks of 256: means and products are exact at every level, so picks are equal.
+    made = torch.randint(-2, 3, (3, 1, 2, -(-length // 256), 64), generator=generator).repeat_interleave(
+        256, 3
+    )
+    leaves = [x[:, :, :length].to("cuda", dtype).requires_grad_() for x in made]
+    method = LogLinear(levels=levels)  # type: ignore[arg-type]
+    out = log_linear_attention(*leaves, method=method)
+    cotangent = torch.randn_like(out)
+    got = [out, *torch.autograd.grad(out, leaves, cotangent)]
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    exact = log_linear_attention(*exact_leaves, method=method, impl="grouped")
+    exact_results = [exact, *torch.autograd.grad(exact, exact_leaves, cotangent.double())]
+    low_leaves = [x.detach().requires_grad_() for x in leaves]
+    low = log_linear_attention(*low_leaves, method=method, impl="grouped")
+    low_results = [low, *torch.autograd.grad(low, low_leaves, cotangent)]
+    for name, *values in zip(("out", "query", "key", "value"), got, exact_results, low_results, strict=True):
+        assert_budget(name, *(x.detach() for x in values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k_block", [1, 4, 64])
+def test_statistics_of_a_long_map(k_block: int) -> None:
+    query, key, _ = (x.to("cuda", torch.bfloat16) for x in inputs(3000, 5000, 128))
+    from nearfield.kernels import columns as kernel
+
+    _, lse = weights_of(query.double(), key.double())
+    call = 128, k_block, 128**-0.5
+    exact = columns_reference.column_statistics(query.double(), key.double(), lse, *call)
+    low = columns_reference.column_statistics(query, key, lse.float(), *call)
+    got = kernel.column_statistics(query, key, lse.float(), *call)
+    for name, *values in zip(("maxima", "masses"), got, exact, low, strict=True):
+        assert_budget(name, *values)
