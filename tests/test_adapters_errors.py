@@ -279,7 +279,7 @@ def test_heads_that_were_split_since_are_refused() -> None:
 )
 def test_an_adapted_model_is_not_copied(name: str, copied: Callable[[Any], Any]) -> None:
     model = tiny_models.MODELS[name][0]()
-    with nearfield.apply(model, SPARSE):
+    with nearfield.apply(model, Hilbert(tiles=4, dense_layers=0), scheduler=diffusers.DDIMScheduler()):
         with pytest.raises(ValueError) as error:
             copied(model)
         assert str(error.value) == (

@@ -154,17 +154,17 @@ def test_sdxl_pipeline_with_guidance() -> None:
         assert_close(images(pipe, guided_call()), stock)
 
 
+def pixart_call() -> dict[str, Any]:
+    masks = {"prompt_attention_mask": torch.ones(1, 7), "negative_prompt_attention_mask": torch.ones(1, 7)}
+    call = guided_call() | masks | {"negative_prompt": None, "use_resolution_binning": False}
+    return {name: value for name, value in call.items() if "pooled" not in name}
+
+
 def test_pixart_pipeline_with_guidance() -> None:
     pipe = tiny_models.pixart_pipeline()
-    masks = {"prompt_attention_mask": torch.ones(1, 7), "negative_prompt_attention_mask": torch.ones(1, 7)}
-
-    def call() -> dict[str, Any]:
-        call = guided_call() | masks | {"negative_prompt": None, "use_resolution_binning": False}
-        return {name: value for name, value in call.items() if "pooled" not in name}
-
-    stock = images(pipe, call())
+    stock = images(pipe, pixart_call())
     with nearfield.apply(pipe, EVERYTHING):
-        assert_close(images(pipe, call()), stock)
+        assert_close(images(pipe, pixart_call()), stock)
 
 
 def test_several_images_per_prompt() -> None:
@@ -254,17 +254,37 @@ def test_a_scheduler_whose_loop_is_over_drives_no_call() -> None:
         assert torch.equal(images(other, flux_call()), expected)
 
 
-def test_a_scheduler_that_does_not_know_its_step_is_refused() -> None:
-    pipe = tiny_models.sdxl_pipeline(diffusers.DDIMScheduler())
+@pytest.mark.parametrize("kind", ["DDIMScheduler", "PNDMScheduler", "DDPMScheduler"])
+@pytest.mark.parametrize("name", ["sdxl", "pixart"])
+def test_a_scheduler_that_does_not_know_its_step(name: str, kind: str) -> None:
+    """The step is known from the timestep; PNDM repeats one, so its value alone would not do."""
+    pipe = tiny_models.sdxl_pipeline() if name == "sdxl" else tiny_models.pixart_pipeline()
+    options = {"skip_prk_steps": True} if kind == "PNDMScheduler" else {}
+    pipe.scheduler = getattr(diffusers, kind)(**options)
+    model = pipe.unet if name == "sdxl" else pipe.transformer
+    seen: list[bool] = []
+    with nearfield.apply(pipe, sparse(dense_steps=3)) as handle:
+        model.register_forward_hook(lambda *_: seen.append(handle._regions[0].is_dense_step))
+        images(pipe, guided_call() if name == "sdxl" else pixart_call())
+        assert f"steps: the first 3 of {len(seen)} dense ({kind})" in handle.summary()
+    assert seen == [True] * 3 + [False] * (len(seen) - 3)
+    assert len(seen) == (6 if kind == "PNDMScheduler" else 5)
+
+
+def test_a_timestep_that_tells_nothing_is_refused() -> None:
+    """FLUX is given a thousandth of it."""
+    pipe = flux_pipeline()
     message = (
-        "`scheduler` must know its step (have `step_index`) where the method keeps first steps dense; got "
-        "DDIMScheduler. Use another scheduler, or `dense_steps=0`."
+        "`scheduler` must know its step (have `step_index`), or the model be given an item of `scheduler.timesteps` "
+        "as it is, where the method keeps first steps dense; got DDIMScheduler. Use another scheduler, or "
+        "`dense_steps=0`."
     )
-    with pytest.raises(ValueError) as error:
-        nearfield.apply(pipe, sparse(dense_steps=0.2))
+    handle = nearfield.apply(pipe.transformer, sparse(dense_steps=0.2), scheduler=diffusers.DDIMScheduler())
+    with handle, pytest.raises(ValueError) as error:
+        images(pipe, flux_call())
     assert str(error.value) == message
-    with nearfield.apply(pipe, EVERYTHING):  # keeps no step dense
-        assert images(pipe, guided_call()).isfinite().all()
+    with nearfield.apply(pipe.transformer, EVERYTHING, scheduler=diffusers.DDIMScheduler()):
+        assert images(pipe, flux_call()).isfinite().all()  # keeps no step dense
 
 
 SUMMARY = """\

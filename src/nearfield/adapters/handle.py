@@ -40,8 +40,6 @@ def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "a
     models = _models_of(target)
     steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
     regions = [region for model in models for region in _regions_of(model, method, steps, impl)]
-    if method.num_dense_steps(1000):
-        steps.check()
     handle = Handle(models, regions, method, steps)
     try:
         for region in regions:

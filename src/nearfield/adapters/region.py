@@ -190,6 +190,9 @@ class Region:
             self.module.register_forward_pre_hook(self._entered, with_kwargs=True),
             self.module.register_forward_hook(self._left, always_call=True),
         ]
+        if self.steps.needs_timestep and self.method.num_dense_steps(_MANY_STEPS):
+            hook = _TimestepHook(self, parameter_names(self.root))
+            self._handles.append(self.root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         for move, places in self._places:
             for _, module in places if move.place else []:
                 self._handles.append(self._hook(module, move))
@@ -429,6 +432,17 @@ class Region:
         if self._moved is None or self._moved[0] is not value:
             self._moved = value, self.moved(value, move)
         return self._moved[1]
+
+
+class _TimestepHook:
+    """Tells which timestep a model is called with."""
+
+    def __init__(self, region: Region, names: tuple[str, ...]) -> None:
+        self.region, self.names = region, names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if "timestep" in self.names:
+            self.region.steps.timestep = Arguments(self.names, args, kwargs).get("timestep")
 
 
 class _ArgumentHook:

@@ -3,6 +3,9 @@
 import weakref
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from nearfield._checks import wrong_value
 
 
@@ -20,6 +23,8 @@ class Steps:
     def __init__(self, pipeline: Any = None, scheduler: Any = None) -> None:
         self._pipeline = None if pipeline is None or scheduler is not None else weakref.ref(pipeline)
         self._scheduler = scheduler
+        self.timestep: Any = None
+        """What the model was called with."""
 
     @property
     def scheduler(self) -> Any:
@@ -28,24 +33,20 @@ class Steps:
             self._scheduler = getattr(pipeline, "scheduler", None)
         return self._scheduler
 
-    def check(self) -> None:
-        """Refuses a scheduler that cannot say where it stands."""
-        scheduler = self.scheduler
-        if scheduler is not None and not hasattr(scheduler, "step_index"):
-            wrong_value(
-                "scheduler",
-                "know its step (have `step_index`) where the method keeps first steps dense",
-                type(scheduler).__name__,
-                "Use another scheduler, or `dense_steps=0`.",
-            )
+    @property
+    def needs_timestep(self) -> bool:
+        """Whether the scheduler does not know its step, and only the timestep tells."""
+        return self.scheduler is not None and not hasattr(self.scheduler, "step_index")
 
     def now(self) -> Step | None:
         """The step that is being computed, or None without a scheduler. Does not wait for the device."""
         scheduler = self.scheduler
         if scheduler is None:
             return None
-        self.check()
-        index, total = scheduler.step_index, len(scheduler.timesteps)
+        total = len(scheduler.timesteps)
+        if self.needs_timestep:
+            return Step(self._step_of_timestep(), total)
+        index = scheduler.step_index
         if index is None:  # before the first step; image-to-image begins later than at 0
             index = getattr(scheduler, "begin_index", None) or 0
         elif index >= total:
@@ -60,11 +61,30 @@ class Steps:
         signs = (getattr(scheduler, name, None) for name in ("step_index", "num_inference_steps"))
         return None if all(sign is None for sign in signs) else len(scheduler.timesteps)
 
+    def _step_of_timestep(self) -> int:
+        """Pipelines walk along `scheduler.timesteps`, so what they pass lies in it: its address says where."""
+        timesteps, timestep = self.scheduler.timesteps, self.timestep
+        is_tensor = isinstance(timestep, Tensor) and not torch.compiler.is_compiling()
+        if is_tensor and _storage(timestep) == _storage(timesteps):
+            distance = timestep.data_ptr() - timesteps.data_ptr()
+            return int(distance // (timesteps.stride(0) * timesteps.element_size()))
+        wrong_value(
+            "scheduler",
+            "know its step (have `step_index`), or the model be given an item of `scheduler.timesteps` as it is,"
+            " where the method keeps first steps dense",
+            type(self.scheduler).__name__,
+            "Use another scheduler, or `dense_steps=0`.",
+        )
+
     def is_in_loop(self) -> bool:
         """Whether a denoising loop is under way, behind its first step."""
         scheduler = self.scheduler
         index = getattr(scheduler, "step_index", None)
         return index is not None and 0 < index < len(scheduler.timesteps)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 # Not put together where it is raised: torch.compile could not trace that.
