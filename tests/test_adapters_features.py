@@ -603,11 +603,18 @@ def test_a_device_is_found_again_whether_or_not_it_was_numbered(
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # looked at by torch.compile
-def test_compiled_training_step(graphs: Any) -> None:
-    model, call = tiny_models.flux(1, 1).double(), double(tiny_models.flux_inputs((9, 14)))
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["flux", "sdxl", "z_image"])
+def test_compiled_training_step(name: str, is_checkpointed: bool, graphs: Any) -> None:
+    make, inputs_of = MODELS[name]
+    sizes = {"flux": (1, 1), "sdxl": ()}.get(name, (1,))
+    model, call = make(*sizes).double(), double(inputs_of((9, 14)))
     with nearfield.apply(model, SPARSE):
         expected = gradients(model, call)
+        if is_checkpointed:
+            model.train().enable_gradient_checkpointing()
         model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
-        found = gradients(model, call)
-    for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-5), name
+        later = loss(model, name, (9, 14))
+        run(model, double(inputs_of((14, 9))))
+        assert_same_gradients(gradients_after(later, model), expected)
+        assert graphs()

@@ -245,9 +245,9 @@ class Region:
     def is_inside(self) -> bool:
         """Whether tokens are inside. Modules may be shared with another model, whose calls are not ours."""
         if (
-            self.is_recomputing
-            and not torch.compiler.is_compiling()
-            and _current_backward() != self._backward
+            not torch.compiler.is_compiling()
+            and self.is_recomputing
+            and self._backward != _current_backward()
         ):
             self._backward_left()  # it was not told, because that backward pass raised
         return self._is_active
