@@ -86,8 +86,7 @@ class GridReader:
         self._last: tuple[object, Layout] | None = None
 
     def expect(self, grids: tuple[Grid, ...], device: torch.device) -> None:
-        if all(len(grid) == 2 for grid in grids):  # images; ids of videos are not read
-            self.expected = self._layout(grids, device)
+        self.expected = self._layout(grids, device)
 
     def read(self, ids: Tensor) -> tuple[Grid, ...] | None:
         """The grids of all images, in sequence order; None if the ids describe no grids.

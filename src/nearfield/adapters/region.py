@@ -368,7 +368,8 @@ class Region:
         self._derive(ready, batch)
         if ready is not self.ready:
             self._hand_out(ready)
-        self._grids.expect(located.images, device)
+        if any(move.what == "img_ids" for move in self.spec.moves):
+            self._grids.expect(located.images, device)
 
     def make_ready(self, located: Located, device: torch.device) -> Ready:
         kinds = {layer.sees_text for layer in self.layers if layer.is_sparse} or {True}
