@@ -14,15 +14,19 @@ from nearfield.kernels import is_interpreted
 
 MOST_TOKENS = 256
 _MOST_HELD = 128
-"""256 x 256 float32 values would be all the registers of a multiprocessor."""
+"""256 x 256 numbers would be all the registers of a multiprocessor."""
+
+_STEPS = tl.constexpr(2**15)
+_NEEDS_NOBODY = tl.constexpr(2**30)
 
 
 @triton.jit
 def _load_similarity(base, row, column, length, n):
-    """Similarities of existing tokens; NaN counts as the least there is."""
+    """Similarities in whole steps; NaN counts as the least there is, and so does what does not exist."""
     exists = (row < length) & (column < length)
-    value = tl.load(base + row * n + column, mask=exists, other=-1.0)
-    return tl.where(value == value, value, -1.0)
+    cosine = tl.load(base + row * n + column, mask=exists, other=-1.0)
+    cosine = tl.where(cosine == cosine, cosine, -1.0)
+    return tl.floor(cosine * _STEPS + 0.5).to(tl.int32)
 
 
 @triton.jit
@@ -38,14 +42,14 @@ def _locate_kernel(
     lane = tl.arange(0, SIDE)
     if HELD:
         matrix = _load_similarity(similarity, lane[:, None], lane[None, :], length, n)
-    # How well each token is represented so far. Tokens that do not exist need nobody.
-    covered = tl.where(lane < length, -1.0, float("inf"))
+    # How well each token is represented so far.
+    covered = tl.where(lane < length, -_STEPS, _NEEDS_NOBODY)
     is_chosen = tl.zeros([SIDE], tl.int32)
     for _ in range(count):
         if not HELD:
             matrix = _load_similarity(similarity, lane[:, None], lane[None, :], length, n)
-        gain = tl.sum(tl.maximum(matrix - covered[None, :], 0.0), 1)
-        gain = tl.where((lane < length) & (is_chosen == 0), gain, -1.0)
+        gain = tl.sum(tl.maximum(matrix - covered[None, :], 0), 1)
+        gain = tl.where((lane < length) & (is_chosen == 0), gain, -1)
         best = tl.min(tl.where(gain == tl.max(gain, 0), lane, SIDE), 0)
         is_chosen = tl.where(lane == best, 1, is_chosen)
         covered = tl.maximum(covered, _load_similarity(similarity, best, lane, length, n))

@@ -1,12 +1,20 @@
 """Choosing tokens that stand for the others: the specification of the locating kernel.
 
-Facility location: of the tokens of a region, `count` are chosen such that the sum over all of them of the best
-similarity to a chosen one is large. Greedy: whoever adds most is chosen next, which is never below 1 - 1/e of the best.
+Facility location: of the tokens of a region, a few are chosen such that the sum over all of them of the best similarity
+to a chosen one is large. Greedy: whoever adds most is chosen next, which is never below 1 - 1/e of the best.
+
+Ties are common: two tokens that help each other and nobody else add the same. So similarities are counted in whole
+steps, whose sums are exact: a tie is a tie in whatever order they are added, on every device.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
+
+_STEPS = 2**15
+"""Steps from a similarity of 0 to 1."""
+
+_NEEDS_NOBODY = 2**30
 
 
 def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tensor:
@@ -22,11 +30,11 @@ def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tens
         `[B, regions, most]` int32 ids inside the region, ascending, each once; `n` where a region chose fewer.
     """
     n = features.shape[2]
-    similarity = _cosines(features)
+    similarity = _similarity(features)
     token = torch.arange(n, device=features.device)
     exists = (token < lengths[:, None]).expand(similarity.shape[:3])
-    # How well each token is represented so far. Tokens that do not exist need nobody.
-    covered = torch.where(exists, -1.0, torch.inf).to(similarity.dtype)
+    # How well each token is represented so far.
+    covered = torch.where(exists, -_STEPS, _NEEDS_NOBODY).to(torch.int32)
     is_chosen = torch.zeros_like(exists)
     for step in range(min(most, n)):
         gain = (similarity - covered[:, :, None]).clamp(min=0).sum(-1)
@@ -39,7 +47,8 @@ def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tens
     return pad(ids, (0, most - ids.shape[-1]), value=n).to(torch.int32)
 
 
-def _cosines(features: Tensor) -> Tensor:
-    """`[B, regions, n, n]`, in float32 at least."""
+def _similarity(features: Tensor) -> Tensor:
+    """Cosines in whole steps, `[B, regions, n, n]` int32."""
     unit = normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
-    return (unit @ unit.mT).nan_to_num(nan=-1.0)
+    cosine = (unit @ unit.mT).nan_to_num(nan=-1.0)
+    return torch.floor(cosine * _STEPS + 0.5).to(torch.int32)
