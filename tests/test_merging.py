@@ -223,8 +223,7 @@ def test_the_kernel_runs_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_locating_is_a_proper_operator() -> None:
-    lengths, counts = torch.tensor([6, 5]), torch.tensor([2, 3])
-    call = (random_features(1, 2, 6, 3), lengths, counts, 3, "auto")
+    call = (random_features(1, 11, 3), [6, 5], [2, 3], "auto")
     torch.library.opcheck(torch.ops.nearfield.locate.default, call)
 
 
@@ -474,6 +473,20 @@ def test_making_a_map_never_looks_at_values(region: Any) -> None:
         x = torch.empty(2, geometry.num_image_tokens, 5)
         merging = method.merging(x, geometry)
         assert merging.leave(merging.enter(x)).shape == x.shape
+
+
+def test_making_and_using_a_map_compile_whole() -> None:
+    regions = Merge(region_size=16).regions(GEOMETRIES["odd"])
+
+    def there_and_back(features: Tensor, x: Tensor) -> Tensor:
+        merging = merging_of(features, regions, sharpness=5.0)
+        return merging.leave(merging.enter(x).tanh())
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        features, x = random_features(2, 63, 5, seed=seed), random_features(2, 63, 4, seed=seed)
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            torch.testing.assert_close(compiled(features, x), there_and_back(features, x))
 
 
 # -- where and when -----------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class Regions:
 
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
+    groups: tuple[Group, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.lengths or len(self.lengths) != len(self.counts):
@@ -87,6 +88,7 @@ class Regions:
             check_int("counts", count, at_least=1)
             if count > length:
                 wrong_value("counts", f"be at most the length of the region ({length})", count)
+        object.__setattr__(self, "groups", _grouped(self.lengths, self.counts))
 
     @property
     def num_tokens(self) -> int:
@@ -97,16 +99,11 @@ class Regions:
         """Tokens that are left."""
         return sum(self.counts)
 
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return _groups(self)
 
-
-@lru_cache(maxsize=64)
-def _groups(regions: Regions) -> tuple[Group, ...]:
+def _grouped(lengths: Sequence[int], counts: Sequence[int]) -> tuple[Group, ...]:
     groups: list[Group] = []
     first = start = begin = 0
-    for (length, count), alike in groupby(zip(regions.lengths, regions.counts, strict=True)):
+    for (length, count), alike in groupby(zip(lengths, counts, strict=True)):
         number = sum(1 for _ in alike)
         groups.append(Group(first, number, length, count, start, begin))
         first, start, begin = first + number, start + number * length, begin + number * count
@@ -234,7 +231,7 @@ def merging_of(
     """
     _check_features(features, regions)
     if destinations is None:
-        destinations = _located(features, regions, impl)
+        destinations = _destinations(features, regions, impl)
     else:
         check_tensor("destinations", destinations, dims=2)
         shape = (len(features), regions.num_merged)
@@ -254,6 +251,13 @@ def _check_features(features: Tensor, regions: Regions) -> None:
         wrong_type("features", "have a floating dtype", features.dtype)
     if features.shape[1] != regions.num_tokens:
         wrong_value("features", f"have {regions.num_tokens} tokens", shape_of(features))
+
+
+def _destinations(features: Tensor, regions: Regions, impl: Impl) -> Tensor:
+    if all(group.is_kept for group in regions.groups):
+        return torch.arange(regions.num_tokens, device=features.device).expand(len(features), -1)
+    chosen: Tensor = torch.ops.nearfield.locate(features.detach(), regions.lengths, regions.counts, impl)
+    return chosen
 
 
 def _shares(features: Tensor, destinations: Tensor, group: Group, sharpness: float) -> Tensor:
@@ -292,33 +296,26 @@ def _layout(regions: Regions, device: str) -> _Layout:
         return _Layout(tokens.flatten().to(device), lengths.int().to(device), counts.int().to(device))
 
 
-def _located(features: Tensor, regions: Regions, impl: Impl) -> Tensor:
+@torch.library.custom_op("nearfield::locate", mutates_args=())
+def _locate(features: Tensor, lengths: Sequence[int], counts: Sequence[int], impl: str) -> Tensor:
     """The destinations of all regions, `[B, merged]` int64, as ids in the sequence."""
-    groups, device = regions.groups, features.device
-    if all(group.is_kept for group in groups):
-        return torch.arange(regions.num_tokens, device=device).expand(len(features), -1)
-    layout = _layout(regions, str(device))
-    features = features.detach()
-    if len(set(regions.lengths)) > 1:
+    regions = Regions(tuple(lengths), tuple(counts))
+    layout = _layout(regions, str(features.device))
+    if len(set(lengths)) > 1:
         features = features.index_select(1, layout.tokens)
-    padded = features.unflatten(1, (len(regions.lengths), -1))
-    chosen = torch.ops.nearfield.locate(padded, layout.lengths, layout.counts, max(regions.counts), impl)
+    padded = features.unflatten(1, (len(lengths), -1))
+    chosen = _implementation(impl, padded).locate(padded, layout.lengths, layout.counts, max(counts))
     ids = [
-        chosen.narrow(1, group.first, group.num_regions)[..., : group.num_left] + group.starts(device)
-        for group in groups
+        chosen.narrow(1, group.first, group.num_regions)[..., : group.num_left]
+        + group.starts(features.device)
+        for group in regions.groups
     ]
     return torch.cat([some.flatten(1) for some in ids], dim=1)
 
 
-@torch.library.custom_op("nearfield::locate", mutates_args=())
-def _locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int, impl: str) -> Tensor:
-    chosen: Tensor = _implementation(impl, features).locate(features, lengths, counts, most)
-    return chosen
-
-
 @_locate.register_fake
-def _(features: Tensor, lengths: Tensor, counts: Tensor, most: int, impl: str) -> Tensor:
-    return features.new_empty(*features.shape[:2], most, dtype=torch.int32)
+def _(features: Tensor, lengths: Sequence[int], counts: Sequence[int], impl: str) -> Tensor:
+    return features.new_empty(len(features), sum(counts), dtype=torch.int64)
 
 
 def _implementation(impl: str, features: Tensor) -> Any:

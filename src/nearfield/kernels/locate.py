@@ -1,7 +1,7 @@
 """Choosing tokens that stand for the others, in Triton: one program per region runs the whole greedy loop.
 
-The similarities are one batched matrix product. A program reads its region's; up to 128 tokens they stay in registers,
-beyond that they are read again for every choice, out of the cache.
+The similarities are one batched matrix product. A program reads its region's: up to 64 tokens they stay in registers,
+beyond that they are read again for every choice, piece by piece, out of the cache.
 """
 
 import torch
@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 from nearfield.kernels import is_interpreted
 
 MOST_TOKENS = 256
-_MOST_HELD = 128
-"""256 x 256 numbers would be all the registers of a multiprocessor."""
+_PIECE = 64
+"""Candidates that are weighed at once; the similarities of more do not fit in registers."""
 
 _STEPS = tl.constexpr(2**15)
 _NEEDS_NOBODY = tl.constexpr(2**30)
@@ -31,7 +31,7 @@ def _load_similarity(base, row, column, length, n):
 
 @triton.jit
 def _locate_kernel(
-    similarity, lengths, counts, chosen, num_regions, n, most, SIDE: tl.constexpr, HELD: tl.constexpr
+    similarity, lengths, counts, chosen, num_regions, n, most, SIDE: tl.constexpr, PIECE: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
     region = program % num_regions
@@ -39,22 +39,31 @@ def _locate_kernel(
     count = tl.minimum(tl.load(counts + region), length)
     similarity += program * n * n
 
-    lane = tl.arange(0, SIDE)
-    if HELD:
-        matrix = _load_similarity(similarity, lane[:, None], lane[None, :], length, n)
+    token = tl.arange(0, SIDE)
+    candidate = tl.arange(0, PIECE)
+    if PIECE == SIDE:
+        matrix = _load_similarity(similarity, candidate[:, None], token[None, :], length, n)
     # How well each token is represented so far.
-    covered = tl.where(lane < length, -_STEPS, _NEEDS_NOBODY)
+    covered = tl.where(token < length, -_STEPS, _NEEDS_NOBODY)
     is_chosen = tl.zeros([SIDE], tl.int32)
     for _ in range(count):
-        if not HELD:
-            matrix = _load_similarity(similarity, lane[:, None], lane[None, :], length, n)
-        gain = tl.sum(tl.maximum(matrix - covered[None, :], 0), 1)
-        gain = tl.where((lane < length) & (is_chosen == 0), gain, -1)
-        best = tl.min(tl.where(gain == tl.max(gain, 0), lane, SIDE), 0)
-        is_chosen = tl.where(lane == best, 1, is_chosen)
-        covered = tl.maximum(covered, _load_similarity(similarity, best, lane, length, n))
+        most_gain = -1
+        best = 0
+        for first in range(0, SIDE, PIECE):
+            row = first + candidate
+            if PIECE != SIDE:
+                matrix = _load_similarity(similarity, row[:, None], token[None, :], length, n)
+            gain = tl.sum(tl.maximum(matrix - covered[None, :], 0), 1)
+            was_chosen = tl.sum(tl.where(row[:, None] == token[None, :], is_chosen[None, :], 0), 1)
+            gain = tl.where((row < length) & (was_chosen == 0), gain, -1)
+            highest = tl.max(gain, 0)
+            winner = tl.min(tl.where(gain == highest, row, SIDE), 0)
+            best = tl.where(highest > most_gain, winner, best)  # of equal ones the earlier piece's
+            most_gain = tl.maximum(highest, most_gain)
+        is_chosen = tl.where(token == best, 1, is_chosen)
+        covered = tl.maximum(covered, _load_similarity(similarity, best, token, length, n))
     place = tl.cumsum(is_chosen, 0) - 1
-    tl.store(chosen + program * most + place, lane, mask=is_chosen > 0)
+    tl.store(chosen + program * most + place, token, mask=is_chosen > 0)
 
 
 def unsupported(features: Tensor) -> str | None:
@@ -77,6 +86,6 @@ def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tens
     side = max(16, triton.next_power_of_2(n))
     _locate_kernel[(batch * regions,)](
         similarity, lengths, counts, chosen, regions, n, most,
-        SIDE=side, HELD=side <= _MOST_HELD, num_warps=4 if side <= 64 else 8,
+        SIDE=side, PIECE=min(side, _PIECE), num_warps=4 if side < 64 else 8,
     )  # fmt: skip
     return chosen
