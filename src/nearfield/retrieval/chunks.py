@@ -1,0 +1,160 @@
+"""Chunks: texts whose keys and values were computed once, alone; and contexts, put together from chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from nearfield._checks import check_member, check_tensor, shape_of, wrong_type, wrong_value
+from nearfield.retrieval.rotary import Turn, check_model, check_window
+
+Geometry = Literal["global", "local"]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Keys and values of a text, computed alone behind a prefix, at positions from 0.
+
+    The prefix (a start token, a chat header) gives attention the sink it has in a whole prompt. Keys are turned to the
+    positions they were computed at.
+    """
+
+    tokens: Tensor  # [prefix + text]
+    prefix_length: int
+    keys: Tensor  # [layers, G, prefix + text, D]
+    values: Tensor  # [layers, G, prefix + text, D]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text, without the prefix."""
+        return len(self.tokens) - self.prefix_length
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.tokens, self.keys, self.values))
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Chunks put together: `cache` is an ordinary cache, in which no chunk has seen another."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    owner: Tensor  # [T] which chunk a row belongs to; the prefix belongs to the first
+    offset: Tensor  # [T] place of a row in its chunk; 0 in the prefix
+    lengths: tuple[int, ...]
+    cache: Any
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        layers = [(layer.keys, layer.values) for layer in self.cache.layers]
+        return sum(x.numel() * x.element_size() for pair in layers for x in pair)
+
+
+def check_tokens(argument: str, tokens: object) -> None:
+    check_tensor(argument, tokens, dims=1, hint="Token ids of one text, without a batch.")
+    assert isinstance(tokens, Tensor)
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        wrong_type(argument, "hold integers", tokens.dtype)
+
+
+@torch.no_grad()
+def prefill_chunk(model: Any, tokens: Tensor, prefix: Tensor | None = None) -> Chunk:
+    """Compute the keys and values of a text alone, with the model as it is.
+
+    Args:
+        model: a decoder of Hugging Face transformers with rotary positions.
+        tokens: `[text]` token ids.
+        prefix: `[prefix]` token ids that stand before every text and, in a prompt, before the first one only.
+    """
+    check_model(model)
+    check_tokens("tokens", tokens)
+    if len(tokens) == 0:
+        wrong_value("tokens", "hold at least one token", shape_of(tokens))
+    if prefix is None:
+        prefix = tokens[:0]
+    check_tokens("prefix", prefix)
+    whole = torch.cat([prefix.to(tokens), tokens]).to(model.device)
+    check_window(model, len(whole))
+    cache = DynamicCache()
+    model.get_decoder()(input_ids=whole[None], past_key_values=cache, use_cache=True)
+    keys = torch.cat([layer.keys for layer in cache.layers])
+    values = torch.cat([layer.values for layer in cache.layers])
+    return Chunk(whole, len(prefix), keys, values)
+
+
+@torch.no_grad()
+def assemble(model: Any, chunks: Sequence[Chunk], *, geometry: Geometry = "global") -> Context:
+    """Put chunks one after another: prefix, first text, second text and so on.
+
+    With the geometry "global" every key is turned to the position it has in the prompt. With "local" all texts keep
+    the positions of their own, as if each stood first; that serves to compare chunks, not to generate.
+    """
+    check_model(model)
+    check_member("geometry", geometry, get_args(Geometry))
+    _check_chunks(model, chunks)
+    first = chunks[0]
+    device = model.device
+    kept = [first.tokens, *(chunk.tokens[chunk.prefix_length :] for chunk in chunks[1:])]
+    tokens = torch.cat(kept).to(device)
+    check_window(model, len(tokens))
+    prefix = torch.zeros(first.prefix_length, dtype=torch.long)
+    offset = torch.cat([prefix, *(torch.arange(chunk.length) for chunk in chunks)]).to(device)
+    sizes = torch.tensor([len(part) for part in kept])
+    owner = torch.arange(len(chunks)).repeat_interleave(sizes).to(device)
+    target = torch.arange(len(tokens), device=device)
+    # Rows of the first chunk, prefix included, stand where they were made.
+    source = torch.where(owner == 0, target, offset + first.prefix_length)
+    turn = Turn(model, source[len(first.tokens) :], target[len(first.tokens) :])
+    layers = [
+        _layer(chunks, layer, turn if geometry == "global" else None, device) for layer in _layers(first)
+    ]
+    positions = target if geometry == "global" else source
+    lengths = tuple(chunk.length for chunk in chunks)
+    return Context(tokens, positions, owner, offset, lengths, DynamicCache(layers))
+
+
+def _layers(chunk: Chunk) -> range:
+    return range(len(chunk.keys))
+
+
+def _layer(
+    chunks: Sequence[Chunk], layer: int, turn: Turn | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Keys and values `[1, G, T, D]` of a layer."""
+    first, others = chunks[0], chunks[1:]
+    keys, values = first.keys[layer, None].to(device), first.values[layer, None].to(device)
+    if not others:
+        return keys.clone(), values.clone()
+    texts = [slice(chunk.prefix_length, None) for chunk in others]
+    moved = torch.cat(
+        [chunk.keys[layer, None, :, text] for chunk, text in zip(others, texts, strict=True)], 2
+    )
+    moved = moved.to(device)
+    if turn is not None:
+        moved = turn.keys(moved, layer)
+    untouched = [chunk.values[layer, None, :, text] for chunk, text in zip(others, texts, strict=True)]
+    return torch.cat([keys, moved], 2), torch.cat([values, *(value.to(device) for value in untouched)], 2)
+
+
+def _check_chunks(model: Any, chunks: Sequence[Chunk]) -> None:
+    if len(chunks) == 0:
+        wrong_value("chunks", "hold at least one chunk", "none")
+    num_layers = len(model.get_decoder().layers)
+    prefix = chunks[0].tokens[: chunks[0].prefix_length]
+    for index, chunk in enumerate(chunks):
+        name = f"chunks[{index}]"
+        if len(chunk.keys) != num_layers:
+            wrong_value(name, f"have the {num_layers} layers of the model", len(chunk.keys))
+        if chunk.keys.dtype != model.dtype:
+            wrong_value(name, f"have the model's precision, {model.dtype}", chunk.keys.dtype)
+        own = chunk.tokens[: chunk.prefix_length]
+        if not torch.equal(own.to(prefix), prefix):
+            wrong_value(name, "stand behind the same prefix as the first", own.tolist(), "Prefill it again.")

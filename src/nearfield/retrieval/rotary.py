@@ -1,0 +1,134 @@
+"""Where keys stand: moving them to other positions by the model's own rotary embedding.
+
+A rotary embedding turns a key by an angle that its position gives. Turns compose, so a key made at one position can be
+moved to another without its token being computed again. That holds where the angle depends on the position alone;
+`unsupported` names the models where it does not.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearfield._checks import wrong_value
+
+_NO_PURE_ROTATION = {
+    "dynamic": "dynamic NTK scaling changes its angles with the length of the sequence",
+    "longrope": "longrope scaling changes its angles with the length of the sequence",
+}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model whose keys cannot be moved, and say why."""
+    reason = unsupported(model)
+    if reason is not None:
+        wrong_value("model", "keep positions in rotations of its keys", type(model).__name__, reason)
+    if model.training:
+        wrong_value("model", "be in evaluation mode", "training mode", "Call `model.eval()`.")
+
+
+def unsupported(model: Any) -> str | None:
+    """Why the caches of a model cannot be moved; None if nothing is known against it (`verify` measures)."""
+    decoder = model.get_decoder()
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "It has an encoder; only decoders are supported."
+    if not hasattr(decoder, "rotary_emb") or not hasattr(decoder, "layers"):
+        return "It has no rotary embedding: learned positions and ALiBi cannot be moved."
+    foreign = sorted(set(getattr(decoder.config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    if foreign:
+        return f"Its layers of the type {foreign[0]} keep more than one key and value per token."
+    if not all(hasattr(layer, "self_attn") for layer in decoder.layers):
+        return "Some of its layers have no attention: a recurrent state cannot be put together from parts."
+    if _apply_rotary(model) is None:
+        return "Its code has no `apply_rotary_pos_emb` to turn keys with."
+    return _scaling_objection(decoder)
+
+
+def _scaling_objection(decoder: Any) -> str | None:
+    for parameters in _rope_parameters(decoder.config):
+        kind = parameters.get("rope_type", "default")
+        if kind in _NO_PURE_ROTATION:
+            return f"Its {_NO_PURE_ROTATION[kind]}."
+        if "mrope_section" in parameters:
+            return "Its positions have several axes (M-RoPE), which is not supported yet."
+    return None
+
+
+def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
+    """The parameters of the rotary embedding: one set, or one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    yield from nested or [parameters]
+
+
+def check_window(model: Any, num_tokens: int) -> None:
+    """Refuse lengths at which a sliding window hides keys: attention here has no window."""
+    window = getattr(model.get_decoder().config, "sliding_window", None)
+    if window is not None and num_tokens > window:
+        wrong_value(
+            "chunks",
+            f"hold at most {window} tokens together, the model's sliding window",
+            num_tokens,
+            "Give fewer or shorter chunks.",
+        )
+
+
+def _apply_rotary(model: Any) -> Any:
+    """The function of the model's own file: it knows which halves or pairs of a key turn together."""
+    attention = model.get_decoder().layers[0].self_attn
+    return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+
+
+class Turn:
+    """The rotations that move keys from some positions to others, for every layer of a model."""
+
+    def __init__(self, model: Any, source: Tensor, target: Tensor) -> None:
+        self._model = model
+        self._source, self._target = source, target
+        self._apply = _apply_rotary(model)
+        self._types = getattr(model.get_decoder().config, "layer_types", None)
+        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+
+    def keys(self, key: Tensor, layer: int) -> Tensor:
+        """Move the keys `[B, G, tokens, D]` of one layer. Computed in single precision or better."""
+        precise = torch.promote_types(key.dtype, torch.float32)
+        cos, sin = (table.to(precise) for table in self._turns(layer))
+        # Some models turn only the first part of a key.
+        turning, resting = key[..., : cos.shape[-1]].to(precise), key[..., cos.shape[-1] :]
+        no_query = turning[:, :0]
+        turned = self._apply(no_query, turning, cos, sin)[1]
+        return torch.cat([turned.to(key.dtype), resting], -1)
+
+    def _turns(self, layer: int) -> tuple[Tensor, Tensor]:
+        kind = self._types[layer] if self._types and _depends_on_layer(self._model) else None
+        if kind not in self._tables:
+            self._tables[kind] = self._difference(kind)
+        return self._tables[kind]
+
+    def _difference(self, kind: str | None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of target angle minus source angle, from the model's own rounded tables of both.
+
+        The angle of the difference of positions would be rounded otherwise than theirs. Some embeddings also scale
+        what they turn; the keys are scaled already, so the scale is divided out.
+        """
+        source_cos, source_sin = self._table(self._source, kind)
+        target_cos, target_sin = self._table(self._target, kind)
+        square = source_cos.square() + source_sin.square()
+        cos = (target_cos * source_cos + target_sin * source_sin) / square
+        sin = (target_sin * source_cos - target_cos * source_sin) / square
+        return cos.float(), sin.float()
+
+    def _table(self, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        rotary = self._model.get_decoder().rotary_emb
+        example = torch.empty(0, dtype=torch.float32, device=positions.device)
+        options = {} if kind is None else {"layer_type": kind}
+        cos, sin = rotary(example, position_ids=positions[None], **options)
+        return cos.double(), sin.double()
+
+
+def _depends_on_layer(model: Any) -> bool:
+    return "layer_type" in inspect.signature(model.get_decoder().rotary_emb.forward).parameters
