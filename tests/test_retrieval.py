@@ -128,7 +128,8 @@ REFUSED = {
     ),
     "window": (
         lambda: language_model("mistral", sliding_window=8),
-        "`chunks` must hold at most 8 tokens together, the model's sliding window; got 9. Give fewer or shorter chunks.",
+        "`chunks` must hold at most 8 tokens together, the model's sliding window; got 9. "
+        "Give fewer or shorter chunks.",
     ),
 }
 

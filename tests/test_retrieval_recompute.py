@@ -1,0 +1,191 @@
+"""Recomputed rows against full prefill, and against the same rule written out with a mask; the gate."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.test_retrieval import context_of, every_class, layers_of, relative_error
+from tests.tiny_language_models import full_prefill, language_model, random_tokens
+from torch import Tensor
+from transformers import Cache, DynamicCache, DynamicLayer
+
+from nearfield.retrieval import assemble, prefill_chunk, recompute, recomputing, rotary, verify
+
+LONG = (150, 90, 140)
+
+
+def rows_of(context: Any, step: int = 3) -> Tensor:
+    return torch.arange(40, context.num_tokens, step)
+
+
+@every_class
+def test_everything_recomputed_is_full_prefill(name: str) -> None:
+    model = language_model(name)
+    context = context_of(model)
+    recompute(model, context, torch.arange(context.num_tokens))
+    for found, expected in zip(layers_of(context), full_prefill(model, context.tokens), strict=True):
+        assert relative_error(found[0], expected[0]) < 1e-12
+        assert relative_error(found[1], expected[1]) < 1e-12
+
+
+def test_all_but_the_first_chunk_is_enough() -> None:
+    model = language_model()
+    context = context_of(model, LONG)
+    recompute(model, context, torch.nonzero(context.owner > 0)[:, 0])
+    for found, expected in zip(layers_of(context), full_prefill(model, context.tokens), strict=True):
+        assert relative_error(found[0], expected[0]) < 1e-12
+
+
+def test_reuse_alone_is_not_full_prefill() -> None:
+    """Else these tests would show nothing."""
+    model = language_model()
+    context = context_of(model)
+    assert relative_error(layers_of(context)[-1][0], full_prefill(model, context.tokens)[-1][0]) > 0.1
+
+
+class Masked(DynamicLayer):  # type: ignore[misc]
+    """The oracle's cache: writes rows, returns all."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self.rows = keys.clone(), values.clone(), rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys[:, :, self.rows], self.values[:, :, self.rows] = key_states, value_states
+        return self.keys, self.values
+
+
+@every_class
+def test_some_rows_equal_the_rule_with_a_mask(name: str) -> None:
+    """The stock attention of the model over the mixed cache, with every visible pair written out."""
+    model = language_model(name)
+    context = context_of(model)
+    rows = rows_of(context)
+    oracle = Cache(layers=[Masked(keys, values, rows) for keys, values in layers_of(context)])
+    mask = (torch.arange(context.num_tokens) <= rows[:, None])[None, None]
+    masks = {"full_attention": mask, "sliding_attention": mask} if name == "gemma3" else mask
+    with torch.no_grad():
+        model.get_decoder()(
+            input_ids=context.tokens[rows][None],
+            position_ids=rows[None],
+            attention_mask=masks,
+            past_key_values=oracle,
+        )
+    recompute(model, context, rows.flip(0))  # in any order
+    for (keys, values), layer in zip(layers_of(context), oracle.layers, strict=True):
+        assert relative_error(keys, layer.keys) < 1e-12
+        assert relative_error(values, layer.values) < 1e-12
+
+
+def test_other_rows_stay_bit_for_bit() -> None:
+    model = language_model(dtype=torch.float32)
+    context = context_of(model)
+    before = [(keys.clone(), values.clone()) for keys, values in layers_of(context)]
+    rows = rows_of(context)
+    recompute(model, context, rows)
+    others = torch.ones(context.num_tokens, dtype=torch.bool)
+    others[rows] = False
+    for (keys, values), (old_keys, old_values) in zip(layers_of(context), before, strict=True):
+        assert torch.equal(keys[:, :, others], old_keys[:, :, others])
+        assert torch.equal(values[:, :, others], old_values[:, :, others])
+    assert not torch.equal(layers_of(context)[-1][0], before[-1][0])
+
+
+def test_no_rows_is_plain_reuse() -> None:
+    model = language_model()
+    context = context_of(model)
+    before = copy.deepcopy(layers_of(context))
+    recompute(model, context, torch.empty(0, dtype=torch.long))
+    for found, expected in zip(layers_of(context), before, strict=True):
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+def test_model_attends_as_before() -> None:
+    model = language_model(dtype=torch.float32)
+    tokens = random_tokens(20)[None]
+    before, name = model(tokens).logits, model.config._attn_implementation
+    context = context_of(model)
+    recompute(model, context, rows_of(context))
+    assert model.config._attn_implementation == name
+    assert torch.equal(model(tokens).logits, before)
+
+
+def test_attention_is_given_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = language_model()
+    context = context_of(model)
+    name = model.config._attn_implementation
+    monkeypatch.setattr(recomputing, "attend", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        recompute(model, context, rows_of(context))
+    assert model.config._attn_implementation == name
+
+
+def test_blocks_after_the_last_position_are_not_read() -> None:
+    positions = torch.tensor([0, 70, 700])
+    plan = recomputing._plan_up_to(positions, 1000)
+    assert plan.blocks.flatten().tolist() == list(range(11))
+    plan = recomputing._plan_up_to(torch.arange(256), 256)
+    assert plan.offsets.flatten().tolist() == [0, 2, 6]
+
+
+def test_next_tokens_are_those_of_full_prefill() -> None:
+    model = language_model(dtype=torch.float32)
+    context = context_of(model)
+    recompute(model, context, torch.arange(context.num_tokens))
+    prompt = torch.cat([context.tokens, random_tokens(9, seed=9)])[None]
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    expected = model.generate(prompt, **options)
+    found = model.generate(prompt, past_key_values=context.cache, **options)
+    assert isinstance(context.cache, DynamicCache)
+    assert torch.equal(found, expected)
+
+
+def test_softcap_is_refused() -> None:
+    import transformers
+    from tests.tiny_language_models import SIZES
+
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES | {"head_dim": 8})).eval()
+    chunks = [prefill_chunk(model, random_tokens(9, seed)) for seed in range(2)]
+    with pytest.raises(
+        NotImplementedError, match="`model` must use plain softmax attention; got soft caps on logits"
+    ):
+        recompute(model, assemble(model, chunks), torch.tensor([12]))
+
+
+def test_bad_rows() -> None:
+    model = language_model()
+    context = context_of(model)
+    with pytest.raises(ValueError, match="`rows` must lie between 0 and 91; got 92"):
+        recompute(model, context, torch.tensor([3, 92]))
+    with pytest.raises(TypeError, match=r"`rows` must hold int32 or int64; got torch.bool"):
+        recompute(model, context, context.owner > 0)
+    chunks = [prefill_chunk(model, random_tokens(9, seed)) for seed in range(2)]
+    with pytest.raises(ValueError, match="`context` must have the global geometry; got local positions"):
+        recompute(model, assemble(model, chunks, geometry="local"), torch.tensor([3]))
+
+
+@every_class
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_opens(name: str, dtype: torch.dtype) -> None:
+    found = verify(language_model(name, dtype))
+    assert found.one_chunk == 0
+
+
+def test_gate_is_shut_where_keys_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary.Turn, "keys", lambda self, key, layer: key)
+    with pytest.raises(
+        ValueError, match="`model` must give the first layer's keys after a move; got a relative error"
+    ):
+        verify(language_model(dtype=torch.float32))
+
+
+def test_gate_is_shut_where_recompute_reads_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = recomputing._plan_up_to
+    monkeypatch.setattr(recomputing, "_plan_up_to", lambda positions, keys: plan(positions - 64, keys))
+    with pytest.raises(ValueError, match="`model` must give full prefill when every row is recomputed; got"):
+        verify(language_model(dtype=torch.float32))
