@@ -357,6 +357,10 @@ def test_ids_are_compared_with_a_layout(images: tuple[Grid, ...]) -> None:
 
 def test_ids_without_a_grid_are_dense() -> None:
     assert image_grids(torch.zeros(24, 3)) is None
+    disorder = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    assert image_grids(tiny_models.image_ids((4, 6))[disorder]) is None
+    ragged = tiny_models.image_ids((4, 6))
+    assert image_grids(ragged[ragged[:, 1] + ragged[:, 2] < 6]) is None
     model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
     inputs["img_ids"] = torch.zeros(9 * 14, 3)
     stock = run(model, inputs)

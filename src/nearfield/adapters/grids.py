@@ -4,6 +4,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -141,8 +142,8 @@ def image_grids(ids: Tensor) -> tuple[Grid, ...] | None:
     """The (height, width) of each image: lines of equal width, stacked while image and rows go on.
 
     Ids may be rounded (bfloat16 knows every second row beyond 256), so a line ends where columns start again, too.
-    Images whose ids continue each other downwards, column under column, are one grid. Lines without columns, such as
-    ids that are all zero, are none: the result is None.
+    Images whose ids continue each other downwards, column under column, are one grid. Lines without columns (ids that
+    are all zero) and single lines of one image that do not go together (ids in disorder) are none: the result is None.
     """
     place = _places(ids).detach().cpu()
     starts = torch.cat([torch.tensor([0], device="cpu"), _is_start(place).nonzero().flatten() + 1])
@@ -157,7 +158,14 @@ def image_grids(ids: Tensor) -> tuple[Grid, ...] | None:
             grids[-1] = (grids[-1][0] + 1, width)
         else:
             grids.append((1, width))
-    return tuple(grids)
+    starts_image = torch.cat([torch.tensor([True], device="cpu"), ~goes_on])
+    return None if _has_loose_lines(grids, lines[starts_image, _IMAGE].tolist()) else tuple(grids)
+
+
+def _has_loose_lines(grids: list[Grid], images: list[float]) -> bool:
+    """Whether two grids of one line, one behind the other, claim to be of the same image."""
+    lines = [image if grid[0] == 1 else None for grid, image in zip(grids, images, strict=True)]
+    return any(line is not None and line == other for line, other in pairwise(lines))
 
 
 def _places(ids: Tensor) -> Tensor:
