@@ -46,3 +46,10 @@ def check_same_device(argument: str, value: Tensor, other: str, device: torch.de
 
 def shape_of(value: Tensor) -> str:
     return "shape [" + ", ".join(map(str, value.shape)) + "]"
+
+
+def check_share(argument: str, value: object, *, above: float = 0.0) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        wrong_type(argument, "be a number", repr(value))
+    if not above < value <= 1:
+        wrong_value(argument, f"lie above {above:g}, up to 1", value)

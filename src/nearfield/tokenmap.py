@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import lru_cache
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from nearfield import curves
 from nearfield._checks import check_same_device, check_tensor, shape_of, wrong_type, wrong_value
+from nearfield.geometry import Geometry
+
+CurveOrder = Literal["hilbert", "morton", "raster"]
 
 
 class TokenMap(Protocol):
@@ -74,3 +78,11 @@ class Ordering:
         object.__setattr__(moved, "order", order)
         object.__setattr__(moved, "inverse", self.inverse.to(device))
         return moved
+
+
+@lru_cache(maxsize=64)
+def along(order: CurveOrder, geometry: Geometry, device: str) -> Ordering:
+    """Every image of a geometry along a curve of its own, one after another; kept."""
+    make = {"hilbert": curves.hilbert, "morton": curves.morton, "raster": curves.raster}[order]
+    with torch.inference_mode(False):  # else it could not serve a training step later
+        return Ordering.joined([make(grid) for grid in geometry.images]).to(device)

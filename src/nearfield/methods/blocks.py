@@ -5,21 +5,19 @@ blocks, of which the best are kept, by number or by mass.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from nearfield import curves, dense_parts, predict
-from nearfield._checks import check_member, wrong_type, wrong_value
+from nearfield import dense_parts, predict
+from nearfield._checks import check_member, check_share, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
 from nearfield.geometry import Geometry
 from nearfield.plan import check_block
 from nearfield.predict import Blocks, Prediction
-from nearfield.tokenmap import Ordering
-
-Order = Literal["hilbert", "morton", "raster"]
+from nearfield.tokenmap import CurveOrder, Ordering, along
 
 _DEFAULT_KEEP = 0.25
 
@@ -44,7 +42,7 @@ class BlockTopK:
     keep: float | None = None
     mass: float | None = None
     guard: float | None = None
-    order: Order = "hilbert"
+    order: CurveOrder = "hilbert"
     dense_layers: int | tuple[int, ...] = 1
     dense_steps: int | float = 0.2
 
@@ -53,22 +51,16 @@ class BlockTopK:
         check_block("grain", self.grain)
         if self.keep is not None and self.mass is not None:
             wrong_value("mass", "be given instead of `keep`, not with it", (self.keep, self.mass))
-        for name, least in (("keep", 0.0), ("mass", 0.0), ("guard", -1.0)):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                wrong_type(name, "be a number", repr(value))
-            if not least < value <= 1:
-                wrong_value(name, f"lie above {least:g}, up to 1", value)
-        check_member("order", self.order, get_args(Order))
+        for name, above in (("keep", 0.0), ("mass", 0.0), ("guard", -1.0)):
+            if getattr(self, name) is not None:
+                check_share(name, getattr(self, name), above=above)
+        check_member("order", self.order, get_args(CurveOrder))
         object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
         dense_parts.check_steps(self.dense_steps)
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """The order of the image tokens (all images, one after another; the text stays where it is)."""
-        make = {"hilbert": curves.hilbert, "morton": curves.morton, "raster": curves.raster}[self.order]
-        return Ordering.joined([make(grid) for grid in geometry.images]).to(device)
+        return along(self.order, geometry, str(device))
 
     def reader(
         self,

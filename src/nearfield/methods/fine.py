@@ -12,16 +12,15 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from nearfield import curves, dense_parts, planning, predict
-from nearfield._checks import check_member, wrong_type, wrong_value
+from nearfield import dense_parts, planning, predict
+from nearfield._checks import check_member, check_share, wrong_type, wrong_value
 from nearfield._types import Attended, Impl, Moment
 from nearfield.attend import attend
 from nearfield.geometry import Geometry
 from nearfield.plan import Plan, check_block
 from nearfield.predict import Blocks, Prediction
-from nearfield.tokenmap import Ordering
+from nearfield.tokenmap import CurveOrder, Ordering, along
 
-Order = Literal["hilbert", "morton", "raster"]
 Predict = Literal["cached", "online"]
 
 _REFRESH = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8)
@@ -55,7 +54,7 @@ class FineGrained:
     guard: float | None = 0.6
     refresh: tuple[float, ...] = _REFRESH
     share_branches: bool = False
-    order: Order = "hilbert"
+    order: CurveOrder = "hilbert"
     dense_layers: int | tuple[int, ...] = 0
     dense_steps: int | float = 0
 
@@ -63,15 +62,11 @@ class FineGrained:
         check_block("query_block", self.query_block)
         check_block("grain", self.grain)
         check_member("predict", self.predict, get_args(Predict))
-        check_member("order", self.order, get_args(Order))
+        check_member("order", self.order, get_args(CurveOrder))
         _weight_of(self.threshold, 1)
-        for name, least, value in (("mass", 0.0, self.mass), ("guard", -1.0, self.guard)):
-            if value is None and name == "guard":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                wrong_type(name, "be a number", repr(value))
-            if not least < value <= 1:
-                wrong_value(name, f"lie above {least:g}, up to 1", value)
+        check_share("mass", self.mass)
+        if self.guard is not None:
+            check_share("guard", self.guard, above=-1.0)
         object.__setattr__(self, "refresh", _checked_refresh(self.refresh))
         if not isinstance(self.share_branches, bool):
             wrong_type("share_branches", "be True or False", repr(self.share_branches))
@@ -80,8 +75,7 @@ class FineGrained:
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """The order of the image tokens (all images, one after another; the text stays where it is)."""
-        make = {"hilbert": curves.hilbert, "morton": curves.morton, "raster": curves.raster}[self.order]
-        return Ordering.joined([make(grid) for grid in geometry.images]).to(device)
+        return along(self.order, geometry, str(device))
 
     def reader(
         self,

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from nearfield import curves, dense_parts, planning
+from nearfield import dense_parts, planning
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend, merge
@@ -27,9 +27,7 @@ from nearfield.geometry import Geometry
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
 from nearfield.plan import Plan, check_block
 from nearfield.pyramid import pool, select_blocks
-from nearfield.tokenmap import Ordering
-
-Order = Literal["hilbert", "morton", "raster"]
+from nearfield.tokenmap import CurveOrder, Ordering, along
 
 _ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
 _WIDEST = 128
@@ -55,7 +53,7 @@ class LogLinear:
     topk: int = 8
     levels: int | Literal["auto"] = "auto"
     enrich: int | None = None
-    order: Order = "hilbert"
+    order: CurveOrder = "hilbert"
     exclude_selected: bool = False
     keep_own: bool = False
     dense_layers: int | tuple[int, ...] = 0
@@ -70,7 +68,7 @@ class LogLinear:
             check_int("levels", self.levels, at_least=1)
         if self.enrich is not None:
             check_int("enrich", self.enrich, at_least=0)
-        check_member("order", self.order, get_args(Order))
+        check_member("order", self.order, get_args(CurveOrder))
         for name in ("exclude_selected", "keep_own"):
             if not isinstance(getattr(self, name), bool):
                 wrong_type(name, "be True or False", repr(getattr(self, name)))
@@ -79,7 +77,7 @@ class LogLinear:
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """The order of the image tokens (all images, one after another; the text stays where it is)."""
-        return _ordering(self.order, geometry, str(device))
+        return along(self.order, geometry, str(device))
 
     def reader(
         self,
@@ -443,13 +441,6 @@ def _is_among(ids: Tensor, others: Tensor) -> Tensor:
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=64)
-def _ordering(order: Order, geometry: Geometry, device: str) -> Ordering:
-    make = {"hilbert": curves.hilbert, "morton": curves.morton, "raster": curves.raster}[order]
-    with torch.inference_mode(False):
-        return Ordering.joined([make(grid) for grid in geometry.images]).to(device)
 
 
 @lru_cache(maxsize=64)
