@@ -127,9 +127,9 @@ def test_attention_is_given_back_after_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_blocks_after_the_last_position_are_not_read() -> None:
     positions = torch.tensor([0, 70, 700])
-    plan = recomputing._plan_up_to(positions, 1000)
+    plan = recomputing.plan_up_to(positions, 1000)
     assert plan.blocks.flatten().tolist() == list(range(11))
-    plan = recomputing._plan_up_to(torch.arange(256), 256)
+    plan = recomputing.plan_up_to(torch.arange(256), 256)
     assert plan.offsets.flatten().tolist() == [0, 2, 6]
 
 
@@ -185,7 +185,7 @@ def test_gate_is_shut_where_keys_are_not_moved(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gate_is_shut_where_recompute_reads_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = recomputing._plan_up_to
-    monkeypatch.setattr(recomputing, "_plan_up_to", lambda positions, keys: plan(positions - 64, keys))
+    plan = recomputing.plan_up_to
+    monkeypatch.setattr(recomputing, "plan_up_to", lambda positions, keys: plan(positions - 64, keys))
     with pytest.raises(ValueError, match="`model` must give full prefill when every row is recomputed; got"):
         verify(language_model(dtype=torch.float32))

@@ -4,14 +4,38 @@ from nearfield.retrieval.chunks import Chunk, Context, assemble, prefill_chunk
 from nearfield.retrieval.gate import Verification, verify
 from nearfield.retrieval.recomputing import recompute
 from nearfield.retrieval.rotary import unsupported
+from nearfield.retrieval.selectors import (
+    All,
+    CacheBlend,
+    Epic,
+    InfoFlow,
+    Nothing,
+    Random,
+    Selector,
+    best_last,
+    chunk_shares,
+    score,
+    select,
+)
 
 __all__ = [
+    "All",
+    "CacheBlend",
     "Chunk",
     "Context",
+    "Epic",
+    "InfoFlow",
+    "Nothing",
+    "Random",
+    "Selector",
     "Verification",
     "assemble",
+    "best_last",
+    "chunk_shares",
     "prefill_chunk",
     "recompute",
+    "score",
+    "select",
     "unsupported",
     "verify",
 ]

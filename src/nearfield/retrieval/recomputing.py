@@ -27,7 +27,7 @@ def recompute(model: Any, context: Context, rows: Tensor) -> Context:
         rows: indices into the context, in any order.
     """
     check_model(model)
-    _check_global(context)
+    check_global(context)
     _check_rows(rows, context)
     rows = rows.unique().to(context.tokens.device)
     if len(rows):
@@ -36,7 +36,7 @@ def recompute(model: Any, context: Context, rows: Tensor) -> Context:
     return context
 
 
-def _check_global(context: Context) -> None:
+def check_global(context: Context) -> None:
     if not torch.equal(context.positions, torch.arange(context.num_tokens, device=context.positions.device)):
         wrong_value("context", "have the global geometry", "local positions", "Assemble it anew.")
 
@@ -56,7 +56,7 @@ class _Overwriting:
     def __init__(self, context: Context, rows: Tensor, last: int) -> None:
         self._cache, self._rows, self._last = context.cache, rows, last
         self._positions = Positions(context.positions[rows][None], context.positions[None])
-        self._plan = _plan_up_to(context.positions[rows], context.num_tokens)
+        self._plan = plan_up_to(context.positions[rows], context.num_tokens)
 
     def read(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
@@ -71,7 +71,7 @@ class _Overwriting:
         ).out
 
 
-def _plan_up_to(positions: Tensor, num_keys: int) -> Plan:
+def plan_up_to(positions: Tensor, num_keys: int) -> Plan:
     """Every block of queries, in ascending order, reads the blocks of keys up to its last query's position.
 
     `positions` hides the keys inside the last of them; blocks after it are not even touched.

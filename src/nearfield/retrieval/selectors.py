@@ -1,0 +1,259 @@
+"""Which rows of a context are worth computing again: selectors with one protocol and one budget.
+
+A selector gives every row a score. `select` takes the best rows of all chunks together, as many as the ratio allows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, ClassVar, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from nearfield import planning
+from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
+from nearfield._types import Positions
+from nearfield.attend import attend
+from nearfield.retrieval.chunks import Context, check_tokens
+from nearfield.retrieval.reading import run
+from nearfield.retrieval.recomputing import check_global, plan_up_to
+from nearfield.retrieval.rotary import check_model
+
+
+class Selector(Protocol):
+    """Scores rows. `fixed_ratio` replaces the caller's ratio where it is not None."""
+
+    fixed_ratio: ClassVar[float | None]
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        """`[T]`: rows with higher scores are recomputed first."""
+
+
+@dataclass(frozen=True)
+class InfoFlow:
+    """The rows that the question attends to, under the positions that generation will use.
+
+    The question runs over the assembled cache. In the scoring layers its attention weights are averaged over heads, the
+    norm over its tokens is taken for every row of the context, and the layers are averaged. Layers after the last
+    scoring layer do not run. From InfoFlow KV, arXiv 2603.05353.
+
+    Args:
+        depth: from which to which share of the layers scores are taken; at least one layer is.
+        norm: over the question's tokens: "l2", or "sum".
+    """
+
+    depth: tuple[float, float] = (0.45, 0.65)
+    norm: Literal["l2", "sum"] = "l2"
+    fixed_ratio: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        check_member("norm", self.norm, ("l2", "sum"))
+        if not 0 <= self.depth[0] < self.depth[1] <= 1:
+            wrong_value("depth", "ascend between 0 and 1", self.depth)
+
+    def layers(self, num_layers: int) -> range:
+        """The scoring layers of a model."""
+        first = min(int(self.depth[0] * num_layers), num_layers - 1)
+        return range(first, max(first + 1, ceil(self.depth[1] * num_layers)))
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        reader = _Weighing(context, len(question), self.layers(len(context.cache.layers)), self.norm)
+        run(model, question, reader.positions.query[0], reader)
+        return reader.scores / len(reader.layers)
+
+
+class _Weighing:
+    """The question's tokens read the context and each other; in some layers it is noted what they read."""
+
+    def __init__(self, context: Context, length: int, layers: range, norm: str) -> None:
+        self.layers = layers
+        self.scores = torch.zeros(context.num_tokens, device=context.tokens.device)
+        own = int(context.positions.max()) + 1 + torch.arange(length, device=context.tokens.device)
+        self.positions = Positions(own[None], torch.cat([context.positions, own])[None])
+        self._context, self._order = context, 2 if norm == "l2" else 1
+        self._plan = planning.full(length, context.num_tokens + length, device=own.device)
+
+    def read(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor | None:
+        cached = self._context.cache.layers[layer]
+        key, value = torch.cat([cached.keys, key], 2), torch.cat([cached.values, value], 2)
+        if layer in self.layers:
+            weights = self._weights(query, key, scale)[:, : self._context.num_tokens]
+            self.scores = self.scores + torch.linalg.vector_norm(weights, self._order, dim=0)
+        if layer == self.layers[-1]:
+            return None
+        return attend(query, key, value, self._plan, positions=self.positions, scale=scale).out
+
+    def _weights(self, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+        """Attention weights `[N, M]`, averaged over heads; the heads of one key head at a time, to save memory."""
+        precise = torch.promote_types(query.dtype, torch.float32)
+        heads, num_queries, size = query.shape[1:]
+        groups = key.shape[1]
+        scale = size**-0.5 if scale is None else scale
+        hidden = self.positions.key[0] > self.positions.query[0][:, None]
+        total = torch.zeros(num_queries, key.shape[2], dtype=precise, device=query.device)
+        for queries, keys in zip(query[0].split(heads // groups), key[0], strict=True):
+            logits = scale * queries.to(precise) @ keys.to(precise).T
+            total += logits.masked_fill(hidden, float("-inf")).softmax(-1).sum(0)
+        return total / heads
+
+
+@dataclass(frozen=True)
+class CacheBlend:
+    """The rows whose keys or values differ most from fresh ones at an early layer (CacheBlend, arXiv 2405.16444).
+
+    The whole context runs through the layers before `layer`, so scoring costs that share of a full prefill.
+    """
+
+    layer: int = 1
+    of: Literal["value", "key"] = "value"
+    fixed_ratio: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        check_int("layer", self.layer, at_least=0)
+        check_member("of", self.of, ("value", "key"))
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        check_global(context)
+        if self.layer >= len(context.cache.layers):
+            wrong_value("layer", f"be below {len(context.cache.layers)}, the model's layers", self.layer)
+        reader = _Deviating(context, self)
+        run(model, context.tokens, context.positions, reader)
+        return reader.scores
+
+
+class _Deviating:
+    """The context's tokens read each other, as in full prefill, up to the layer in which they are compared."""
+
+    def __init__(self, context: Context, selector: CacheBlend) -> None:
+        self.scores = torch.zeros(context.num_tokens)
+        self._context, self._selector = context, selector
+        self._positions = Positions(context.positions[None], context.positions[None])
+        self._plan = plan_up_to(context.positions, context.num_tokens)
+
+    def read(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor | None:
+        if layer < self._selector.layer:
+            return attend(query, key, value, self._plan, positions=self._positions, scale=scale).out
+        cached = self._context.cache.layers[layer]
+        fresh, reused = (key, cached.keys) if self._selector.of == "key" else (value, cached.values)
+        precise = torch.promote_types(fresh.dtype, torch.float32)
+        self.scores = (fresh.to(precise) - reused.to(precise)).square().sum((0, 1, 3))
+        return None
+
+
+@dataclass(frozen=True)
+class Epic:
+    """The first rows of every chunk, equally many of each (EPIC, arXiv 2410.15332)."""
+
+    fixed_ratio: ClassVar[float | None] = None
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        return -context.offset.float()
+
+
+@dataclass(frozen=True)
+class Random:
+    """Rows by lot: what a selector must beat. The same for every call."""
+
+    seed: int = 0
+    fixed_ratio: ClassVar[float | None] = None
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(context.num_tokens, generator=generator).to(context.tokens.device)
+
+
+@dataclass(frozen=True)
+class All:
+    """Every row, whatever the ratio: full prefill."""
+
+    fixed_ratio: ClassVar[float | None] = 1.0
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        return torch.zeros(context.num_tokens, device=context.tokens.device)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No row, whatever the ratio: plain reuse."""
+
+    fixed_ratio: ClassVar[float | None] = 0.0
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        return torch.zeros(context.num_tokens, device=context.tokens.device)
+
+
+SelectorName = Literal["infoflow", "cacheblend", "epic", "random", "all", "none"]
+_BY_NAME: dict[str, type[Selector]] = {
+    "infoflow": InfoFlow,
+    "cacheblend": CacheBlend,
+    "epic": Epic,
+    "random": Random,
+    "all": All,
+    "none": Nothing,
+}
+
+
+def selector_of(selector: Selector | SelectorName) -> Selector:
+    """The selector of a name, with its defaults; any other selector as it is."""
+    if not isinstance(selector, str):
+        return selector
+    check_member("selector", selector, get_args(SelectorName))
+    return _BY_NAME[selector]()
+
+
+def score(
+    model: Any, context: Context, question: Tensor, selector: Selector | SelectorName = "infoflow"
+) -> Tensor:
+    """Scores `[T]` of the context's rows for a question: token ids `[N]` of all that will follow the context."""
+    check_model(model)
+    check_tokens("question", question)
+    if len(question) == 0:
+        wrong_value("question", "hold at least one token", shape_of(question))
+    return selector_of(selector).score(model, context, question.to(context.tokens))
+
+
+def select(context: Context, scores: Tensor, ratio: float = 0.15) -> Tensor:
+    """The rows to recompute, ascending: the best `max(1, int(ratio * T))` of all chunks but the first.
+
+    The first chunk has seen all that stands before it: it is exact already. Among equal scores earlier rows win.
+    """
+    check_ratio(ratio)
+    check_tensor("scores", scores, dims=1)
+    if len(scores) != context.num_tokens:
+        wrong_value("scores", f"have one entry for each of {context.num_tokens} rows", shape_of(scores))
+    return _best(scores, torch.nonzero(context.owner > 0)[:, 0], _budget(ratio, context.num_tokens))
+
+
+def check_ratio(ratio: float) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        wrong_type("ratio", "be a number", type(ratio).__name__)
+    if not 0 <= ratio <= 1:
+        wrong_value("ratio", "lie between 0 and 1", ratio)
+
+
+def _budget(ratio: float, num_tokens: int) -> int:
+    return max(1, int(ratio * num_tokens)) if ratio > 0 else 0
+
+
+def _best(scores: Tensor, candidates: Tensor, budget: int) -> Tensor:
+    order = scores[candidates].argsort(descending=True, stable=True)
+    return candidates[order[:budget]].sort().values
+
+
+def chunk_shares(context: Context, scores: Tensor, ratio: float = 0.15) -> list[float]:
+    """For every chunk, the first included, the share of its tokens that are among the best of all."""
+    check_ratio(ratio)
+    everything = torch.arange(context.num_tokens, device=scores.device)
+    best = _best(scores, everything, _budget(ratio, context.num_tokens))
+    counts = torch.bincount(context.owner[best], minlength=len(context.lengths)).tolist()
+    return [count / length for count, length in zip(counts, context.lengths, strict=True)]
+
+
+def best_last(shares: Sequence[float]) -> list[int]:
+    """The order of chunks in which the best stands last, nearest to the question."""
+    return sorted(range(len(shares)), key=lambda index: shares[index])
