@@ -34,6 +34,10 @@ def exact_features(*shape: int, seed: int = 0) -> Tensor:
     return torch.zeros(shape).scatter(-1, places, signs)
 
 
+OPPOSITE = torch.tensor([[math.nan] * 4, [2.0, 0, 0, 0], [-2.0, 0, 0, 0]])
+"""Two tokens that are as unlike as can be: anything between them would be chosen first, but not what is NaN."""
+
+
 def chosen(features: Tensor, count: int) -> list[int]:
     """What the reference chooses among `[n, D]`, without the ids that mean nothing."""
     n = len(features)
@@ -124,6 +128,7 @@ def test_nan_is_chosen_last_and_misleads_nobody() -> None:
         features[[2, 5]] = math.nan
         assert chosen(features, count) == [others[id_] for id_ in chosen(features[others], count)]
     assert chosen(features, 7) == [0, 1, 2, 3, 4, 6, 7]
+    assert chosen(OPPOSITE, 1) == [1]
 
 
 def test_regions_choose_for_themselves_and_see_only_what_exists() -> None:
@@ -140,15 +145,15 @@ def test_regions_choose_for_themselves_and_see_only_what_exists() -> None:
 
 
 def test_more_than_there_are_means_all() -> None:
-    features = random_features(1, 1, 3, 4)
-    got = reference.locate(features, torch.tensor([2]), torch.tensor([5]), 5)
-    assert got.tolist() == [[[0, 1, 3, 3, 3]]]
+    features = random_features(1, 2, 3, 4)
+    got = reference.locate(features, torch.tensor([2, 0]), torch.tensor([5, 1]), 5)
+    assert got.tolist() == [[[0, 1, 3, 3, 3], [3, 3, 3, 3, 3]]]
 
 
 KERNEL_CASES = [
     # n, lengths, counts
     (1, [1, 1], [1, 1]),
-    (16, [16, 16], [8, 8]),
+    (16, [16, 16, 0], [8, 8, 2]),
     (37, [37, 5, 37], [12, 5, 1]),
     (64, [64, 64, 10], [20, 32, 12]),
     (100, [100, 99], [7, 9]),
@@ -187,6 +192,8 @@ def test_kernel_takes_nan_zeros_and_strides(n: int, device: torch.device) -> Non
     assert torch.equal(got, reference.locate(features, *call))
     if n < 100:
         assert got[0, 0].tolist() == list(range(n))
+    three, one = (torch.tensor([x], device=device, dtype=torch.int32) for x in (3, 1))
+    assert kernel.locate(OPPOSITE.to(device)[None, None], three, one, 1).tolist() == [[[1]]]
 
 
 @NEEDS_TRITON
