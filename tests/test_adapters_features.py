@@ -333,6 +333,16 @@ def test_checkpointed_blocks_are_computed_again_as_in_their_call(name: str, othe
         assert_same_gradients(gradients_after(together, model), both)
 
 
+def test_what_was_made_ready_stays_ready_after_a_backward_pass() -> None:
+    model = checkpointed("flux")
+    with nearfield.apply(model, SPARSE) as handle:
+        total = loss(model, "flux", (9, 14))
+        handle.prepare(height=16 * 16, width=12 * 16)
+        told = handle.summary()
+        total.backward()
+        assert handle.summary() == told
+
+
 def test_backward_after_remove() -> None:
     model = tiny_models.flux().double().requires_grad_(True)
     with nearfield.apply(model, SPARSE):

@@ -131,6 +131,7 @@ class Region:
         self._handles: list[RemovableHandle] = []
         self._moved: tuple[Tensor, Tensor] | None = None
         self._call = Call()
+        self._paused = Call()
         self._backward = _NO_BACKWARD
         self._places = [(move, find(module, move.place)) for move in spec.moves]
         for move, places in self._places:
@@ -212,7 +213,7 @@ class Region:
                 layer.attention.set_processor(layer.processor)
         self._hand_out(None)
         self._kept.clear()
-        self._call, self._is_active = Call(), False
+        self._call, self._paused, self._is_active = Call(), Call(), False
         self.steps = Steps()
         self._grids = GridReader(self.steps.is_in_loop)
 
@@ -244,11 +245,8 @@ class Region:
 
     def is_inside(self) -> bool:
         """Whether tokens are inside. Modules may be shared with another model, whose calls are not ours."""
-        if (
-            not torch.compiler.is_compiling()
-            and self.is_recomputing
-            and self._backward != _current_backward()
-        ):
+        is_eager = not torch.compiler.is_compiling()
+        if is_eager and self.is_recomputing and self._backward != _current_backward():
             self._backward_left()  # it was not told, because that backward pass raised
         return self._is_active
 
@@ -310,14 +308,17 @@ class Region:
         if not self.is_installed:
             self._check_nothing_is_recomputed()
             return
-        self._continue(call)
-        self._is_active = self.is_recomputing = True
+        self.is_inside()  # ends a backward pass that raised
         if self._backward != _current_backward():
             self._backward = _current_backward()
+            self._paused = Call(self.ready, self.is_dense_step)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_left)
+        self._continue(call)
+        self._is_active = self.is_recomputing = True
 
     def _backward_left(self) -> None:
-        self._continue(self._call)
+        """Everything is as it was before the backward pass: the last call, or what was made ready since."""
+        self._continue(self._paused)
         self._is_active = self.is_recomputing = False
         self._backward = _NO_BACKWARD
 
