@@ -17,14 +17,19 @@ from nearfield.retrieval.selectors import (
     score,
     select,
 )
+from nearfield.retrieval.store import ChunkStore, DamagedChunk, ForeignChunk, MissingChunk
 
 __all__ = [
     "All",
     "CacheBlend",
     "Chunk",
+    "ChunkStore",
     "Context",
+    "DamagedChunk",
     "Epic",
+    "ForeignChunk",
     "InfoFlow",
+    "MissingChunk",
     "Nothing",
     "Random",
     "Selector",
