@@ -38,7 +38,13 @@ READS = {
     6: {0, 1, 2, 3, 4, 5},
     7: {0, 1, 2, 3, 4, 5, 6, 7},
 }
-SIDEWAYS = {("plan", "_checks"), ("geometry", "_checks"), ("predict", "planning"), ("training", "demo")}
+SIDEWAYS = {
+    ("plan", "_checks"),
+    ("geometry", "_checks"),
+    ("predict", "planning"),
+    ("pyramid", "planning"),
+    ("training", "demo"),
+}
 ANNOTATIONS_ONLY = {("_checks", "plan"), ("_checks", "geometry")}
 
 # The public names are gathered from levels 0 to 5, so only what lies above may import them from there.

@@ -75,6 +75,12 @@ class Geometry:
         return f"{self.text} text + {images}" if self.text_first else f"{images} + {self.text} text"
 
 
+def check_no_text(geometry: Geometry) -> None:
+    """For methods that know images only."""
+    if geometry.text:
+        wrong_value("geometry", "have no text for this method", f"{geometry}")
+
+
 def _checked_grid(name: str, grid: object, hint: str = "") -> Grid:
     if not isinstance(grid, Sequence) or any(
         isinstance(side, bool) or not isinstance(side, int) for side in grid

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield import kernels
+from nearfield import kernels, planning
+from nearfield._checks import wrong_value
 from nearfield._types import Impl
-from nearfield.levels import level_length, level_starts
+from nearfield.levels import level_length, level_starts, num_represented
+from nearfield.plan import Plan, check_block
 from nearfield.reference import pool as pool_reference
 from nearfield.reference import select as select_reference
+
+_WIDEST = 128
 
 
 class Pyramid(NamedTuple):
@@ -63,6 +67,42 @@ def select_blocks(
             parents = module.select(query, key, parents, keys.block, min(topk, key.shape[2]), keep_own)
             chosen.append(parents)
     return tuple(reversed(chosen))
+
+
+def chosen_blocks(
+    queries: Pyramid, keys: Pyramid, topk: int, scale: float | None, impl: Impl = "auto"
+) -> Plan:
+    """Every block of queries reads the `topk` blocks of keys with the highest products of means, `scale` considered.
+
+    Args:
+        queries, keys: of one level.
+    """
+    if scale is not None and scale < 0:  # choosing compares products; this would turn best into worst
+        queries = queries._replace(data=-queries.data)
+    (picks,) = select_blocks(queries, keys, topk, impl=impl)
+    return planning.key_lists(
+        picks,
+        None,
+        q_block=queries.block,
+        k_block=keys.block,
+        num_queries=queries.length,
+        num_keys=keys.length,
+        check=False,
+    )
+
+
+def log_sizes(length: int, block: int, device: torch.device) -> Tensor | None:
+    """The log of how many tokens each block holds, `[1, 1, blocks]`; None where all hold equally many."""
+    if length % block == 0:
+        return None
+    return num_represented(length, block, 1, device).double().log().view(1, 1, -1)
+
+
+def check_pooling(argument: str, block: object) -> None:
+    """Blocks that can be pooled, and read as one."""
+    check_block(argument, block)
+    if not isinstance(block, int) or not 2 <= block <= _WIDEST or block & (block - 1):
+        wrong_value(argument, f"be a power of two from 2 to {_WIDEST}", block)
 
 
 def _kernels(name: str, impl: Impl, x: Tensor, *call: Any) -> Any:

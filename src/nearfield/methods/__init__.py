@@ -7,21 +7,26 @@ from torch import Tensor
 
 from nearfield._types import Attended, Impl
 from nearfield.geometry import Geometry
-from nearfield.methods.blocks import BlockTopK
+from nearfield.methods.blocks import BlockTopK, GatedBlocks, GatedBlocksAttention
 from nearfield.methods.fine import FineGrained
 from nearfield.methods.hilbert import Hilbert, HilbertAttention, hilbert_attention
+from nearfield.methods.linear import SparseLinear, SparseLinearAttention
 from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
 from nearfield.tokenmap import Ordering
 
 __all__ = [
     "BlockTopK",
     "FineGrained",
+    "GatedBlocks",
+    "GatedBlocksAttention",
     "Hilbert",
     "HilbertAttention",
     "LogLinear",
     "LogLinearAttention",
     "Method",
     "Reader",
+    "SparseLinear",
+    "SparseLinearAttention",
     "hilbert_attention",
     "log_linear_attention",
 ]

@@ -25,12 +25,11 @@ from nearfield._types import Attended, Impl
 from nearfield.attend import attend, merge
 from nearfield.geometry import Geometry
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
-from nearfield.plan import Plan, check_block
-from nearfield.pyramid import pool, select_blocks
+from nearfield.plan import Plan
+from nearfield.pyramid import check_pooling, pool, select_blocks
 from nearfield.tokenmap import CurveOrder, Ordering, along
 
 _ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
-_WIDEST = 128
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,7 @@ class LogLinear:
     dense_steps: int | float = 0
 
     def __post_init__(self) -> None:
-        check_block("block", self.block)
-        if not 2 <= self.block <= _WIDEST or self.block & (self.block - 1):
-            wrong_value("block", f"be a power of two from 2 to {_WIDEST}", self.block)
+        check_pooling("block", self.block)
         check_int("topk", self.topk, at_least=1)
         if self.levels != "auto":
             check_int("levels", self.levels, at_least=1)
