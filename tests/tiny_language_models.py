@@ -72,3 +72,41 @@ def full_prefill(model: Any, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
     with torch.no_grad():
         model(input_ids=tokens[None], past_key_values=cache, use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|user|>{{ message['content'] | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_tokenizer(chat_template: str | None = TEMPLATE) -> Any:
+    """A real tokenizer of 160 tokens: printable characters, some pairs of them, and special tokens."""
+    from tokenizers import Tokenizer, decoders, models, trainers
+
+    specials = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<unk>"]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    trainer = trainers.BpeTrainer(
+        vocab_size=160,
+        special_tokens=specials,
+        initial_alphabet=[chr(code) for code in (10, *range(32, 127))],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(DOCUMENTS)], trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        chat_template=chat_template,
+    )
+
+
+DOCUMENTS = (
+    "The river Aare rises in the Bernese Alps and flows through Thun and Bern.",
+    "Bern is the seat of the Swiss government; a bear is in its coat of arms.",
+    "Thun lies where the river leaves the lake.",
+)

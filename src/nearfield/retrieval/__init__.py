@@ -2,7 +2,9 @@
 
 from nearfield.retrieval.chunks import Chunk, Context, assemble, prefill_chunk
 from nearfield.retrieval.gate import Verification, verify
+from nearfield.retrieval.prompt import Prompt, chat_prompt
 from nearfield.retrieval.recomputing import recompute
+from nearfield.retrieval.reuse import Answer, Report, Reuse
 from nearfield.retrieval.rotary import unsupported
 from nearfield.retrieval.selectors import (
     All,
@@ -21,6 +23,7 @@ from nearfield.retrieval.store import ChunkStore, DamagedChunk, ForeignChunk, Mi
 
 __all__ = [
     "All",
+    "Answer",
     "CacheBlend",
     "Chunk",
     "ChunkStore",
@@ -31,11 +34,15 @@ __all__ = [
     "InfoFlow",
     "MissingChunk",
     "Nothing",
+    "Prompt",
     "Random",
+    "Report",
+    "Reuse",
     "Selector",
     "Verification",
     "assemble",
     "best_last",
+    "chat_prompt",
     "chunk_shares",
     "prefill_chunk",
     "recompute",

@@ -1,7 +1,7 @@
 """Chunks: texts whose keys and values were computed once, alone; and contexts, put together from chunks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,6 +56,11 @@ class Context:
     def num_bytes(self) -> int:
         layers = [(layer.keys, layer.values) for layer in self.cache.layers]
         return sum(x.numel() * x.element_size() for pair in layers for x in pair)
+
+    def copy(self) -> "Context":
+        """The same with a cache of its own."""
+        layers = [(layer.keys.clone(), layer.values.clone()) for layer in self.cache.layers]
+        return replace(self, cache=DynamicCache(layers))
 
 
 def check_tokens(argument: str, tokens: object) -> None:

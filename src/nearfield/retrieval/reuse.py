@@ -1,0 +1,402 @@
+"""Answers from documents whose keys and values were computed before: all steps in one call, with a report of them."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from nearfield._checks import check_int, wrong_type, wrong_value
+from nearfield.retrieval.chunks import Chunk, Context, assemble, check_tokens, prefill_chunk
+from nearfield.retrieval.fingerprint import chunk_id, fingerprint
+from nearfield.retrieval.prompt import Prompt, chat_prompt, prefix_ids, question_ids, token_ids
+from nearfield.retrieval.recomputing import recompute
+from nearfield.retrieval.rotary import check_model
+from nearfield.retrieval.selectors import (
+    InfoFlow,
+    Selector,
+    SelectorName,
+    best_last,
+    check_ratio,
+    chunk_shares,
+    score,
+    select,
+    selector_of,
+)
+from nearfield.retrieval.store import ChunkStore, DamagedChunk, MissingChunk
+
+_ONE_ANSWER = ("num_beams", "num_return_sequences")
+_OURS = ("input_ids", "inputs", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What an answer was made of, and what it cost.
+
+    Args:
+        selector, ratio: which rows were computed again, and the share that was allowed.
+        chunks: ids in the order in which they stand in the prompt.
+        lengths, selected: tokens of each chunk, and how many of them were computed again.
+        ranks: of each chunk by the share of its tokens among the best scores, 0 for the best; empty where there are
+            no scores.
+        rows: which rows of the context were computed again.
+        question_tokens: all that follows the documents.
+        context_tokens: all before, the prefix included.
+        seconds: of each step. In a batch "load", "assemble" and "generate" are those of all questions together.
+        loaded_bytes, cache_bytes: of the chunks, and of the cache that generation began with.
+        rebuilt: why chunks had to be computed anew, by id.
+    """
+
+    selector: str
+    ratio: float
+    chunks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    selected: tuple[int, ...]
+    ranks: tuple[int, ...]
+    rows: Tensor
+    question_tokens: int
+    context_tokens: int
+    seconds: Mapping[str, float]
+    loaded_bytes: int
+    cache_bytes: int
+    rebuilt: Mapping[str, str]
+
+    @property
+    def reused_tokens(self) -> int:
+        """Rows of the context that are as they were computed with their document alone."""
+        return self.context_tokens - len(self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        names = ("selector", "ratio", "question_tokens", "context_tokens", "loaded_bytes", "cache_bytes")
+        lists = ("chunks", "lengths", "selected", "ranks")
+        return (
+            {name: getattr(self, name) for name in names}
+            | {name: list(getattr(self, name)) for name in lists}
+            | {"rows": self.rows.tolist(), "reused_tokens": self.reused_tokens}
+            | {"seconds": dict(self.seconds), "rebuilt": dict(self.rebuilt)}
+        )
+
+    def __str__(self) -> str:
+        share = self.reused_tokens / self.context_tokens
+        lines = [
+            f"{len(self.chunks)} chunks, {self.context_tokens} tokens, {share:.0%} reused, {len(self.rows)} computed"
+            f" again ({self.selector}); {self.question_tokens} tokens of question",
+            "seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items()),
+            f"bytes: {self.loaded_bytes:,} loaded, {self.cache_bytes:,} in the cache",
+        ]
+        lines += [f"rebuilt {identity}: {reason}" for identity, reason in self.rebuilt.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What the model says, and how it came about."""
+
+    text: str
+    report: Report
+
+
+class Reuse:
+    """A model that answers from documents whose keys and values are kept.
+
+    Args:
+        model: a decoder of Hugging Face transformers with rotary positions; `verify` tells whether to trust it.
+        store: where chunks are kept; in memory by default.
+        prompt: what stands around documents and question; by default the tokenizer's chat template gives it.
+        separator: what a document given as text ends in.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        store: ChunkStore | None = None,
+        *,
+        prompt: Prompt | None = None,
+        separator: str = "\n\n",
+    ) -> None:
+        check_model(model)
+        self.model, self.tokenizer = model, tokenizer
+        self.store = ChunkStore() if store is None else store
+        self.prompt = chat_prompt(tokenizer) if prompt is None else prompt
+        self.separator = separator
+        self.prefix = prefix_ids(tokenizer, self.prompt)
+        self.facts = fingerprint(model, self.prefix)
+        self._documents: dict[str, Tensor] = {}
+
+    # -- documents -----------------------------------------------------------------------------------------------
+
+    def add(self, document: str | Tensor) -> str:
+        """Compute a document's keys and values, unless the store has them; returns the id of its chunk.
+
+        Args:
+            document: a text, or token ids as `split` gives them.
+        """
+        tokens = self._tokens(document)
+        identity = chunk_id(self.facts, tokens)
+        if identity not in self.store:
+            self.store.put(identity, self._prefilled(tokens), self.facts)
+        self._documents[identity] = tokens
+        return identity
+
+    def split(self, document: str, length: int) -> list[Tensor]:
+        """The token ids of a long document in parts of at most `length`, as equal as can be, to be added one by one.
+
+        The ids are cut, not the text: together the parts are the document's tokens.
+        """
+        check_int("length", length, at_least=1)
+        tokens = self._tokens(document)
+        return list(tokens.tensor_split(-(-len(tokens) // length)))
+
+    def chunks(self, identities: Sequence[str]) -> list[Chunk]:
+        """The chunks of some ids, for the steps one by one. Missing and damaged ones are made anew."""
+        return self._chunks(identities, {})
+
+    def _tokens(self, document: str | Tensor) -> Tensor:
+        if isinstance(document, Tensor):
+            check_tokens("document", document)
+            tokens = document.cpu().long()
+        elif isinstance(document, str):
+            ended = document if document.endswith(self.separator) else document + self.separator
+            tokens = token_ids(self.tokenizer, ended)
+        else:
+            wrong_type("document", "be a text or token ids", type(document).__name__)
+        if not len(tokens):
+            wrong_value("document", "hold at least one token", repr(document))
+        return tokens
+
+    def _prefilled(self, tokens: Tensor) -> Chunk:
+        return prefill_chunk(self.model, tokens.to(self.model.device), self.prefix.to(self.model.device))
+
+    def _chunks(self, identities: Sequence[str], rebuilt: dict[str, str]) -> list[Chunk]:
+        if isinstance(identities, str):
+            wrong_type("chunks", "be a list of ids", "one string", "Write [id].")
+        return [self._chunk(identity, rebuilt) for identity in identities]
+
+    def _chunk(self, identity: str, rebuilt: dict[str, str]) -> Chunk:
+        try:
+            return self.store.get(identity, self.facts)
+        except (DamagedChunk, MissingChunk) as error:
+            if identity not in self._documents:
+                raise
+            rebuilt[identity] = str(error)
+        chunk = self._prefilled(self._documents[identity])
+        try:
+            self.store.put(identity, chunk, self.facts)
+        except OSError as error:  # the answer does not need the store; the next one will
+            rebuilt[identity] += f" It could not be stored: {error}."
+        return chunk
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def answer(
+        self,
+        question: str,
+        chunks: Sequence[str],
+        ratio: float = 0.15,
+        selector: Selector | SelectorName = "infoflow",
+        reorder: bool = False,
+        **generate_kwargs: Any,
+    ) -> Answer:
+        """Answer a question from chunks.
+
+        Args:
+            chunks: ids, in the order in which they shall stand in the prompt.
+            ratio: the share of their tokens that may be computed again.
+            selector: which tokens those are.
+            reorder: put the chunks that the question attends to most last, next to the question. For passages that
+                do not depend on each other's order.
+            generate_kwargs: for the model's `generate`. By default at most 64 tokens, the likeliest each.
+        """
+        return self.answers([question], chunks, ratio, selector, reorder, **generate_kwargs)[0]
+
+    def answers(
+        self,
+        questions: Sequence[str],
+        chunks: Sequence[str],
+        ratio: float = 0.15,
+        selector: Selector | SelectorName = "infoflow",
+        reorder: bool = False,
+        **generate_kwargs: Any,
+    ) -> list[Answer]:
+        """Answer several questions from the same chunks, which are loaded and put together once.
+
+        Every question has rows of its own computed again, so the cache of each is a copy.
+        """
+        check_ratio(ratio)
+        _check_options(generate_kwargs)
+        if isinstance(questions, str) or not len(questions):
+            wrong_value("questions", "be a list of at least one question", repr(questions))
+        chosen = selector_of(selector)
+        asked = [question_ids(self.tokenizer, self.prompt, question) for question in questions]
+        clock = _Clock(self.model.device)
+        rebuilt: dict[str, str] = {}
+        with clock.step("load"):
+            loaded = self._chunks(chunks, rebuilt)
+        with clock.step("assemble"):
+            plain = assemble(self.model, loaded)
+        made = [
+            self._prepared(
+                loaded, plain, ids, ratio, chosen, clock.fork(), reorder, is_last=index == len(asked) - 1
+            )
+            for index, ids in enumerate(asked)
+        ]
+        cache_bytes = sum(one.context.num_bytes for one in made)
+        with clock.step("generate"):
+            texts = self._generated([one.context for one in made], asked, generate_kwargs)
+        about = {
+            "selector": type(chosen).__name__,
+            "ratio": ratio if chosen.fixed_ratio is None else chosen.fixed_ratio,
+            "loaded_bytes": sum(chunk.num_bytes for chunk in loaded),
+            "cache_bytes": cache_bytes,
+            "rebuilt": rebuilt,
+        }
+        return [
+            Answer(text, one.report(chunks, len(ids), clock.seconds, about))
+            for text, one, ids in zip(texts, made, asked, strict=True)
+        ]
+
+    def _prepared(
+        self,
+        chunks: list[Chunk],
+        plain: Context,
+        question: Tensor,
+        ratio: float,
+        selector: Selector,
+        clock: "_Clock",
+        reorder: bool,
+        is_last: bool,
+    ) -> "_Prepared":
+        """The context of one question; the last may have the common one for its own."""
+        model = self.model
+        question = question.to(model.device)
+        order = list(range(len(chunks)))
+        if reorder:
+            with clock.step("reorder"):
+                order = self._order(chunks, question, ratio, selector)
+                context = assemble(model, [chunks[index] for index in order])
+        elif is_last:
+            context = plain
+        else:
+            context = plain.copy()
+        if selector.fixed_ratio is not None:
+            ratio = selector.fixed_ratio
+        with clock.step("score"):
+            scores = score(model, context, question, selector)
+        with clock.step("select"):
+            rows = select(context, scores, ratio)
+        with clock.step("recompute"):
+            recompute(model, context, rows)
+        ranks = () if selector.fixed_ratio is not None else _ranks(chunk_shares(context, scores, ratio))
+        return _Prepared(context, order, rows.cpu(), ranks, clock)
+
+    def _order(self, chunks: list[Chunk], question: Tensor, ratio: float, selector: Selector) -> list[int]:
+        """By what the question attends to where every chunk stands first."""
+        local = assemble(self.model, chunks, geometry="local")
+        judge = selector if isinstance(selector, InfoFlow) else InfoFlow()
+        return best_last(chunk_shares(local, score(self.model, local, question, judge), ratio))
+
+    def _generated(
+        self, contexts: list[Context], questions: list[Tensor], options: dict[str, Any]
+    ) -> list[str]:
+        """One batch: every row is context, padding, question. Padding is masked and takes no position."""
+        model, device = self.model, self.model.device
+        longest = max(map(len, questions))
+        pad = model.generation_config.pad_token_id
+        filler = pad if pad is not None else int(questions[0][0])
+        rows, masks = [], []
+        for context, question in zip(contexts, questions, strict=True):
+            padding = torch.full((longest - len(question),), filler, device=device)
+            rows.append(torch.cat([context.tokens, padding, question.to(device)]))
+            masks.append(
+                torch.cat([torch.ones_like(context.tokens), padding * 0, 1 + 0 * question.to(device)])
+            )
+        prompt, mask = torch.stack(rows), torch.stack(masks)
+        options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": filler} | options
+        if options.get("max_length") is not None:
+            options.pop("max_new_tokens")
+        cache = contexts[0].cache if len(contexts) == 1 else _stacked(contexts)
+        output = model.generate(prompt, attention_mask=mask, past_key_values=cache, **options)
+        sequences = getattr(output, "sequences", output)[:, prompt.shape[1] :]
+        return [str(text) for text in self.tokenizer.batch_decode(sequences, skip_special_tokens=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A context that is ready to generate from."""
+
+    context: Context
+    order: list[int]
+    rows: Tensor
+    ranks: tuple[int, ...]
+    clock: "_Clock"
+
+    def report(
+        self, chunks: Sequence[str], question_tokens: int, common: Mapping[str, float], about: dict[str, Any]
+    ) -> Report:
+        owners = self.context.owner.cpu()[self.rows]
+        counts = torch.bincount(owners, minlength=len(chunks)).tolist()
+        own = self.clock.seconds
+        before = {name: common[name] for name in ("load", "assemble")}
+        return Report(
+            chunks=tuple(chunks[index] for index in self.order),
+            lengths=self.context.lengths,
+            selected=tuple(counts),
+            ranks=self.ranks,
+            rows=self.rows,
+            question_tokens=question_tokens,
+            context_tokens=self.context.num_tokens,
+            seconds=before | own | {"generate": common["generate"]},
+            **about,
+        )
+
+
+class _Clock:
+    """Seconds of named steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: dict[str, float] = {}
+
+    def fork(self) -> "_Clock":
+        return _Clock(self._device)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.seconds[name] = self._now() - start
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _ranks(shares: Sequence[float]) -> tuple[int, ...]:
+    best_first = best_last(shares)[::-1]
+    return tuple(best_first.index(index) for index in range(len(shares)))
+
+
+def _stacked(contexts: Sequence[Context]) -> Any:
+    layers = zip(*(context.cache.layers for context in contexts), strict=True)
+    return DynamicCache(
+        [
+            (torch.cat([one.keys for one in layer]), torch.cat([one.values for one in layer]))
+            for layer in layers
+        ]
+    )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in _OURS:
+        if name in options:
+            wrong_value("generate_kwargs", f"leave `{name}` to nearfield", name)
+    for name in _ONE_ANSWER:
+        if options.get(name) not in (None, 1):
+            wrong_value(name, "be 1", options[name], "A question gets one answer.")

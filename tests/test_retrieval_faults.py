@@ -1,0 +1,143 @@
+"""The store under faults, with real processes: kills in mid-write, full disks, writers and readers at once."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import store_workers
+from tests.store_workers import FACTS, identity, same, some_chunk
+from tests.tiny_language_models import DOCUMENTS
+
+from nearfield.retrieval import ChunkStore, MissingChunk
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and limits")
+ROOT = Path(__file__).resolve().parents[1]
+# One server imports the libraries once; the processes it forks start at once and share nothing with this one.
+PROCESSES = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    PROCESSES.set_forkserver_preload(["tests.store_workers"])
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(3, mp_context=PROCESSES) as executor:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        executor.submit(len, "").result(120)  # the server has started
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def manager(pool: ProcessPoolExecutor) -> Iterator[Any]:
+    with PROCESSES.Manager() as made:
+        yield made
+
+
+def parts_of(directory: Path) -> list[Path]:
+    return list(directory.glob(".*.part"))
+
+
+def killed_while_writing(directory: Path, length: int) -> None:
+    """Start a writer and kill it at the moment when part of a file is on the disk."""
+    process = PROCESSES.Process(target=store_workers.write_large, args=(directory, length))
+    process.start()
+    limit = time.monotonic() + 60
+    while not any(size_of(part) for part in parts_of(directory)):
+        assert time.monotonic() < limit, "the writer did not start"
+        time.sleep(0.001)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def test_kill_in_mid_write(tmp_path: Path, pool: ProcessPoolExecutor) -> None:
+    """Whenever it comes, a reader finds the whole chunk or none, and the rest of the file is cleared away later."""
+    length = 100_000
+    store = ChunkStore(tmp_path)
+    store.put(identity(2), some_chunk(2), FACTS)
+    for _ in range(10):  # the kill may come just after the file was moved to its place
+        killed_while_writing(tmp_path, length)
+        if parts_of(tmp_path):
+            break
+    (part,) = parts_of(tmp_path)
+    try:
+        assert same(store.get(identity(1), FACTS), some_chunk(length=length))
+    except MissingChunk:
+        assert identity(1) not in store
+    assert same(store.get(identity(2), FACTS), some_chunk(2))
+    assert len(store) <= 2
+    store.put(identity(2), some_chunk(2), FACTS)
+    assert part.exists()  # somebody might still be writing it
+    os.utime(part, (0, 0))
+    store.put(identity(2), some_chunk(2), FACTS)
+    assert not part.exists()
+
+
+def test_full_disk_leaves_the_old_chunk_and_no_rest(tmp_path: Path, pool: ProcessPoolExecutor) -> None:
+    """The system refuses to let the file grow, in the middle of it. In a process of its own: limits stay."""
+    store = ChunkStore(tmp_path)
+    store.put(identity(1), some_chunk(1), FACTS)
+    with ProcessPoolExecutor(1, mp_context=PROCESSES) as limited:
+        told = limited.submit(store_workers.write_limited, tmp_path, 500).result(60)
+    assert "File too large" in told
+    assert [path.name for path in tmp_path.iterdir()] == [f"{identity(1)}.safetensors"]
+    assert same(store.get(identity(1), FACTS), some_chunk(1))
+
+
+def test_processes_that_add_the_same_documents(
+    tmp_path: Path, pool: ProcessPoolExecutor, manager: Any
+) -> None:
+    gate = manager.Barrier(2)
+    jobs = [pool.submit(store_workers.add_documents, tmp_path, gate) for _ in range(2)]
+    one, two = (job.result(120) for job in jobs)
+    assert one == two
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(set(one))
+    assert len(set(one)) == len(DOCUMENTS)
+
+
+def written_and_read(
+    directory: Path, max_bytes: int | None, pool: ProcessPoolExecutor, manager: Any
+) -> tuple[int, int, int]:
+    gate, done = manager.Barrier(3), manager.Event()
+    reader = pool.submit(store_workers.read_many, directory, gate, done)
+    writers = [pool.submit(store_workers.write_many, directory, first, max_bytes, gate) for first in (10, 20)]
+    try:
+        assert [writer.result(120) for writer in writers] == [60, 60]
+    finally:
+        done.set()
+    found: tuple[int, int, int] = reader.result(120)
+    return found
+
+
+def test_writers_and_a_reader_at_once(tmp_path: Path, pool: ProcessPoolExecutor, manager: Any) -> None:
+    found, _, wrong = written_and_read(tmp_path, None, pool, manager)
+    assert found
+    assert not wrong
+    store = ChunkStore(tmp_path)
+    assert len(store) == 8
+    for number in (0, 1, 2, 3, 10, 11, 20, 21):
+        assert same(store.get(identity(number), FACTS), some_chunk(number))
+    assert not parts_of(tmp_path)
+
+
+def test_eviction_under_readers(tmp_path: Path, pool: ProcessPoolExecutor, manager: Any) -> None:
+    """Two writers keep room for three chunks; what a reader gets is right or missing."""
+    ChunkStore(tmp_path).put(identity(1), some_chunk(1), FACTS)
+    limit = 3 * ChunkStore(tmp_path).num_bytes
+    found, missing, wrong = written_and_read(tmp_path, limit, pool, manager)
+    assert found
+    assert missing
+    assert not wrong
+    assert ChunkStore(tmp_path).num_bytes <= limit
