@@ -1,5 +1,6 @@
 """The smaller kernels beside their references: pooling, choosing, weights per block. Needs no hypothesis."""
 
+import itertools
 import math
 
 import pytest
@@ -7,8 +8,12 @@ import torch
 from tests.attending import NEEDS_TRITON, assert_budget
 from torch import Tensor
 
-from nearfield import LogLinear, log_linear_attention
+from nearfield import LogLinear, log_linear_attention, predict
+from nearfield.predict import Blocks
+from nearfield.reference import choose as choose_reference
 from nearfield.reference import columns as columns_reference
+from nearfield.reference import lists as lists_reference
+from nearfield.reference import means as means_reference
 from nearfield.reference import select as select_reference
 
 
@@ -138,6 +143,115 @@ def test_kernel_computes_the_statistics_of_the_map(
     got = kernel.column_statistics(query, key, lse.float(), *call)
     for name, *values in zip(("maxima", "masses"), got, exact, low, strict=True):
         assert_budget(name, *values)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("shape", [(2, 3, 5, 9), (1, 1, 1, 1), (1, 2, 3, 2100), (1, 1, 4, 32)], ids=str)
+def test_kernel_lists_what_a_mask_keeps(shape: tuple[int, ...], device: torch.device) -> None:
+    from nearfield.kernels import lists as kernel
+
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.6
+    mask[0, 0, 0] = False  # an empty row
+    mask[-1, -1, -1] = True  # and a full one
+    counts = mask.sum(-1)
+    offsets = torch.nn.functional.pad(counts.cumsum(-1), (1, 0)).to(torch.int32)
+    capacity = int(offsets[..., -1].max()) + 3
+    want = torch.zeros(*shape[:2], capacity, dtype=torch.int32)
+    for batch, head in itertools.product(range(shape[0]), range(shape[1])):
+        kept = mask[batch, head].nonzero()[:, 1]
+        want[batch, head, : len(kept)] = kept
+    for lists_of in (kernel.lists_of, lists_reference.lists_of):
+        got = lists_of(mask.to(device), offsets.to(device), capacity)
+        assert got.dtype == torch.int32
+        assert torch.equal(got.cpu(), want)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("length", "block", "dim"), [(70, 1, 16), (130, 4, 24), (37, 64, 32), (500, 192, 16), (256, 128, 128)]
+)
+def test_kernel_averages_blocks_and_compares_tokens_with_the_mean(
+    length: int, block: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from nearfield.kernels import means as kernel
+
+    x = (torch.randn(2, length, 3, dim, device=device, dtype=dtype) + 1).transpose(1, 2)
+    x[0, 0, :2] = 0
+    exact, low = means_reference.block_means(x.double(), block), means_reference.block_means(x, block)
+    for name, *values in zip(("means", "likeness"), kernel.block_means(x, block), exact, low, strict=True):
+        assert_budget(name, *values)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    ("mass", "count"), [(0.3, 0), (0.9, 0), (0.999, 0), (None, 1), (None, 7), (None, 1000)]
+)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 40), (1, 2, 1, 1), (1, 2, 1, 1100)], ids=str)
+def test_kernel_chooses_the_columns_that_hold_the_mass(
+    shape: tuple[int, ...], mass: float | None, count: int, device: torch.device
+) -> None:
+    from nearfield.kernels import choose as kernel
+
+    generator = torch.Generator().manual_seed(0)
+    # Logs of whole numbers, many of them equal, some below zero; -0.0 and 0.0 are equal, too.
+    scores = (torch.randint(1, 9, shape, generator=generator) / 4).log().to(device)
+    scores[scores == 0] = torch.rand(int((scores == 0).sum()), device=device).sub(0.5).sign() * 0.0
+    whole = torch.rand(shape[:3], generator=generator).to(device) > 0.8
+    always = torch.rand(shape[0], shape[1] // 2, shape[3], generator=generator).to(device) > 0.9
+    count = min(count, shape[3])
+    keep, dropped = kernel.choose(scores, whole, always, mass=mass, count=count)
+    want, want_dropped = choose_reference.choose(scores.double(), whole, always, mass=mass, count=count)
+    differ = keep != want
+    if mass is None:
+        assert not bool(differ.any())
+    # Rounding may decide about one column where the mass is reached exactly.
+    weights = torch.softmax(scores.double(), -1)
+    for row in differ.any(-1).nonzero():
+        place = tuple(row.tolist())
+        assert int(differ[place].sum()) == 1
+        held = (weights[place] * (keep[place] & want[place])).sum()
+        assert abs(float(held) - float(mass or 0)) < 1e-6
+    torch.testing.assert_close(dropped.double(), (weights * ~keep).sum(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(want_dropped, (weights * ~want).sum(-1))
+
+
+@NEEDS_TRITON
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered"
+)  # the interpreter computes with numpy, which warns
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_numbers_are_kept_whole(value: float, device: torch.device) -> None:
+    from nearfield.kernels import choose as kernel
+
+    scores = torch.randn(1, 1, 3, 20, device=device)
+    scores[0, 0, 1] = value
+    whole, always = (torch.zeros(1, 1, size, device=device, dtype=torch.bool) for size in (3, 20))
+    for choose in (kernel.choose, choose_reference.choose):
+        keep, dropped = choose(scores, whole, always, mass=0.5, count=0)
+        assert bool(keep[0, 0, 1].all())
+        assert not bool(keep[0, 0, ::2].all())
+        assert bool((dropped[0, 0, ::2] > 0).all())
+    assert float(kernel.choose(scores, whole, always, mass=0.5, count=0)[1][0, 0, 1]) == 0
+
+
+@NEEDS_TRITON
+def test_predictions_of_kernels_and_of_plain_torch(device: torch.device) -> None:
+    """The whole way from tokens to lists; scores far apart, so that rounding decides nothing."""
+    query, key, _ = (3 * x.to(device, torch.float32) for x in inputs(100, 70, 16, heads=2, key_heads=1))
+    _, lse = weights_of(query, key)
+    blocks = Blocks(64, 4, 100, 70, ((0, 9),))
+    for plain, fused in (
+        [
+            predict.by_means(query, key, blocks, mass=0.8, guard=0.05, impl=impl)
+            for impl in ("reference", "triton")
+        ],
+        [predict.by_means(query, key, blocks, topk=5, impl=impl) for impl in ("reference", "triton")],
+        [predict.by_weights(query, key, lse, blocks, 0.05, impl=impl) for impl in ("reference", "triton")],
+    ):
+        assert torch.equal(plain.keep, fused.keep)
+        assert not bool(plain.keep.all())
+        torch.testing.assert_close(plain.dropped, fused.dropped, rtol=1e-4, atol=1e-6)
 
 
 # -- at size, where there is a GPU ---------------------------------------------------------------------------------

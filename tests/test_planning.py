@@ -722,3 +722,9 @@ def test_the_arguments_of_the_table_are_good():
     assert planning.topk(MASK.float(), 4, **SIZES).density == 1.0
     assert planning.key_lists(KEYS, COUNTS, **SIZES).counts.tolist() == COUNTS.tolist()
     assert planning.ring(9, 3, both=[(0, 4)], keys=[(2, 9)], ring=(1, 9)).num_pairs == 81
+
+
+def test_lists_of_a_mask_are_a_proper_operator() -> None:
+    mask = torch.rand(2, 1, 3, 5) > 0.5
+    offsets = torch.nn.functional.pad(mask.sum(-1).cumsum(-1), (1, 0)).to(torch.int32)
+    torch.library.opcheck(torch.ops.nearfield.lists_of, (mask, offsets, 15))

@@ -150,6 +150,22 @@ def test_more_is_dropped_where_less_is_kept_and_the_truth_is_near_the_estimate()
     assert dropped[0] > dropped[1] > dropped[2] == 0
 
 
+def test_choosing_by_means_compiles_with_what_reads_it() -> None:
+    geometry = Geometry((8, 9), text=7)
+    query, key, value = (x.float() for x in inputs(79, 79))
+    reader = BlockTopK(16, 8, mass=0.8, guard=0.2).reader(geometry)
+    compiled = torch.compile(reader.attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, value).out, reader.attend(query, key, value).out)
+
+
+@pytest.mark.parametrize("mass", [0.8, None])
+def test_choosing_by_means_is_a_proper_operator(mass: float | None) -> None:
+    query, key, _ = inputs(40, 30)
+    whole, always = torch.arange(3) == 1, torch.arange(4) == 2
+    call = query, key, whole, always, 16, 8, mass, None if mass else 2, 0.3, 0.4, "auto"
+    torch.library.opcheck(torch.ops.nearfield.keep_by_means, call)
+
+
 BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: BlockTopK(keep=0.5, mass=0.5),

@@ -2,8 +2,8 @@
 
 Every builder returns lists that are right by construction (ids in range and ascending, unused slots zero), so none
 asks `Plan` to check them. `full`, `topk` and, unchecked, `key_lists` never wait for the device. `ring` reads nothing
-back from it either, but copies a few numbers per row to it. `from_mask` waits to learn how long its lists are,
-`key_lists` to check what it was given.
+back from it either, but copies a few numbers per row to it. A compact `from_mask` waits to learn how long its lists
+are, `key_lists` to check what it was given.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nearfield import kernels
 from nearfield._checks import (
     check_int,
     check_same_device,
@@ -22,6 +23,7 @@ from nearfield._checks import (
     wrong_value,
 )
 from nearfield.plan import Plan, check_block
+from nearfield.reference import lists as reference
 
 Span = tuple[int, int]
 """Consecutive tokens, `(start, stop)`; `stop` is the first token after them."""
@@ -227,31 +229,43 @@ def _from_spans(starts: Tensor, stops: Tensor, sizes: _Sizes, device: torch.devi
 # -- from tensors ------------------------------------------------------------------------------------------------------
 
 
-def from_mask(mask: Tensor, *, q_block: int, k_block: int, num_queries: int, num_keys: int) -> Plan:
+def from_mask(
+    mask: Tensor, *, q_block: int, k_block: int, num_queries: int, num_keys: int, compact: bool = True
+) -> Plan:
     """The plan of a block mask: row `r` reads column `c` where `mask[..., r, c]`.
 
     Args:
         mask: `[rows, columns]`, `[h, rows, columns]` or `[b, h, rows, columns]` bool, with
             `rows = ceil(num_queries / q_block)` and `columns = ceil(num_keys / k_block)`.
-
-    Waits for the device: how long the lists are is known only from the mask.
+        compact: give lists as little memory as they need. This waits for the device: how long they are is known only
+            from the mask. Without it nothing does, and they get as much as a mask that is all true would need.
     """
     sizes = _sizes(q_block, k_block, num_queries, num_keys)
     mask = _with_leading("mask", mask, sizes)
     if mask.dtype != torch.bool:
         wrong_type("mask", "be bool", mask.dtype, "Compare it first, as in `mask > 0`.")
-    batch, heads = mask.shape[:2]
     counts = mask.sum(dim=-1)
     offsets = _offsets(counts)
-    totals = offsets[..., -1].flatten().long()
-    capacity, shortest, longest = torch.stack([totals.max(), counts.min(), counts.max()]).tolist()
+    capacity, uniform = sizes.rows * sizes.columns, False
+    if compact:
+        numbers = torch.stack([offsets[..., -1].max().long(), counts.min(), counts.max()])
+        capacity, shortest, longest = numbers.tolist()
+        uniform = shortest == longest
+    _check_capacity(capacity)
+    blocks = torch.ops.nearfield.lists_of(mask, offsets, capacity)
+    return Plan(offsets, blocks, *sizes, uniform=uniform, check=False)
 
-    index, _, column = mask.flatten(0, 1).nonzero(as_tuple=True)
-    slot = torch.arange(len(index), device=mask.device) - (totals.cumsum(0) - totals)[index]
-    blocks = torch.zeros(batch * heads, capacity, device=mask.device, dtype=torch.int32)
-    blocks[index, slot] = column.to(torch.int32)
-    blocks = blocks.view(batch, heads, capacity)
-    return Plan(offsets, blocks, *sizes, uniform=shortest == longest, check=False)
+
+@torch.library.custom_op("nearfield::lists_of", mutates_args=())
+def _lists_of(mask: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    module = (kernels.helper("lists", mask) if mask.is_cuda else None) or reference
+    blocks: Tensor = module.lists_of(mask, offsets, capacity)
+    return blocks
+
+
+@_lists_of.register_fake
+def _(mask: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    return offsets.new_empty(*mask.shape[:2], capacity)
 
 
 def topk(scores: Tensor, k: int, *, q_block: int, k_block: int, num_queries: int, num_keys: int) -> Plan:

@@ -5,19 +5,22 @@ second pass over the scores; worth doing once for many calls. By means: attentio
 enough for every call.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, pad
+from torch.nn.functional import pad
 
 from nearfield import kernels
 from nearfield._types import Impl
 from nearfield.levels import num_represented
 from nearfield.plan import Plan
-from nearfield.planning import Span, from_mask, key_lists
-from nearfield.reference import columns as reference
-from nearfield.reference import pool as pooling
+from nearfield.planning import Span, from_mask
+from nearfield.reference import choose, columns, means
+
+_MOST_CELLS = 2**28
+"""Blocks of queries times blocks of keys whose weights are looked at together."""
 
 
 class Prediction(NamedTuple):
@@ -50,24 +53,21 @@ class Blocks(NamedTuple):
     num_keys: int
     both: tuple[Span, ...] = ()
 
-    def kept(self, keep: Tensor) -> Tensor:
-        """A mask with the spans that are always read."""
-        for start, stop in self.both:
-            if start < stop:
-                keep[..., start // self.q_block : -(-stop // self.q_block), :] = True
-                keep[..., start // self.k_block : -(-stop // self.k_block)] = True
-        return keep
-
     def plan(self, keep: Tensor, *, compact: bool) -> Plan:
         """`compact` lists take as little memory as they can, and wait for the device to learn how little that is."""
         sizes = self._asdict()
         del sizes["both"]
-        if compact:
-            return from_mask(keep, **sizes)
-        columns = keep.shape[-1]
-        ids = torch.arange(columns, device=keep.device, dtype=torch.int32)
-        ids = torch.where(keep, ids, columns).sort(dim=-1).values
-        return key_lists(ids, keep.sum(-1), check=False, **sizes)
+        return from_mask(keep, **sizes, compact=compact)
+
+    def always(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which rows read everything, and which columns everything reads: two vectors of bool."""
+        rows = torch.zeros(-(-self.num_queries // self.q_block), device=device, dtype=torch.bool)
+        columns = torch.zeros(-(-self.num_keys // self.k_block), device=device, dtype=torch.bool)
+        for start, stop in self.both:
+            if start < stop:
+                rows[start // self.q_block : -(-stop // self.q_block)] = True
+                columns[start // self.k_block : -(-stop // self.k_block)] = True
+        return rows, columns
 
 
 def by_weights(
@@ -87,17 +87,26 @@ def by_weights(
         threshold: 0 keeps everything.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    module = reference
-    if impl not in ("grouped", "reference") and (impl != "auto" or query.is_cuda):
-        module = kernels.helper("columns", query, blocks.k_block) or reference
+    module = _module("columns", columns, impl, query, blocks.k_block)
+    rows_whole, always = blocks.always(query.device)
+    keeps, dropped = [], []
     with torch.no_grad():
-        maxima, masses = module.column_statistics(
-            query, key, lse, blocks.q_block, blocks.k_block, float(scale)
-        )
-        keep = maxima >= threshold
-        keep = keep.scatter(-1, maxima.argmax(-1, keepdim=True), True)
-        keep = blocks.kept(keep)
-        return Prediction(keep, _dropped(masses, keep, blocks))
+        # A few key heads at a time: the weights of all would take more memory than the lists.
+        for some_keys, some_queries in _head_chunks(query, key, blocks):
+            maxima, masses = module.column_statistics(
+                query[:, some_queries],
+                key[:, some_keys],
+                lse[:, some_queries],
+                blocks.q_block,
+                blocks.k_block,
+                float(scale),
+            )
+            keep = maxima >= threshold
+            keep |= rows_whole[:, None] | always
+            keep.scatter_(-1, maxima.argmax(-1, keepdim=True), True)
+            keeps.append(keep)
+            dropped.append(_dropped(masses.masked_fill(keep, 0).sum(-1), blocks))
+        return Prediction(_joined(keeps), _joined(dropped))
 
 
 def by_means(
@@ -109,35 +118,92 @@ def by_means(
     topk: int | None = None,
     guard: float | None = None,
     scale: float | None = None,
+    impl: Impl = "auto",
 ) -> Prediction:
     """Keep the best blocks by attention among means: the fewest that hold `mass` of it, or the `topk` best.
+
+    Rows whose means are not numbers are read whole, so that attention is not a number, either.
 
     Args:
         guard: blocks of queries, and of keys, whose tokens are less alike than that (mean cosine with their mean) are
             read whole: their mean does not stand for them.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    with torch.no_grad():
-        repeats = query.shape[1] // key.shape[1]
-        queries, keys = _means(query, blocks.q_block), _means(key, blocks.k_block)
-        sizes = num_represented(blocks.num_keys, blocks.k_block, 1, key.device).to(queries.dtype)
-        scores = scale * queries @ keys.repeat_interleave(repeats, 1).mT + sizes.log()
-        weights = torch.softmax(scores, -1)
-        order = weights.argsort(dim=-1, descending=True, stable=True)
-        ranked = weights.gather(-1, order)
-        if topk is not None:
-            chosen = torch.arange(ranked.shape[-1], device=ranked.device).expand_as(ranked) < topk
-        else:
-            # The mass before a block: the one that reaches the wanted mass is still taken.
-            chosen = ranked.cumsum(-1) - ranked < (1.0 if mass is None else mass)
-        chosen[..., 0] = True
-        keep = torch.zeros_like(chosen).scatter(-1, order, chosen)
-        if guard is not None:
-            unlike_rows = _likeness(query, queries, blocks.q_block) < guard
-            unlike_columns = _likeness(key, keys, blocks.k_block) < guard
-            keep = keep | unlike_rows[..., None] | unlike_columns.repeat_interleave(repeats, 1)[..., None, :]
-        keep = blocks.kept(keep)
-        return Prediction(keep, _dropped(weights, keep, blocks))
+    whole, always = blocks.always(query.device)
+    keep, lost = torch.ops.nearfield.keep_by_means(
+        query.detach(), key.detach(), whole, always, blocks.q_block, blocks.k_block, mass, topk, guard, scale, impl
+    )  # fmt: skip
+    return Prediction(keep, _dropped(lost, blocks))
+
+
+@torch.library.custom_op("nearfield::keep_by_means", mutates_args=())
+def _keep_by_means(
+    query: Tensor,
+    key: Tensor,
+    whole: Tensor,
+    always: Tensor,
+    q_block: int,
+    k_block: int,
+    mass: float | None,
+    topk: int | None,
+    guard: float | None,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """What is kept, and the mass that each row loses. An operator, so that it compiles with its kernels."""
+    pool = _module("means", means, impl, query)
+    queries, query_likeness = pool.block_means(query, q_block)
+    keys, key_likeness = pool.block_means(key, k_block)
+    whole, always = (part.expand(*x.shape[:2], -1) for part, x in ((whole, query), (always, key)))
+    if guard is not None:
+        whole, always = whole | (query_likeness < guard), always | (key_likeness < guard)
+    if mass is not None and mass >= 1:
+        whole = torch.ones_like(whole)
+    sizes = num_represented(key.shape[2], k_block, 1, key.device)
+    scores = _scores_of_means(scale * queries, keys, sizes)
+    pick = _module("choose", choose, impl, scores)
+    keep, lost = pick.choose(
+        scores, whole, always, mass=mass, count=scores.shape[-1] if topk is None else topk
+    )
+    return keep, lost
+
+
+@_keep_by_means.register_fake
+def _(
+    query: Tensor, key: Tensor, whole: Tensor, always: Tensor, q_block: int, k_block: int, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    rows = *query.shape[:2], -(-query.shape[2] // q_block)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keep = query.new_empty(*rows, -(-key.shape[2] // k_block), dtype=torch.bool)
+    return keep, query.new_empty(rows, dtype=wide)
+
+
+def _scores_of_means(queries: Tensor, keys: Tensor, sizes: Tensor) -> Tensor:
+    """Logits among means, each key counted as often as it has tokens."""
+    repeats = queries.shape[1] // keys.shape[1]
+    grouped: Tensor = queries.unflatten(1, (-1, repeats))
+    scores = grouped @ keys.mT[:, :, None]
+    return scores.add_(sizes.to(keys.dtype).log()).flatten(1, 2)
+
+
+def _module(name: str, plain: Any, impl: str, *call: Any) -> Any:
+    """The kernels of that name where they shall run and can, else plain torch."""
+    wants_kernel = impl in ("triton", "gluon") or (impl == "auto" and call[0].is_cuda)
+    return (kernels.helper(name, *call) if wants_kernel else None) or plain
+
+
+def _head_chunks(query: Tensor, key: Tensor, blocks: Blocks) -> Iterator[tuple[slice, slice]]:
+    """Heads of keys and of the queries that read them, few enough for `_MOST_CELLS`."""
+    repeats = query.shape[1] // key.shape[1]
+    rows, num_columns = -(-blocks.num_queries // blocks.q_block), -(-blocks.num_keys // blocks.k_block)
+    step = max(1, _MOST_CELLS // max(1, query.shape[0] * repeats * rows * num_columns))
+    for start in range(0, key.shape[1], step):
+        stop = min(start + step, key.shape[1])
+        yield slice(start, stop), slice(start * repeats, stop * repeats)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def packed(keep: Tensor) -> Tensor:
@@ -154,20 +220,7 @@ def unpacked(bits: Tensor, columns: int) -> Tensor:
     return mask[..., :columns]
 
 
-def _means(x: Tensor, block: int) -> Tensor:
-    means = pooling.pool_forward(x if x.dtype == torch.float64 else x.float(), block, 1)
-    return means[:, :, : -(-x.shape[2] // block)]
-
-
-def _likeness(x: Tensor, means: Tensor, block: int) -> Tensor:
-    """The mean cosine between the tokens of each block and their mean, `[B, H, blocks]`."""
-    wide = x.to(means.dtype)
-    cosine = cosine_similarity(wide, means.repeat_interleave(block, 2)[:, :, : x.shape[2]], dim=-1)
-    return _means(cosine[..., None], block)[..., 0]
-
-
-def _dropped(masses: Tensor, keep: Tensor, blocks: Blocks) -> Tensor:
-    """The mass outside of a mask, averaged over queries."""
-    lost = (masses * ~keep).sum(-1)
-    sizes = num_represented(blocks.num_queries, blocks.q_block, 1, masses.device).to(masses.dtype)
+def _dropped(lost: Tensor, blocks: Blocks) -> Tensor:
+    """The mass that is lost in each row, averaged over queries."""
+    sizes = num_represented(blocks.num_queries, blocks.q_block, 1, lost.device).to(lost.dtype)
     return (lost * sizes).sum(-1) / blocks.num_queries

@@ -1,7 +1,8 @@
 """How much each block of queries reads of each block of keys under full attention, in Triton.
 
 A second pass over the scores, given the log of the sums: weights live in registers, only their largest and their sum
-per block are written. One program serves a block of queries and a stretch of the keys.
+per block are written. One program serves a block of queries and a stretch of the keys. Scores are computed with keys as
+rows, so that what is reduced, the queries of a block, lies within a few threads.
 """
 
 import torch
@@ -11,11 +12,27 @@ from torch import Tensor
 
 from nearfield.kernels import is_interpreted
 from nearfield.kernels.launch import LOG2_E, padded
-from nearfield.kernels.walk import dot, load_rows
+from nearfield.kernels.walk import INF, LOG2E, dot, load_rows
 
-_TILE_Q, _TILE_K = 64, 64
+_TILE_Q, _TILE_K = 128, 64
 _STRETCH = 4096
 """Keys of one program."""
+
+
+@triton.jit
+def _load_queries(
+    query, lse, first, part, num_queries, stride_qn, stride_qd,
+    Q_BLOCK: tl.constexpr, TILE_Q: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """One part of a block's queries, and the log of their sums; those that do not exist weigh nothing."""
+    lane = part * TILE_Q + tl.arange(0, TILE_Q)
+    place = first + lane
+    exists = (lane < Q_BLOCK) & (place < num_queries)
+    origin = tl.full([], 0, tl.int64)
+    rows = load_rows(query, origin, place.to(tl.int64), exists, stride_qn, stride_qd, DIM, PAD, True)
+    log_sum = tl.load(lse + place, mask=exists, other=INF) * LOG2E
+    # A query that reads nothing has -inf, which would make its weights infinite.
+    return rows, tl.where(log_sum == -INF, INF, log_sum)
 
 
 @triton.jit
@@ -27,6 +44,7 @@ def _column_kernel(
     DIM: tl.constexpr, PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = TILE_K // K_BLOCK
+    PARTS: tl.constexpr = (Q_BLOCK + TILE_Q - 1) // TILE_Q
     batch_head = (tl.program_id(0) // num_rows).to(tl.int64)
     row = tl.program_id(0) % num_rows
     query += batch_head // num_heads * stride_qb + batch_head % num_heads * stride_qh
@@ -35,6 +53,9 @@ def _column_kernel(
     out = (batch_head * num_rows + row) * num_columns
     origin = tl.full([], 0, tl.int64)
     size = tl.minimum(num_queries - row * Q_BLOCK, Q_BLOCK).to(tl.float32)
+    queries, log_sum = _load_queries(
+        query, lse, row * Q_BLOCK, 0, num_queries, stride_qn, stride_qd, Q_BLOCK, TILE_Q, DIM, PAD
+    )
     for step in range(STEPS):
         first = (tl.program_id(1) * STEPS + step) * TILE_K
         token = first + tl.arange(0, TILE_K)
@@ -42,27 +63,31 @@ def _column_kernel(
         keys = load_rows(key, origin, token.to(tl.int64), exists, stride_kn, stride_kd, DIM, PAD, True)
         largest = tl.zeros([TILE_K], tl.float32)
         total = tl.zeros([TILE_K], tl.float32)
-        for part in tl.static_range((Q_BLOCK + TILE_Q - 1) // TILE_Q):
-            lane = part * TILE_Q + tl.arange(0, TILE_Q)
-            place = row * Q_BLOCK + lane
-            is_query = (lane < Q_BLOCK) & (place < num_queries)
-            queries = load_rows(
-                query, origin, place.to(tl.int64), is_query, stride_qn, stride_qd, DIM, PAD, True
-            )
-            log_sum = tl.load(lse + place, mask=is_query, other=float("inf")) * 1.4426950408889634
-            scores = dot(queries, tl.trans(keys), None, PRECISION) * scale
-            # A query that reads nothing has -inf, which would make its weights infinite.
-            log_sum = tl.where(log_sum == -float("inf"), float("inf"), log_sum)
-            weights = tl.math.exp2(scores - log_sum[:, None])
-            weights = tl.where(exists[None, :], weights, 0.0)
-            largest = tl.maximum(largest, tl.max(weights, 0))
-            total += tl.sum(weights, 0)
+        for part in tl.static_range(PARTS):
+            if PARTS > 1:
+                queries, log_sum = _load_queries(
+                    query,
+                    lse,
+                    row * Q_BLOCK,
+                    part,
+                    num_queries,
+                    stride_qn,
+                    stride_qd,
+                    Q_BLOCK,
+                    TILE_Q,
+                    DIM,
+                    PAD,
+                )
+            scores = dot(keys, tl.trans(queries), None, PRECISION) * scale
+            weights = tl.math.exp2(scores - log_sum[None, :])
+            largest = tl.maximum(largest, tl.max(weights, 1))
+            total += tl.sum(weights, 1)
+        largest = tl.where(exists, largest, 0.0)
+        total = tl.where(exists, total, 0.0) / size
         column = first // K_BLOCK + tl.arange(0, COLUMNS)
         is_column = column < num_columns
         tl.store(maxima + out + column, tl.max(tl.reshape(largest, [COLUMNS, K_BLOCK]), 1), mask=is_column)
-        tl.store(
-            masses + out + column, tl.sum(tl.reshape(total, [COLUMNS, K_BLOCK]), 1) / size, mask=is_column
-        )
+        tl.store(masses + out + column, tl.sum(tl.reshape(total, [COLUMNS, K_BLOCK]), 1), mask=is_column)
 
 
 def unsupported(query: Tensor, k_block: int) -> str | None:
@@ -96,6 +121,6 @@ def column_statistics(
         heads, heads // key.shape[1], rows, columns, num_queries, num_keys, scale * LOG2_E,
         Q_BLOCK=q_block, K_BLOCK=k_block, TILE_Q=max(16, min(_TILE_Q, q_block & -q_block)), TILE_K=tile_k, STEPS=steps,
         DIM=dim, PAD=padded(dim), PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return maxima, masses
