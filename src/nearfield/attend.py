@@ -102,6 +102,39 @@ def merge(first: Attended, second: Attended) -> Attended:
     return Attended(torch.lerp(first.out, second.out, share.to(first.out.dtype).unsqueeze(-1)), lse)
 
 
+def gradients(
+    grads: Attended,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Attended,
+    plan: Plan,
+    *,
+    key_bias: Tensor | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Gradients:
+    """The backward pass of one `attend`, for callers that differentiate by hand: tensors as they were given to it.
+
+    Args:
+        grads: gradients of what `attend` gave.
+        attended: what it gave.
+    """
+    batch, heads = query.shape[:2]
+    bias = None if key_bias is None else _expanded_bias(key_bias, query, key)
+    transposed = plan.transpose()
+    order = transposed_order = None
+    if query.is_cuda and impl not in ("grouped", "reference"):
+        order = plan.longest_first(batch, heads)
+        transposed_order = transposed.longest_first(batch, key.shape[1])
+    lists = plan.offsets, plan.blocks, order, transposed.offsets, transposed.blocks, transposed_order
+    to_query, to_key, to_value, to_bias = torch.ops.nearfield.attend_backward(
+        *grads, query, key, value, *attended, *lists, bias, None, None,
+        plan._extent, plan.q_block, plan.k_block, _checked_scale(scale, query), impl,
+    )  # fmt: skip
+    return Gradients(to_query, to_key, to_value, None if bias is None else to_bias)
+
+
 class Choice(NamedTuple):
     """Which implementation runs, why, and for each faster one why it does not."""
 

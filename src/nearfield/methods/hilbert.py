@@ -131,6 +131,13 @@ class Hilbert:
         sizes = q_block, k_block, _named(device)
         return _interleaved_plan(_geometric(self), geometry, layer % self.cycle, heads, *sizes)
 
+    def spans(self, geometry: Geometry) -> tuple[Span, ...]:
+        """Where the images' tokens stand in the sequence: of each image the shared ones, and its ring."""
+        _check_geometry(geometry)
+        segments = _layout(_geometric(self), geometry, 1).segments
+        spans = (span for segment in segments for span in (segment.shared, segment.ring))
+        return tuple((start, stop) for start, stop in spans if start < stop)
+
     def reader(
         self,
         geometry: Geometry,

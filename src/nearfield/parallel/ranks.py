@@ -1,0 +1,161 @@
+"""Ranks: the processes that share one sequence, and what they say to each other.
+
+Everything that travels is packed into one buffer of bytes per exchange, so a layer costs two collectives at most,
+whatever types and tensors it sends. The bytes are counted where they are sent.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from nearfield._checks import wrong_type, wrong_value
+
+_ALIGNMENT = 16  # bytes; a tensor of any type may begin at a multiple of it
+
+
+class ExchangeFailed(RuntimeError):
+    """Another rank died, hung, or did something else."""
+
+
+class Parcel(NamedTuple):
+    """The shape and type of a tensor that travels."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return -(-torch.Size(self.shape).numel() * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+Message = Sequence[Parcel]
+
+
+def message_bytes(message: Message) -> int:
+    return sum(parcel.num_bytes for parcel in message)
+
+
+@dataclass(eq=False)
+class Ranks:
+    """The ranks of a mesh, seen from one of them.
+
+    Args:
+        mesh: of one dimension; take one of several by its name, as in `mesh["cp"]`.
+
+    Attributes:
+        bytes_sent: to other ranks, by this one, since it was made.
+        num_exchanges: collectives that moved them.
+    """
+
+    mesh: DeviceMesh
+    bytes_sent: int = field(default=0, init=False)
+    num_exchanges: int = field(default=0, init=False)
+    _agreed: set[str] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        mesh: object = self.mesh
+        if not isinstance(mesh, DeviceMesh):
+            hint = 'Make one with torch.distributed.init_device_mesh("cuda", (8,)).'
+            wrong_type("mesh", "be a DeviceMesh", type(mesh).__name__, hint)
+        if self.mesh.ndim != 1:
+            hint = "Name the dimension to split tokens over."
+            wrong_value("mesh", "have one dimension", tuple(self.mesh.shape), hint)
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size()
+
+    @property
+    def index(self) -> int:
+        return self.mesh.get_local_rank()
+
+    @property
+    def group(self) -> Any:
+        return self.mesh.get_group()
+
+    def agree(self, **facts: object) -> None:
+        """Raise on every rank unless all have the same facts. Facts that were agreed on are not asked about again."""
+        mine = {name: str(fact) for name, fact in facts.items()}
+        if self.size == 1 or str(mine) in self._agreed:
+            return
+        everyones: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(everyones, mine, group=self.group)
+        except RuntimeError as error:
+            self._failed(error)
+        _compare(everyones)
+        self._agreed.add(str(mine))
+
+    def exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Message]) -> "Exchange":
+        """Start sending tensors to every rank and receiving from it. All ranks must do so, in the same order."""
+        parts = [[_as_bytes(tensor) for tensor in tensors] for tensors in outgoing]
+        sizes = [sum(map(len, part)) for part in parts]
+        wanted = [message_bytes(message) for message in incoming]
+        device = next((part.device for rank in parts for part in rank), None)
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        buffer = torch.cat([nothing, *(part for rank in parts for part in rank)])
+        received = buffer.new_empty(sum(wanted))
+        work = None
+        if self.size > 1:
+            try:
+                work = dist.all_to_all_single(
+                    received, buffer, wanted, sizes, group=self.group, async_op=True
+                )
+            except RuntimeError as error:
+                self._failed(error)
+            self.bytes_sent += sum(sizes)
+            self.num_exchanges += 1
+        return Exchange(self, work, buffer, received, tuple(incoming))
+
+    def _failed(self, error: RuntimeError) -> Any:
+        raise ExchangeFailed(
+            f"rank {self.index} of {self.size} lost the others: one of them died, raised, or did not come within"
+            f" the group's timeout. ({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+class Exchange(NamedTuple):
+    """Tensors on their way. Both buffers live until they are there."""
+
+    ranks: Ranks
+    work: Any
+    buffer: Tensor
+    received: Tensor
+    incoming: tuple[Message, ...]
+
+    def wait(self) -> list[list[Tensor]]:
+        """What each rank sent."""
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                self.ranks._failed(error)
+        place = 0
+        tensors: list[list[Tensor]] = []
+        for message in self.incoming:
+            tensors.append([])
+            for parcel in message:
+                size = torch.Size(parcel.shape).numel() * parcel.dtype.itemsize
+                tensors[-1].append(self.received[place : place + size].view(parcel.dtype).view(parcel.shape))
+                place += parcel.num_bytes
+        return tensors
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    part = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    padding = -len(part) % _ALIGNMENT
+    return torch.nn.functional.pad(part, (0, padding)) if padding else part
+
+
+def _compare(everyones: Sequence[Mapping[str, str]]) -> None:
+    names = sorted({name for facts in everyones for name in facts})
+    for name in names:
+        values = [facts.get(name, "nothing") for facts in everyones]
+        if len(set(values)) > 1:
+            got = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            wrong_value(name, "be the same on every rank", got)

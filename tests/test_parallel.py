@@ -1,0 +1,275 @@
+"""One sequence over many ranks: what travels, by the plan alone, and what real processes compute with it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.splits import (
+    CASES,
+    Part,
+    bad_calls,
+    counted,
+    inputs,
+    joined,
+    lost,
+    other_plans,
+    other_types,
+    part,
+    whole,
+    without_gradient,
+)
+from tests.worlds import Failed, World, world_of
+
+from nearfield import Geometry, Hilbert, Plan, planning
+from nearfield.parallel import Shapes, Split, Traffic, bytes_sent
+from nearfield.parallel.route import Call
+
+# -- splits ------------------------------------------------------------------------------------------------------------
+
+
+def test_even_split_cuts_each_span_on_units() -> None:
+    split = Split.even([(21, 37), (37, 100)], 3, unit=8, replicated=[(0, 21)])
+    assert split.owned == (((21, 24), (37, 56)), ((24, 32), (56, 80)), ((32, 37), (80, 100)))
+    assert split.held(1).tolist() == [*range(21), *range(24, 32), *range(56, 80)]
+    assert split.own(1).tolist() == [*range(24, 32), *range(56, 80)]
+    assert [split.num_held(rank) for rank in range(3)] == [43, 53, 46]
+    assert str(split) == "100 tokens over 3 ranks: 22, 32, 25; 21 on all"
+
+
+BAD_SPLITS = {
+    "twice": (
+        lambda: Split(9, (((0, 5),), ((4, 9),))),
+        "`owned` must give every token once to a rank or to all;",
+    ),
+    "gap": (
+        lambda: Split(9, (((0, 4),), ((5, 9),))),
+        "`owned` must give every token at all to a rank or to all;",
+    ),
+    "end": (lambda: Split(9, (((0, 4),), ((4, 8),))), r"`owned` must end at `num_tokens` \(9\); got 8\."),
+    "nobody": (lambda: Split(9, ()), "`owned` must name at least one rank; got none"),
+    "idle": (
+        lambda: Split(9, (((0, 9),), ())),
+        "`owned` must leave no rank without a token; got none for rank 1",
+    ),
+    "coarse": (lambda: Split.even([(0, 9)], 4, unit=8), "leave no rank without a token"),
+    "backwards": (lambda: Split(9, (((9, 0),),)), "`owned` must hold spans with 0 <= start < stop"),
+    "no span": (lambda: Split(9, ((5,),)), r"`owned` must hold spans \(start, stop\) of tokens"),  # type: ignore[arg-type]
+    "plan": (
+        lambda: Traffic(planning.full(9), Split.even([(0, 8)], 2)),
+        "`queries` must split the plan's 9 queries; got 8",
+    ),
+    "ranks": (
+        lambda: Traffic(planning.full(8), Split.even([(0, 8)], 2), Split.even([(0, 8)], 4)),
+        "`keys` must be split over the 2 ranks of the queries; got 4",
+    ),
+    "rank": (
+        lambda: Traffic(planning.full(8), Split.even([(0, 8)], 2)).route(2),
+        r"`rank` must be below the number of ranks \(2\); got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SPLITS)
+def test_bad_splits_are_refused(name: str) -> None:
+    call, message = BAD_SPLITS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------
+
+
+def read_pairs(call: Call | None, queries: torch.Tensor, keys: torch.Tensor, total: torch.Tensor) -> None:
+    """Add up which query of the whole sequence reads which key in one call of one rank."""
+    if call is None:
+        return
+    pairs = call.plan.pair_counts()
+    if call.keys.holes is not None:
+        pairs = pairs * ~call.keys.holes
+    pairs = pairs[:, :, call.queries.place][..., call.keys.place]
+    total[:, :, queries[:, None], keys[None]] += pairs
+
+
+def all_pairs(plan: Plan, split: Split) -> torch.Tensor:
+    """How often each query reads each key, on whatever rank."""
+    total = torch.zeros(*plan.blocks.shape[:2], plan.num_queries, plan.num_keys, dtype=torch.int32)
+    traffic = Traffic(plan, split)
+    for rank in range(split.num_ranks):
+        route, held, own = traffic.route(rank), split.held(rank), split.own(rank)
+        others = [other for other in range(split.num_ranks) if other != rank]
+        read_pairs(route.local, held, held, total)
+        came = torch.cat([traffic._sent_keys(other, rank) for other in others] or [own[:0]])
+        read_pairs(route.fetched, held, came, total)
+        visitors = torch.cat([traffic._sent_queries(other, rank) for other in others] or [own[:0]])
+        read_pairs(route.visited, visitors, held, total)
+    return total
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_read_every_pair_once(name: str, num_ranks: int) -> None:
+    case = CASES[name]
+    if name == "torn by text" and num_ranks == 1:
+        num_ranks = 5
+    assert torch.equal(all_pairs(case.plan, case.split(num_ranks)), case.plan.pair_counts())
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_plan_over_any_split(data: st.DataObject) -> None:
+    tokens, q_block, k_block = (data.draw(st.sampled_from(sizes)) for sizes in ([7, 32, 45], [4, 16], [1, 8]))
+    rows, columns = -(-tokens // q_block), -(-tokens // k_block)
+    share = data.draw(st.sampled_from([0.1, 0.5, 0.95]))
+    seed = data.draw(st.integers(0, 99))
+    mask = torch.rand(1, 2, rows, columns, generator=torch.Generator().manual_seed(seed)) < share
+    plan = planning.from_mask(mask, q_block=q_block, k_block=k_block, num_queries=tokens, num_keys=tokens)
+    num_ranks = data.draw(st.integers(1, 4))
+    cuts = sorted(data.draw(st.sets(st.integers(1, tokens - 1), min_size=num_ranks, max_size=num_ranks)))
+    spans = list(zip([0, *cuts], [*cuts, tokens], strict=True))
+    order = data.draw(st.permutations(range(num_ranks + 1)))  # the last piece is on all ranks
+    split = Split(tokens, tuple((spans[place],) for place in order[:-1]), (spans[order[-1]],))
+    assert torch.equal(all_pairs(plan, split), plan.pair_counts())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_is_read_is_sent(name: str, num_ranks: int) -> None:
+    """Each key that travels is read by a row, of the rank it goes to, whose queries stay there."""
+    case = CASES[name]
+    split, traffic = case.split(num_ranks), Traffic(case.plan, case.split(num_ranks))
+    reads = case.plan.pair_counts().sum(dim=(0, 1)) > 0
+    for reader in range(num_ranks):
+        for holder in set(range(num_ranks)) - {reader}:
+            travelling = traffic._sent_queries(reader, holder)
+            staying = split.own(reader)[~torch.isin(split.own(reader), travelling)]
+            wanted = split.own(holder)[reads[staying][:, split.own(holder)].any(dim=0)]
+            assert torch.equal(traffic._sent_keys(holder, reader), wanted)
+            assert traffic.num_keys[holder, reader] == len(wanted)
+            assert traffic.num_queries[reader, holder] == len(travelling)
+
+
+@pytest.mark.parametrize("geometry", [Geometry((64, 64), text=128), Geometry((8, 24, 24), text=64)])
+def test_tiles_send_a_halo_and_what_is_shared(geometry: Geometry) -> None:
+    """The general route is the halo exchange: keys of the ring come from at most the tile that a cut tears."""
+    method = Hilbert(tiles=16, shared_tokens=128, share="two-way")
+    spans, num_ranks = method.spans(geometry), 8
+    split = Split.even(spans, num_ranks, unit=16, replicated=[geometry.text_span])
+    shared, ring = spans
+    tile = -(-(ring[1] - ring[0]) // 16) + 16
+    for layer in range(4):
+        traffic = Traffic(method.plan(geometry, layer), split)
+        for rank in range(num_ranks):
+            assert traffic.route(rank).is_aligned
+            came = [traffic._sent_keys(other, rank) for other in range(num_ranks) if other != rank]
+            keys = torch.cat(came)
+            from_ring = keys[keys >= ring[0]]
+            # The tiles at the two ends of a stretch are torn alike: what is missing of both is one tile.
+            assert len(from_ring) <= tile + 16
+            assert (layer % 4 == 0) == (len(from_ring) < tile // 2)
+            own_shared = (split.own(rank) < shared[1]).sum()
+            assert (keys < shared[1]).sum() == shared[1] - shared[0] - own_shared
+            # Queries that travel are the shared ones, and go everywhere.
+            for other in set(range(num_ranks)) - {rank}:
+                assert (traffic._sent_queries(rank, other) < shared[1]).all()
+                assert traffic.num_queries[rank, other] == own_shared
+
+
+def test_bytes_do_not_grow_with_the_image() -> None:
+    """With tiles and a shared region of one size, four times the tokens send no more."""
+    sent = []
+    for side in (64, 128):
+        geometry = Geometry((side, side), text=128)
+        method = Hilbert(tile_size=256, shared_tokens=128, share="keys")
+        split = Split.even(method.spans(geometry), 4, unit=16, replicated=[geometry.text_span])
+        shapes = Shapes(1, 4, 4, 64, torch.bfloat16)
+        layers = [bytes_sent(Traffic(method.plan(geometry, layer), split), shapes) for layer in range(4)]
+        sent.append(max(sum(layer.forward[rank] for layer in layers) for rank in range(4)))
+    assert sent[1] <= sent[0] * 1.1
+    dense = Traffic(planning.full(128**2 + 128), split)
+    assert sent[1] / 4 < 0.15 * max(bytes_sent(dense, shapes).forward)
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda size: f"{size} ranks")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with world_of(request.param) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_what_one_process_does(world: World, name: str) -> None:
+    parts: list[Part] = world.run(part, name)
+    for mine, wanted in zip(joined(name, parts), whole(name), strict=True):
+        assert torch.allclose(mine, wanted, rtol=1e-12, atol=1e-12)
+    assert [(one.bytes_forward, one.bytes_backward) for one in parts] == counted(name, world.size)
+    # A run repeats bit by bit, and rows that all hold are the same on all.
+    again: list[Part] = world.run(part, name)
+    for first, second in zip(parts, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first.results, second.results, strict=True))
+    split = CASES[name].split(world.size)
+    for rank, one in enumerate(parts):
+        everyones = split.owners[split.held(rank)] == -1
+        first = split.owners[split.held(0)] == -1
+        for number in range(2):
+            assert torch.equal(one.results[number][:, :, everyones], parts[0].results[number][:, :, first])
+
+
+def test_half_precision_stays_within_the_error_budget(world: World) -> None:
+    """Twice what one process in the same precision is wrong by, against double precision."""
+    name = "hilbert"
+    exact, mine = whole(name), joined(name, world.run(part, name, torch.bfloat16))
+    rounded = [x.bfloat16().double() for x in inputs(CASES[name])[0]]
+    assert rounded
+    for wanted, eager, found in zip(exact, whole(name, torch.bfloat16), mine, strict=True):
+        budget = (eager.double() - wanted).norm()
+        assert (found.double() - wanted).norm() <= 2 * budget
+
+
+def test_inference_gives_the_same(world: World) -> None:
+    name = "hilbert, text behind"
+    for first, second in zip(world.run(part, name), world.run(without_gradient, name), strict=True):
+        assert torch.equal(first.results[0], second)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("work", "fact"), [(other_plans, "plan_and_split"), (other_types, "tensors")])
+def test_ranks_that_disagree_are_told(world: World, work: object, fact: str) -> None:
+    answers = world.tell(work)  # type: ignore[arg-type]
+    for answer in answers:
+        assert isinstance(answer, Failed)
+        assert answer[0] == "ValueError"
+        assert f"`{fact}` must be the same on every rank; got" in answer[1]
+        assert "on rank 1" in answer[1]
+    world.run(part, "read twice")  # and nothing is stuck
+
+
+def test_bad_calls_are_refused(world: World) -> None:
+    num = {2: 32, 3: 22, 4: 16}[world.size]
+    last = world.size - 1
+    messages = world.run(bad_calls)[last]
+    held = 64 - last * num if world.size != 3 else 21
+    size = world.size
+    assert messages == [
+        f"`query` must have the {held} tokens that rank {last} holds; got shape [1, 1, 65, 8].",
+        f"`key` must have the {held} tokens that rank {last} holds; got shape [1, 1, 65, 8].",
+        "`route` must be a Route; got Plan. Make one with Traffic(plan, split).route(rank).",
+        f"`route` must be that of rank {last} of {size}; got 0 of 1.",
+        "`mesh` must be a DeviceMesh; got str."
+        ' Make one with torch.distributed.init_device_mesh("cuda", (8,)).',
+    ]
+
+
+@pytest.mark.parametrize(("manner", "size"), [("dies", 3), ("hangs", 2)])
+def test_a_lost_rank_is_an_error_and_no_hang(manner: str, size: int) -> None:
+    with world_of(size, timeout=3) as doomed:
+        answers = doomed.tell(lost, manner)
+    assert answers[-1] == (None if manner == "dies" else 0.0)
+    for seconds in answers[:-1]:
+        assert isinstance(seconds, float), seconds
+        assert seconds < 5
