@@ -175,6 +175,13 @@ def test_pooling_differentiates_and_is_a_proper_operator() -> None:
     torch.library.opcheck(torch.ops.nearfield.pool.default, (x, 2, 3, "auto"))
 
 
+def test_choosing_is_a_proper_operator() -> None:
+    query, key, _ = (x.detach() for x in inputs(20))
+    torch.library.opcheck(torch.ops.nearfield.select.default, (query, key, None, 4, 3, False, "auto"))
+    parents = torch.tensor([0, 2], dtype=torch.int32).expand(2, 4, 5, 2).contiguous()
+    torch.library.opcheck(torch.ops.nearfield.select.default, (query, key, parents, 4, 3, True, "auto"))
+
+
 # -- choosing ----------------------------------------------------------------------------------------------------
 
 

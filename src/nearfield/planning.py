@@ -22,6 +22,7 @@ from nearfield._checks import (
     wrong_type,
     wrong_value,
 )
+from nearfield.keeping import kept
 from nearfield.plan import Plan, check_block
 from nearfield.reference import lists as reference
 
@@ -315,32 +316,35 @@ def key_lists(
     """
     sizes = _sizes(q_block, k_block, num_queries, num_keys)
     check_tensor("keys", keys, dims=4)
-    is_full = counts is None
-    if counts is None:
-        counts = torch.full((), keys.shape[3], device=keys.device).expand(keys.shape[:3])
-    check_tensor("counts", counts, dims=3)
-    for name, value in (("keys", keys), ("counts", counts)):
-        if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
-            wrong_type(name, "be integers", value.dtype)
+    _check_integers("keys", keys)
     if keys.shape[2] != sizes.rows:
         wrong_value("keys", f"have ceil(num_queries / q_block) = {sizes.rows} rows", shape_of(keys))
-    if counts.shape != keys.shape[:3]:
-        wrong_value(
-            "counts", f"have the batch, heads and rows of `keys` {list(keys.shape[:3])}", shape_of(counts)
-        )
-    check_same_device("counts", counts, "keys", keys.device)
+    if counts is not None:
+        check_tensor("counts", counts, dims=3)
+        _check_integers("counts", counts)
+        if counts.shape != keys.shape[:3]:
+            rule = f"have the batch, heads and rows of `keys` {list(keys.shape[:3])}"
+            wrong_value("counts", rule, shape_of(counts))
+        check_same_device("counts", counts, "keys", keys.device)
     if check:
-        _check_key_lists(keys, counts, sizes)
-    return _full_rows(keys, sizes) if is_full else _from_rows(keys, counts, sizes)
+        every = torch.full((), keys.shape[3], device=keys.device).expand(keys.shape[:3])
+        _check_key_lists(keys, every if counts is None else counts, sizes)
+    return _full_rows(keys, sizes) if counts is None else _from_rows(keys, counts, sizes)
 
 
 def _full_rows(ids: Tensor, sizes: _Sizes) -> Plan:
     """Rows without gaps: nothing has to be moved."""
     batch, heads, rows, width = ids.shape
     _check_capacity(rows * width)
-    offsets = torch.arange(rows + 1, device=ids.device, dtype=torch.int32) * width
+    offsets = _even_offsets(batch, heads, rows, width, ids.device)
     blocks = ids.to(torch.int32).flatten(2)
-    return Plan(offsets.expand(batch, heads, -1), blocks, *sizes, uniform=True, check=False)
+    return Plan(offsets, blocks, *sizes, uniform=True, check=False)
+
+
+@kept
+def _even_offsets(batch: int, heads: int, rows: int, width: int, device: torch.device) -> Tensor:
+    offsets = torch.arange(rows + 1, device=device, dtype=torch.int32) * width
+    return offsets.expand(batch, heads, -1).contiguous()
 
 
 def _from_rows(ids: Tensor, counts: Tensor, sizes: _Sizes) -> Plan:
@@ -379,6 +383,11 @@ def _sizes(q_block: int, k_block: int, num_queries: int, num_keys: int) -> _Size
     check_int("num_queries", num_queries, at_least=1)
     check_int("num_keys", num_keys, at_least=1)
     return _Sizes(q_block, k_block, num_queries, num_keys)
+
+
+def _check_integers(name: str, value: Tensor) -> None:
+    if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+        wrong_type(name, "be integers", value.dtype)
 
 
 def _check_capacity(entries: int) -> None:

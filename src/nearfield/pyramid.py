@@ -62,9 +62,8 @@ def select_blocks(
     with torch.no_grad():
         for level in range(queries.levels, 0, -1):
             query, key = queries.level(level), keys.level(level)
-            candidates = key.shape[2] if parents is None else parents.shape[3] * keys.block
-            module = _kernels("select", impl, query, candidates) or select_reference
-            parents = module.select(query, key, parents, keys.block, min(topk, key.shape[2]), keep_own)
+            count = min(topk, key.shape[2])
+            parents = torch.ops.nearfield.select(query, key, parents, keys.block, count, keep_own, impl)
             chosen.append(parents)
     return tuple(reversed(chosen))
 
@@ -112,7 +111,24 @@ def _kernels(name: str, impl: Impl, x: Tensor, *call: Any) -> Any:
     return kernels.helper(name, x, *call)
 
 
-# -- the operator ------------------------------------------------------------------------------------------------
+# -- the operators -----------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nearfield::select", mutates_args=())
+def _select(
+    query: Tensor, key: Tensor, parents: Tensor | None, block: int, count: int, keep_own: bool, impl: str
+) -> Tensor:
+    candidates = key.shape[2] if parents is None else parents.shape[3] * block
+    module = _kernels("select", impl, query, candidates) or select_reference  # type: ignore[arg-type]
+    chosen: Tensor = module.select(query, key, parents, block, count, keep_own)
+    return chosen
+
+
+@_select.register_fake
+def _(
+    query: Tensor, key: Tensor, parents: Tensor | None, block: int, count: int, keep_own: bool, impl: str
+) -> Tensor:
+    return query.new_empty(*query.shape[:3], count, dtype=torch.int32)
 
 
 @torch.library.custom_op("nearfield::pool", mutates_args=())

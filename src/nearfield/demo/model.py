@@ -166,31 +166,48 @@ def save_model(
     path: Path, model: TinyFlux, facts: Mapping[str, Any] | None = None, packing: Packing = "int8"
 ) -> None:
     """Write a model with its configuration and further `facts`."""
+    write_weights(path, "tiny-flux", model, facts, packing)
+
+
+def load_model(path: Path) -> tuple[TinyFlux, dict[str, Any]]:
+    """The model in float32 on the CPU, and all facts of its file."""
+    weights, facts = read_weights(path, "tiny-flux", "nearfield train demo")
+    known = {field.name for field in fields(ModelConfig)}
+    config = ModelConfig(**{name: value for name, value in facts["config"].items() if name in known})
+    model = TinyFlux(config)
+    put_weights(path, model, weights)
+    return model.eval().requires_grad_(False), facts
+
+
+def write_weights(
+    path: Path, kind: str, model: Any, facts: Mapping[str, Any] | None = None, packing: Packing = "int8"
+) -> None:
+    """Write the weights of a module that has a `config`."""
     check_member("packing", packing, ("int8", "bf16", "none"))
     stored = dict(model.state_dict())
     if packing == "int8":
         stored = packed(stored)
     elif packing == "bf16":
         stored = {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in stored.items()}
-    header = {"format": FORMAT, "kind": "tiny-flux", "packing": packing, "config": asdict(model.config)}
+    header = {"format": FORMAT, "kind": kind, "packing": packing, "config": asdict(model.config)}
     write_tensors(path, stored, header | dict(facts or {}))
 
 
-def load_model(path: Path) -> tuple[TinyFlux, dict[str, Any]]:
-    """The model in float32 on the CPU, and all facts of its file."""
+def read_weights(path: Path, kind: str, command: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights in float32 on the CPU, and all facts of the file, which `command` should have written."""
     stored, facts = read_tensors(path)
-    if facts.get("kind") != "tiny-flux":
-        raise BadFile(f"{path} is no model of `nearfield train demo`")
+    if facts.get("kind") != kind:
+        raise BadFile(f"{path} is no model of `{command}`")
     if facts["format"] != FORMAT:
         raise BadFile(f"{path} has format {facts['format']}; this version reads {FORMAT}")
-    known = {field.name for field in fields(ModelConfig)}
-    config = ModelConfig(**{name: value for name, value in facts["config"].items() if name in known})
-    model = TinyFlux(config)
+    return unpacked(stored), facts
+
+
+def put_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     try:
-        model.load_state_dict(unpacked(stored))
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise BadFile(f"{path} does not hold the weights its configuration asks for: {error}") from None
-    return model.eval().requires_grad_(False), facts
 
 
 def reconfigured(model: TinyFlux, **changes: Any) -> TinyFlux:

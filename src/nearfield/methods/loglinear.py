@@ -11,19 +11,22 @@ So near things are read exactly and far things in summary, and what is near is l
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from nearfield import dense_parts, planning
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend, merge
 from nearfield.geometry import Geometry
+from nearfield.keeping import kept
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
 from nearfield.plan import Plan
 from nearfield.pyramid import check_pooling, pool, select_blocks
@@ -302,7 +305,7 @@ def choose(
     enriched = levels if method.enrich is None else min(method.enrich, levels)
     if not enriched and text is None:
         return Chosen(near)
-    bias = _summary_bias(num_keys, method.block, enriched, str(query.device))
+    bias = _summary_bias(num_keys, method.block, enriched, _bias_dtype(query), query.device)
     far_key, far_value = keys.up_to(enriched), values.up_to(enriched)
     if text is not None:
         far_key, far_value = (
@@ -334,16 +337,21 @@ def _attend(
 # -- summaries -----------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
-def _summary_bias(num_keys: int, block: int, levels: int, device: str) -> Tensor:
+@kept
+def _summary_bias(num_keys: int, block: int, levels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The log of how many tokens each key of the pooled levels stands for, `[1, 1, keys]`; `-inf` for padding."""
     starts = level_starts(num_keys, block, levels)
-    with torch.inference_mode(False):
-        bias = torch.full((1, 1, starts[-1]), -torch.inf, dtype=torch.float64, device=device)
-        for level, start in enumerate(starts[:-1], start=1):
-            counts = num_represented(num_keys, block, level, device).double()
-            bias[..., start : start + len(counts)] = counts.log()
-        return bias
+    parts = []
+    for level, (start, stop) in enumerate(pairwise(starts), start=1):
+        counts = num_represented(num_keys, block, level, device).double()
+        parts.append(pad(counts.log(), (0, stop - start - len(counts)), value=-torch.inf))
+    joined = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=device)
+    return joined.to(dtype).view(1, 1, -1)
+
+
+def _bias_dtype(query: Tensor) -> torch.dtype:
+    """What `attend` wants a bias in."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _joined_bias(summaries: Tensor, text: _Text) -> Tensor:
@@ -378,21 +386,14 @@ class _Lists(NamedTuple):
     def plan(self, text: int) -> Plan:
         starts = level_starts(self.num_keys, self.method.block, self.enriched)
         num_keys = starts[-1] + text
-        unused = -(-num_keys // self.k_block)  # sorts behind every id
-        sections = []
-        for level, start in enumerate(starts[:-1], start=1):
-            is_top = level == len(self.picks)
-            ids, is_read = self._top() if is_top else self._children(level)
-            ids = ids + start // self.k_block
-            sections.append(ids if is_read is None else torch.where(is_read, ids, unused))
-        if text:
-            sections.append(self._every(text) + starts[-1] // self.k_block)
-        shape = (*self.picks[0].shape[:2], -(-self.num_queries // self.q_block), -1)
-        ids = torch.cat([section.expand(shape) for section in sections], dim=-1)
+        batch, heads = self.picks[0].shape[:2]
+        rows = -(-self.num_queries // self.q_block)
+        sections = [section.expand(batch, heads, rows, -1) for section in self._sections(starts, num_keys)]
+        ids = torch.cat(sections, dim=-1)
         counts = None
         if self.method.exclude_selected:
             ids = ids.sort(dim=-1).values
-            counts = (ids < unused).sum(-1)
+            counts = (ids < num_keys).sum(-1)
         return planning.key_lists(
             ids,
             counts,
@@ -403,34 +404,55 @@ class _Lists(NamedTuple):
             check=False,
         )
 
-    def _children(self, level: int) -> tuple[Tensor, Tensor | None]:
-        """The tokens of a level whose parents were chosen, as blocks or one by one; which are read, if not all."""
-        parents = self._picked(level + 1)
+    def _sections(self, starts: list[int], num_keys: int) -> Iterator[Tensor]:
+        """The ids of each level in turn, and of the text; what is not read sorts behind all others."""
+        top = len(self.picks)
+        for level, start in enumerate(starts[:-1], start=1):
+            if level == top:
+                break
+            parents = self._picked(level + 1)
+            if self.method.exclude_selected:
+                yield self._unread(parents, level, num_keys) + start
+            else:
+                first = start // self.k_block
+                yield parents + first if first else parents
+        # The last ones are the same for all: the top level, if it is read at all, and the text behind it.
+        begin = starts[top - 1] if len(starts) > top else starts[-1]
         if not self.method.exclude_selected:
-            return parents, None
+            yield _every(begin // self.k_block, -(-num_keys // self.k_block), self.picks[0].device)
+            return
+        if len(starts) > top:
+            ids = _every(0, level_length(self.num_keys, self.method.block, top), self.picks[0].device)
+            picked = self._picked(top)
+            is_read = ~_is_among(ids.expand(*picked.shape[:3], -1), picked)
+            yield torch.where(is_read, ids + begin, num_keys)
+        yield _every(starts[-1], num_keys, self.picks[0].device)
+
+    def _unread(self, parents: Tensor, level: int, unused: int) -> Tensor:
+        """The tokens of a level whose parents were chosen, one by one, but for those that are read more finely."""
         block = self.method.block
         ids = (parents[..., None] * block + torch.arange(block, device=parents.device)).flatten(-2)
         exists = ids < level_length(self.num_keys, block, level)
-        return ids, exists & ~_is_among(ids, self._picked(level))
-
-    def _top(self) -> tuple[Tensor, Tensor | None]:
-        """All tokens of the highest level."""
-        level = len(self.picks)
-        ids = self._every(level_length(self.num_keys, self.method.block, level))
-        if not self.method.exclude_selected:
-            return ids, None
-        picked = self._picked(level)
-        ids = ids.expand(*picked.shape[:3], -1)
-        return ids, ~_is_among(ids, picked)
-
-    def _every(self, length: int) -> Tensor:
-        ids = torch.arange(-(-length // self.k_block), device=self.picks[0].device, dtype=torch.int32)
-        return ids.view(1, 1, 1, -1)
+        return torch.where(exists & ~_is_among(ids, self._picked(level)), ids, unused)
 
     def _picked(self, level: int) -> Tensor:
         """What the ancestor of each row chose at a level, `[B, H, rows, k]`."""
-        rows = torch.arange(0, self.num_queries, self.q_block, device=self.picks[0].device)
-        return self.picks[level - 1].index_select(2, rows // self.method.block**level)
+        picks, size = self.picks[level - 1], self.method.block**level
+        if size == self.q_block:
+            return picks
+        return picks.index_select(2, _ancestors(self.num_queries, self.q_block, size, picks.device))
+
+
+@kept
+def _every(start: int, stop: int, device: torch.device) -> Tensor:
+    """All ids of a span, for every row."""
+    return torch.arange(start, stop, device=device, dtype=torch.int32).view(1, 1, 1, -1)
+
+
+@kept
+def _ancestors(num_queries: int, q_block: int, size: int, device: torch.device) -> Tensor:
+    """Which token of a level, each of `size` queries, every row belongs to."""
+    return torch.arange(0, num_queries, q_block, device=device) // size
 
 
 def _is_among(ids: Tensor, others: Tensor) -> Tensor:

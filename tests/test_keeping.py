@@ -1,0 +1,40 @@
+"""Tensors that follow from sizes are made once, and never kept where they hold nothing."""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nearfield import keeping
+
+
+def test_what_follows_from_sizes_is_made_once() -> None:
+    made = []
+
+    @keeping.kept
+    def count(length: int, device: torch.device) -> Tensor:
+        made.append(length)
+        return torch.arange(length, device=device)
+
+    cpu = torch.device("cpu")
+    with FakeTensorMode():
+        assert count(3, cpu).shape == (3,)
+    with torch.inference_mode():
+        first = count(3, cpu)
+    assert first.tolist() == [0, 1, 2]
+    assert not first.is_inference()
+    assert count(3, cpu) is first
+    assert made == [3, 3]  # a stand-in is not kept
+    for length in range(10, 10 + keeping._MOST):
+        count(length, cpu)
+    assert count(3, cpu) is not first  # memory is bounded
+
+
+def test_a_compiled_graph_makes_its_own() -> None:
+    @keeping.kept
+    def count(length: int) -> Tensor:
+        return torch.arange(length)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + count(4), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(4)).tolist() == [0, 1, 2, 3]
+    torch._dynamo.reset()
