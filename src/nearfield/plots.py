@@ -276,6 +276,46 @@ def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
     _save(figure, path)
 
 
+def fidelity_lines(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
+    """Divergence from full prefill against the share of tokens computed again, a line for each selector.
+
+    Records hold `selector`, `ratio` and either `fidelity` of one question or `divergence` with an interval.
+    """
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7.2, 4.6))
+    names = list(dict.fromkeys(record["selector"] for record in records))
+    colours = dict(zip(names, _BAR_COLOURS * len(names), strict=False))
+    for name in names:
+        points = sorted(
+            (record["ratio"], *_divergence(record)) for record in records if record["selector"] == name
+        )
+        ratios, means, lows, highs = (list(column) for column in zip(*points, strict=True))
+        if len(points) == 1:  # a selector with a ratio of its own
+            axis.axhline(means[0], color=colours[name], linewidth=1, linestyle="--", label=name)
+            continue
+        axis.plot(ratios, means, "o-", color=colours[name], linewidth=1.4, markersize=4.5, label=name)
+        axis.fill_between(ratios, lows, highs, color=colours[name], alpha=0.12, linewidth=0)
+    axis.set_ylim(bottom=0)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.set_xlabel("tokens computed again", color=MUTED)
+    axis.set_ylabel("KL to full prefill, nats per token", color=MUTED)
+    axis.legend(frameon=False, fontsize=9)
+    _thin_spines(axis)
+    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def _divergence(record: dict[str, Any]) -> tuple[float, float, float]:
+    if "fidelity" in record:
+        value = record["fidelity"]["divergence"]
+        return value, value, value
+    found = record["divergence"]
+    return found["mean"], found["low"], found["high"]
+
+
 def _front_axes(axis: Any, distances: Sequence[float], samples: set[int]) -> None:
     """Logarithmic in both directions: a pattern with half the pairs is as far as one with half the FID."""
     axis.set_xscale("log")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nearfield.bench import hilbert_cases, loglinear_cases, model_cases, presets, quality_cases
+from nearfield.commands import retrieval_benchmark
 from nearfield.commands.arguments import (
     FAILED,
     GRAINS,
@@ -43,6 +44,7 @@ def add_commands(commands: Any) -> None:
     _add_bench_loglinear(benchmarks)
     _add_bench_model(benchmarks)
     _add_bench_quality(benchmarks)
+    retrieval_benchmark.add_command(benchmarks)
 
 
 def _bench_attend(arguments: argparse.Namespace) -> int:

@@ -48,3 +48,13 @@ def _loaded(folder: Path, device: torch.device | str, dtype: torch.dtype, **opti
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     return model.to(device).eval(), tokenizer
+
+
+def random_model(family: str, fields: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> Any:
+    """A model of a family ("Llama", "Qwen3") with random weights, made where it shall stand. For measuring speed."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**fields)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.requires_grad_(False).eval()

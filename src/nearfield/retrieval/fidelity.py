@@ -1,13 +1,17 @@
 """How near a context comes to full prefill: what the model says next, beside what it says after the whole prompt."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from nearfield.retrieval.chunks import Context
+from nearfield.retrieval.chunks import Chunk, Context, assemble
+from nearfield.retrieval.clock import Clock
+from nearfield.retrieval.recomputing import recompute
+from nearfield.retrieval.selectors import SelectorName, score, select, selector_of
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,24 @@ class Fidelity:
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """Full prefill's answer to a question, and its log-probabilities at every token of it."""
+    """Full prefill's answer to a question, its log-probabilities at every token of it, and the seconds to the first."""
 
     question: Tensor  # [N]
     answer: Tensor  # [A]
     log_probabilities: Tensor  # [A, vocabulary]
+    seconds: float
+
+
+@torch.no_grad()
+def next_logits(model: Any, tokens: Tensor, context: Context | None = None) -> Tensor:
+    """Logits `[vocabulary]` of what follows some tokens `[N]`, which themselves follow a context or stand alone.
+
+    The context's cache grows by them.
+    """
+    cache = DynamicCache() if context is None else context.cache
+    output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: Tensor = output.logits[0, -1]
+    return logits
 
 
 @torch.no_grad()
@@ -37,12 +54,15 @@ def teacher_of(model: Any, context: Tensor, question: Tensor, num_tokens: int) -
     cache = DynamicCache()
     prompt = torch.cat([context, question]).to(model.device)
     following, answer, rows = prompt, list[Tensor](), list[Tensor]()
-    for _ in range(num_tokens):
-        output = model(input_ids=following[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        rows.append(output.logits[0, -1].float().log_softmax(-1))
+    clock = Clock(model.device)
+    for index in range(num_tokens):
+        with clock.step("later" if index else "first"):
+            output = model(input_ids=following[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            rows.append(output.logits[0, -1].float().log_softmax(-1))
         following = rows[-1].argmax()[None]
         answer.append(following)
-    return Teacher(question.to(model.device), torch.cat(answer), torch.stack(rows))
+    seconds = clock.seconds["first"]
+    return Teacher(question.to(model.device), torch.cat(answer), torch.stack(rows), seconds)
 
 
 @torch.no_grad()
@@ -61,3 +81,57 @@ def fidelity(model: Any, context: Context, teacher: Teacher) -> Fidelity:
     divergence = (theirs.exp() * (theirs - ours)).sum(-1)
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return Fidelity(float(divergence.mean()), float(divergence[0]), float(agreement))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One selector at one ratio: seconds of its steps up to the first token, and how near it comes."""
+
+    selector: str
+    ratio: float
+    selected: int
+    seconds: dict[str, float]
+    fidelity: Fidelity
+
+    @property
+    def first_token(self) -> float:
+        return sum(self.seconds.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"first_token_seconds": self.first_token}
+
+
+def compare(
+    model: Any,
+    chunks: Sequence[Chunk],
+    teacher: Teacher,
+    cases: Sequence[tuple[SelectorName, float]],
+    on_case: Callable[[int], None] | None = None,
+) -> list[Compared]:
+    """Answer the teacher's question with other selectors and ratios, from the same chunks."""
+    rows = []
+    for index, (name, ratio) in enumerate(cases):
+        if on_case is not None:
+            on_case(index)
+        rows.append(_compared(model, chunks, teacher, name, ratio))
+    return rows
+
+
+def _compared(
+    model: Any, chunks: Sequence[Chunk], teacher: Teacher, name: SelectorName, ratio: float
+) -> Compared:
+    fixed = selector_of(name).fixed_ratio
+    ratio = ratio if fixed is None else fixed
+    clock = Clock(model.device)
+    with clock.step("assemble"):
+        context = assemble(model, chunks)
+    with clock.step("score"):
+        scores = score(model, context, teacher.question, name)
+    with clock.step("select"):
+        rows = select(context, scores, ratio)
+    with clock.step("recompute"):
+        recompute(model, context, rows)
+    found = fidelity(model, context, teacher)
+    with clock.step("question"):
+        next_logits(model, teacher.question, context)
+    return Compared(name, ratio, len(rows), clock.seconds, found)

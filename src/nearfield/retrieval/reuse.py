@@ -1,8 +1,6 @@
 """Answers from documents whose keys and values were computed before: all steps in one call, with a report of them."""
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +10,7 @@ from transformers import DynamicCache
 
 from nearfield._checks import check_int, wrong_type, wrong_value
 from nearfield.retrieval.chunks import Chunk, Context, assemble, check_tokens, prefill_chunk
+from nearfield.retrieval.clock import Clock
 from nearfield.retrieval.fingerprint import chunk_id, fingerprint
 from nearfield.retrieval.prompt import Prompt, chat_prompt, prefix_ids, question_ids, token_ids
 from nearfield.retrieval.recomputing import recompute
@@ -234,7 +233,7 @@ class Reuse:
             wrong_value("questions", "be a list of at least one question", repr(questions))
         chosen = selector_of(selector)
         asked = [question_ids(self.tokenizer, self.prompt, question) for question in questions]
-        clock = _Clock(self.model.device)
+        clock = Clock(self.model.device)
         rebuilt: dict[str, str] = {}
         with clock.step("load"):
             loaded = self._chunks(chunks, rebuilt)
@@ -242,7 +241,14 @@ class Reuse:
             plain = assemble(self.model, loaded)
         made = [
             self._prepared(
-                loaded, plain, ids, ratio, chosen, clock.fork(), reorder, is_last=index == len(asked) - 1
+                loaded,
+                plain,
+                ids,
+                ratio,
+                chosen,
+                Clock(self.model.device),
+                reorder,
+                is_last=index == len(asked) - 1,
             )
             for index, ids in enumerate(asked)
         ]
@@ -268,7 +274,7 @@ class Reuse:
         question: Tensor,
         ratio: float,
         selector: Selector,
-        clock: "_Clock",
+        clock: Clock,
         reorder: bool,
         is_last: bool,
     ) -> "_Prepared":
@@ -334,7 +340,7 @@ class _Prepared:
     order: list[int]
     rows: Tensor
     ranks: tuple[int, ...]
-    clock: "_Clock"
+    clock: Clock
 
     def report(
         self, chunks: Sequence[str], question_tokens: int, common: Mapping[str, float], about: dict[str, Any]
@@ -354,28 +360,6 @@ class _Prepared:
             seconds=before | own | {"generate": common["generate"]},
             **about,
         )
-
-
-class _Clock:
-    """Seconds of named steps."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds: dict[str, float] = {}
-
-    def fork(self) -> "_Clock":
-        return _Clock(self._device)
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        start = self._now()
-        yield
-        self.seconds[name] = self._now() - start
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def _ranks(shares: Sequence[float]) -> tuple[int, ...]:

@@ -1,0 +1,225 @@
+"""`nearfield bench retrieval`: how near reuse comes to full prefill, and how much sooner the first token is there."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from nearfield.bench import retrieval_cases as cases
+from nearfield.commands.arguments import (
+    OK,
+    UsageError,
+    comma_list,
+    command,
+    integer,
+    member,
+    output_file,
+    wrong,
+)
+from nearfield.commands.generating import chosen_device
+from nearfield.commands.methods import number
+from nearfield.commands.progress import Bar
+from nearfield.commands.reports import note_load, require_reports, verdict, write_reports
+from nearfield.commands.retrieving import retrieval_told
+
+_MODELS = (cases.EMBEDDED, *cases.ARCHITECTURES)
+
+
+def add_command(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "retrieval",
+        _bench_retrieval,
+        "compare reuse of document caches with full prefill: what is said (--questions), or how soon (--speed)",
+        "  nearfield bench retrieval --questions multihop.json --out fidelity.json --plot fidelity.png\n"
+        "  nearfield bench retrieval --speed\n"
+        "  nearfield bench retrieval --speed --models llama-3.1-8b,qwen3-14b --lengths 8192,16384,32768,65536",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--questions",
+        type=Path,
+        metavar="FILE",
+        help="JSON: a list of objects with `question` and `passages` of `title` and `text`",
+    )
+    what.add_argument("--speed", action="store_true", help="time to the first token, each step apart")
+    parser.add_argument(
+        "--models",
+        type=comma_list(str),
+        default=[cases.EMBEDDED],
+        metavar="A,B",
+        help=f"any of {', '.join(_MODELS)} (random weights but for the first), or folders of transformers"
+        f" (default {cases.EMBEDDED}); one for --questions",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=comma_list(integer("--lengths", 128)),
+        metavar="N,N",
+        help=f"tokens of context for --speed (default {cases.EMBEDDED_LENGTH}; on a GPU "
+        f"{','.join(map(str, cases.LENGTHS))})",
+    )
+    parser.add_argument(
+        "--selectors",
+        type=comma_list(member("--selectors", (*cases.SELECTORS, "all"))),
+        metavar="A,B",
+        help=f"any of {', '.join(cases.SELECTORS)}, all (default: the first five; for --speed infoflow)",
+    )
+    parser.add_argument(
+        "--ratios",
+        type=comma_list(number("--ratios", least=0)),
+        metavar="X,X",
+        help="shares of tokens to compute again (default 0.05,0.15,0.3; for --speed 0.15)",
+    )
+    for name, least, default, words in (
+        ("--chunk-tokens", 16, 1024, "tokens per chunk for --speed"),
+        ("--question-tokens", 1, 64, "tokens of question for --speed"),
+        ("--answer-tokens", 1, 16, "tokens of each answer that are compared"),
+        ("--rounds", 1, 5, "turns in which everything is timed"),
+    ):
+        parser.add_argument(
+            name, type=integer(name, least), default=default, metavar="N", help=f"{words} (default {default})"
+        )
+    parser.add_argument(
+        "--minutes",
+        type=integer("--minutes", 1),
+        metavar="N",
+        help="begin no further question after this time",
+    )
+    parser.add_argument("--num", type=integer("--num", 1), metavar="N", help="the first N questions only")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    parser.add_argument(
+        "--out",
+        type=output_file("--out", ".json"),
+        metavar="FILE",
+        help="the results; questions that stand there already are not measured again",
+    )
+    parser.add_argument(
+        "--plot",
+        type=output_file("--plot", ".png"),
+        metavar="FILE",
+        help="draw divergence against ratio (.png); for --questions",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
+
+
+def _bench_retrieval(arguments: argparse.Namespace) -> int:
+    for ratio in arguments.ratios or ():
+        if ratio > 1:
+            wrong("--ratios", "lie between 0 and 1", ratio)
+    for name in arguments.models:
+        if name not in _MODELS and not Path(name).is_dir():
+            wrong("--models", f"be any of {', '.join(_MODELS)}, or folders", repr(name))
+    if arguments.speed:
+        if arguments.plot:
+            wrong("--plot", "be given with `--questions`", str(arguments.plot))
+        return _speed(arguments)
+    return _fidelity(arguments)
+
+
+def _speed(arguments: argparse.Namespace) -> int:
+    device = chosen_device(arguments.device)
+    with retrieval_told():
+        from nearfield.bench import machine, retrieval_speed
+
+        lengths = arguments.lengths or (cases.LENGTHS if device.type == "cuda" else (cases.EMBEDDED_LENGTH,))
+        wanted = [
+            retrieval_speed.SpeedCase(
+                model, length, arguments.chunk_tokens, arguments.question_tokens, ratio, selector
+            )
+            for model in arguments.models
+            for length in lengths
+            for selector in arguments.selectors or ["infoflow"]
+            for ratio in arguments.ratios or [0.15]
+        ]
+        if arguments.dry_run:
+            print(f"{len(wanted)} measurements on {machine.device_name(device)}:", *wanted, sep="\n  ")
+            return OK
+        note_load(device.type)
+        results = []
+        with Bar(len(wanted), "cases") as bar:
+            for result in retrieval_speed.run_all(wanted, device, arguments.rounds, bar.show):
+                results.append(result)
+    print(retrieval_speed.table(results))
+    document = {
+        "format": 1,
+        "command": "bench retrieval --speed",
+        "machine": machine.facts(),
+        "results": [result.as_record() for result in results],
+    }
+    return verdict(results, write_reports(document, arguments.out))
+
+
+def _fidelity(arguments: argparse.Namespace) -> int:
+    questions = _questions(arguments)
+    selectors, ratios = arguments.selectors or cases.SELECTORS, arguments.ratios or cases.RATIOS
+    if len(arguments.models) != 1 or arguments.models[0] in cases.ARCHITECTURES:
+        wrong("--models", "be one model with weights", ",".join(arguments.models))
+    if arguments.dry_run:
+        print(f"{len(questions)} questions, {', '.join(selectors)} at {', '.join(map(str, ratios))}")
+        return OK
+    if arguments.out is None:
+        wrong("--out", "be given with `--questions`", None, "A run that is stopped goes on from it.")
+    require_reports("--plot", arguments.plot, arguments.out)
+    with retrieval_told():
+        from nearfield.bench.retrieval_fidelity import Evaluation, table
+
+        model, tokenizer, name = _model(arguments)
+        evaluation = Evaluation(
+            model,
+            tokenizer,
+            arguments.out,
+            name=name,
+            selectors=selectors,
+            ratios=ratios,
+            num_tokens=arguments.answer_tokens,
+        )
+        started = time.monotonic()
+        with Bar(len(questions), "questions") as bar:
+            done = evaluation.run(
+                questions,
+                lambda: not arguments.minutes or time.monotonic() - started < 60 * arguments.minutes,
+                bar.show,
+            )
+    document = evaluation.document()
+    print(table(document))
+    if not done:
+        print("time is up; the same command goes on", file=sys.stderr)
+    if arguments.plot:
+        from nearfield import plots
+
+        title = f"{name}, {len(document['questions'])} questions"
+        plots.fidelity_lines(arguments.plot, document["results"], title)
+        print(f"wrote {arguments.plot}")
+    print(f"wrote {arguments.out}")
+    return OK
+
+
+def _questions(arguments: argparse.Namespace) -> list[Any]:
+    import json
+
+    if not arguments.questions.is_file():
+        wrong("--questions", "name a file that is there", repr(str(arguments.questions)))
+    with retrieval_told():
+        from nearfield.bench.retrieval_fidelity import read_questions
+
+        try:
+            found = read_questions(arguments.questions)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"`--questions` must hold a list of objects with `question` and `passages`; got {error!r}."
+            ) from None
+    return found[: arguments.num]
+
+
+def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
+    import torch
+
+    from nearfield.retrieval.embedded import NAME, load_embedded, load_folder
+
+    device = chosen_device(arguments.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    (wanted,) = arguments.models
+    if wanted == cases.EMBEDDED:
+        return (*load_embedded(device, dtype), NAME)
+    return (*load_folder(wanted, device, dtype), Path(wanted).name)
