@@ -276,8 +276,8 @@ def test_a_timestep_that_tells_nothing_is_refused() -> None:
     pipe = flux_pipeline()
     message = (
         "`scheduler` must know its step (have `step_index`), or the model be given an item of `scheduler.timesteps` "
-        "as it is, where the method keeps first steps dense; got DDIMScheduler. Use another scheduler, or "
-        "`dense_steps=0`."
+        "as it is, where the method goes by steps; got DDIMScheduler. Use another scheduler, or fields that do not "
+        'ask: `dense_steps=0`, `predict="online"`.'
     )
     handle = nearfield.apply(pipe.transformer, sparse(dense_steps=0.2), scheduler=diffusers.DDIMScheduler())
     with handle, pytest.raises(ValueError) as error:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, planning
+from nearfield import Geometry, planning, predict
 from nearfield._types import Moment
 from nearfield.methods import FineGrained
 from nearfield.methods import fine as module
+from nearfield.methods.fine import FineReader
+from nearfield.predict import Mask
 
 GEOMETRY = Geometry((8, 9), text=7)
 
@@ -18,6 +20,13 @@ GEOMETRY = Geometry((8, 9), text=7)
 def inputs(seed: int = 0, batch: int = 2) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(batch, 2, 79, 16, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def kept(reader: FineReader, branch: str = "", batch: int = 2) -> Tensor:
+    """Which blocks a reader remembers, `[B, H, rows, columns]`."""
+    lists = reader.memory[branch, batch].lists
+    plan = lists.plan(reader.blocks, torch.device("cpu")) if isinstance(lists, Mask) else lists
+    return plan.block_counts() > 0
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -47,7 +56,7 @@ def test_kept_are_the_keys_that_some_query_of_the_block_weighs(grain: int) -> No
             want = (cell >= 0.05).any(3).any(2) | best
             if row == 0 or column * grain < 7:  # a block that holds text
                 want = torch.ones_like(want)
-            assert torch.equal(reader.memory[""].prediction.keep[:, :, row, column], want)
+            assert torch.equal(kept(reader)[:, :, row, column], want)
 
 
 def test_between_refreshes_lists_are_remembered_and_read() -> None:
@@ -55,7 +64,7 @@ def test_between_refreshes_lists_are_remembered_and_read() -> None:
     reader = method.reader(GEOMETRY)
     first, later = inputs(0), inputs(1)
     reader.at(Moment(0, 50)).attend(*first)
-    keep = reader.memory[""].prediction.keep
+    keep = kept(reader)
     assert not bool(keep.all())
     got = reader.at(Moment(3, 50)).attend(*later).out
     torch.testing.assert_close(got, masked(*later, keep, method))
@@ -66,8 +75,8 @@ def test_threshold_zero_is_dense() -> None:
     reader.at(Moment(0, 50)).attend(*inputs(0))
     later = inputs(1)
     torch.testing.assert_close(reader.at(Moment(1, 50)).attend(*later).out, dense(*later))
-    assert reader.last is not None
-    assert float(reader.last.dropped.abs().max()) < 1e-12
+    assert abs(reader.tally.dropped) < 1e-12
+    assert reader.tally.kept == 1
 
 
 @pytest.mark.parametrize(("total", "steps"), [(50, [0, 7, 15, 22, 30, 40]), (4, [0, 1, 2, 3]), (1, [0])])
@@ -78,7 +87,7 @@ def test_lists_are_made_anew_on_schedule(total: int, steps: list[int]) -> None:
     made = []
     for place in range(total):
         reader.at(Moment(place, total)).attend(*inputs(place))
-        if reader.memory[""].place == place:
+        if reader.memory["", 2].place == place:
             made.append(place)
     assert made == steps
 
@@ -87,16 +96,16 @@ def test_a_schedule_that_skips_a_refresh_makes_it_up() -> None:
     reader = FineGrained(16, 4).reader(GEOMETRY)
     for place, made in ((0, 0), (6, 0), (9, 9), (14, 9), (29, 29)):
         reader.at(Moment(place, 50)).attend(*inputs())
-        assert reader.memory[""].place == made
+        assert reader.memory["", 2].place == made
 
 
 def test_a_second_generation_starts_anew() -> None:
     reader = FineGrained(16, 4).reader(GEOMETRY)
     reader.at(Moment(45, 50)).attend(*inputs(0))
-    before = reader.memory[""].plan
+    before = reader.memory["", 2].lists
     reader.at(Moment(0, 50)).attend(*inputs(1))
-    assert reader.memory[""].place == 0
-    assert reader.memory[""].plan is not before
+    assert reader.memory["", 2].place == 0
+    assert reader.memory["", 2].lists is not before
 
 
 def test_branches_are_kept_apart_or_shared() -> None:
@@ -104,7 +113,7 @@ def test_branches_are_kept_apart_or_shared() -> None:
         reader = FineGrained(16, 4, share_branches=share).reader(GEOMETRY)
         for branch in ("cond", "uncond"):
             reader.at(Moment(0, 50, branch)).attend(*inputs(len(branch)))
-        assert set(reader.memory) == branches
+        assert {branch for branch, _ in reader.memory} == branches
 
 
 def test_another_batch_makes_its_own_lists() -> None:
@@ -121,9 +130,12 @@ def test_online_needs_no_moment_and_reads_what_it_predicts() -> None:
     reader = method.reader(GEOMETRY)
     query, key, value = inputs()
     got = reader.attend(query, key, value).out
-    assert reader.last is not None
-    assert not bool(reader.last.keep.all())
-    torch.testing.assert_close(got, masked(query, key, value, reader.last.keep, method))
+    blocks = method.blocks(GEOMETRY)
+    keep = predict.by_means(query, key, blocks, mass=0.5).keep
+    assert not bool(keep.all())
+    torch.testing.assert_close(got, masked(query, key, value, keep, method))
+    assert reader.tally.num_sparse == 1
+    assert reader.tally.kept == pytest.approx(float(keep.float().mean()))
 
 
 def test_gradients_flow_through_remembered_lists() -> None:
@@ -131,7 +143,7 @@ def test_gradients_flow_through_remembered_lists() -> None:
     reader.at(Moment(0, 50)).attend(*inputs(0))
     leaves = [x.requires_grad_() for x in inputs(1)]
     out = reader.at(Moment(1, 50)).attend(*leaves).out
-    want = masked(*leaves, reader.memory[""].prediction.keep, FineGrained(16, 4))
+    want = masked(*leaves, kept(reader), FineGrained(16, 4))
     for mine, theirs in zip(
         torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
     ):
@@ -140,10 +152,85 @@ def test_gradients_flow_through_remembered_lists() -> None:
 
 def test_memory_is_told_beforehand() -> None:
     method, geometry = FineGrained(128, 4), Geometry((21, 30, 52))
-    assert method.mask_bytes(geometry, 1, 12) == 12 * 256 * 1024
-    assert "masks take at most 0.2 MiB per layer and head" in method.describe(geometry)
+    assert method.mask_bytes(geometry, 1, 12) == 12 * (256 * 1024 + 257 * 4)
+    assert "masks take 0.25 MiB per layer, head and branch as bits" in method.describe(geometry)
     assert "at steps 0, 7, 15, 22, 30, 40 of 50" in method.describe(geometry)
     assert "at every call" in FineGrained(predict="online").describe(geometry)
+
+
+FORMS = ["lists", "bits", "bits in host memory"]
+
+
+@pytest.mark.parametrize(("form", "grain"), [(form, grain) for form in FORMS for grain in (1, 4)])
+def test_what_is_remembered_fits_the_memory_allowed(form: str, grain: int) -> None:
+    """In every form it is what was found, and as large as was said before."""
+    query, key, value = inputs()
+    free = FineGrained(16, grain, threshold=0.05).reader(GEOMETRY).at(Moment(0, 50))
+    free.attend(query, key, value)
+    lists, bits = free.memory["", 2].num_bytes, FineGrained(16, grain).mask_bytes(GEOMETRY, 2, 2)
+    allowed = {"lists": lists, "bits": lists - 1, "bits in host memory": min(bits, lists) - 1}[form]
+    # Two layers share what is allowed.
+    method = FineGrained(16, grain, threshold=0.05, memory=2 * allowed / 2**30)
+    reader = method.reader(GEOMETRY).among(2).at(Moment(0, 50))
+    reader.attend(query, key, value)
+    memory = reader.memory["", 2]
+    assert memory.form == form
+    assert memory.num_bytes == (lists if form == "lists" else bits)
+    assert reader.most == {form: memory.num_bytes}
+    assert torch.equal(kept(reader), kept(free))
+    later = inputs(1)
+    expected = free.at(Moment(1, 50)).attend(*later)
+    assert torch.equal(reader.at(Moment(1, 50)).attend(*later).out, expected.out)
+    reader.forget()
+    assert not reader.memory
+
+
+def test_a_second_branch_takes_what_is_left_of_the_memory() -> None:
+    query, key, value = inputs()
+    free = FineGrained(16, 1, threshold=0.05).reader(GEOMETRY).at(Moment(0, 50))
+    free.attend(query, key, value)
+    bits = FineGrained(16, 1).mask_bytes(GEOMETRY, 2, 2)
+    memory = (free.memory["", 2].num_bytes + bits) / 2**30
+    reader = FineGrained(16, 1, threshold=0.05, memory=memory).reader(GEOMETRY)
+    for branch in ("cond", "uncond", "third"):
+        reader.at(Moment(0, 50, branch)).attend(query, key, value)
+    assert [known.form for known in reader.memory.values()] == FORMS
+
+
+def test_the_tally_says_what_was_read() -> None:
+    reader = FineGrained(16, 1, threshold=0.05).reader(GEOMETRY)
+    for place in range(3):
+        query, key, value = inputs(place)
+        reader.at(Moment(place, 50)).attend(query, key, value)
+    keep = kept(reader)
+    assert (reader.tally.num_full, reader.tally.num_sparse) == (1, 2)
+    assert reader.tally.kept == pytest.approx(float(keep.float().mean()))
+    query, key, _ = inputs(0)
+    weights = torch.softmax(query @ key.mT / 4, -1)
+    unread = ~keep.repeat_interleave(16, 2)[:, :, :79]
+    assert reader.tally.dropped == pytest.approx(float((weights * unread).sum(-1).mean()))
+
+
+def test_batches_of_two_sizes_in_turn_keep_lists_of_their_own() -> None:
+    reader = FineGrained(16, 4, threshold=0.1).reader(GEOMETRY)
+    for place in range(3):
+        for batch in (1, 2):
+            reader.at(Moment(place, 50)).attend(*inputs(place, batch=batch))
+    assert [known.place for known in reader.memory.values()] == [0, 0]
+
+
+def test_hidden_keys_have_no_mass() -> None:
+    """What a bias hides is not chosen for its weight, and what is left is chosen as if it were not there."""
+    query, key, _ = inputs()
+    bias = torch.zeros(2, 1, 79, dtype=torch.float64)
+    bias[:, :, 40:] = -torch.inf
+    blocks = predict.Blocks(16, 8, 79, 79)
+    hidden = predict.by_means(query, key, blocks, mass=0.9, key_bias=bias)
+    alone = predict.by_means(query, key[:, :, :40], predict.Blocks(16, 8, 79, 40), mass=0.9)
+    assert torch.equal(hidden.keep[..., :5], alone.keep)
+    assert not bool(hidden.keep[..., 5:].any())
+    nothing = predict.by_means(query, key, blocks, mass=0.9, key_bias=torch.zeros_like(bias))
+    assert torch.equal(nothing.keep, predict.by_means(query, key, blocks, mass=0.9).keep)
 
 
 BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
@@ -160,6 +247,16 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
         "`refresh` must be shares of the steps, at least one; got ().",
     ),
     (lambda: FineGrained(refresh=(0, 1)), ValueError, "`refresh` must hold shares from 0, below 1; got 1."),
+    (
+        lambda: FineGrained(memory=-1),
+        ValueError,
+        "`memory` must be at least 0 GiB; got -1. None is no bound.",
+    ),
+    (
+        lambda: FineGrained(memory="1 GiB"),  # type: ignore[arg-type]
+        TypeError,
+        "`memory` must be GiB, or None for no bound; got '1 GiB'.",
+    ),
     (
         lambda: FineGrained(predict="guess"),
         ValueError,

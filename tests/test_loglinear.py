@@ -362,10 +362,21 @@ def test_a_diffusers_model_takes_it() -> None:
     }
     with torch.no_grad():
         stock = model(**arguments).sample
-        with nearfield.apply(model, LogLinear(block=4, topk=999, levels=1, enrich=0)) as handle:
+        with pytest.raises(
+            UserWarning, match="made for models that are trained with it"
+        ):  # an error in tests
+            nearfield.apply(model, LogLinear(block=4, topk=999, levels=1, enrich=0))
+        assert torch.equal(model(**arguments).sample, stock)  # so nothing was applied
+        with pytest.warns(UserWarning, match="docs/loglinear.md") as warned:
+            handle = nearfield.apply(model, LogLinear(block=4, topk=999, levels=1, enrich=0))
+        assert len(warned) == 1
+        assert warned[0].filename == __file__
+        with handle:
             torch.testing.assert_close(model(**arguments).sample, stock, rtol=1e-9, atol=1e-9)
             assert "LogLinear" in handle.summary()
-        with nearfield.apply(model, LogLinear(block=4, topk=1, levels=1)):
+        with pytest.warns(UserWarning, match="trained with it"):
+            handle = nearfield.apply(model, LogLinear(block=4, topk=1, levels=1))
+        with handle:
             assert float((model(**arguments).sample - stock).abs().max()) > 1e-4
         assert torch.equal(model(**arguments).sample, stock)
 

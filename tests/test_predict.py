@@ -162,7 +162,8 @@ def test_choosing_by_means_compiles_with_what_reads_it() -> None:
 def test_choosing_by_means_is_a_proper_operator(mass: float | None) -> None:
     query, key, _ = inputs(40, 30)
     whole, always = torch.arange(3) == 1, torch.arange(4) == 2
-    call = query, key, whole, always, 16, 8, mass, None if mass else 2, 0.3, 0.4, "auto"
+    sizes = torch.tensor([8.0, 8, 8, 6], dtype=torch.float64).log()
+    call = query, key, sizes, whole, always, 16, 8, mass, None if mass else 2, 0.3, 0.4, "auto"
     torch.library.opcheck(torch.ops.nearfield.keep_by_means, call)
 
 

@@ -5,6 +5,7 @@ second pass over the scores; worth doing once for many calls. By means: attentio
 enough for every call.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -52,6 +53,14 @@ class Blocks(NamedTuple):
     num_queries: int
     num_keys: int
     both: tuple[Span, ...] = ()
+
+    def blank(self, device: torch.device) -> Plan:
+        """A plan of such blocks that lists nothing yet: for asking what would run it."""
+        rows = -(-self.num_queries // self.q_block)
+        offsets, lists = (
+            torch.zeros(1, 1, length, device=device, dtype=torch.int32) for length in (rows + 1, 0)
+        )
+        return Plan(offsets, lists, self.q_block, self.k_block, self.num_queries, self.num_keys, check=False)
 
     def plan(self, keep: Tensor, *, compact: bool) -> Plan:
         """`compact` lists take as little memory as they can, and wait for the device to learn how little that is."""
@@ -117,6 +126,7 @@ def by_means(
     mass: float | None = None,
     topk: int | None = None,
     guard: float | None = None,
+    key_bias: Tensor | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
 ) -> Prediction:
@@ -125,13 +135,15 @@ def by_means(
     Rows whose means are not numbers are read whole, so that attention is not a number, either.
 
     Args:
+        key_bias: `[B, H or 1, M]`, added to the logits of keys: what it hides (`-inf`) has no mass.
         guard: blocks of queries, and of keys, whose tokens are less alike than that (mean cosine with their mean) are
             read whole: their mean does not stand for them.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
     whole, always = blocks.always(query.device)
     keep, lost = torch.ops.nearfield.keep_by_means(
-        query.detach(), key.detach(), whole, always, blocks.q_block, blocks.k_block, mass, topk, guard, scale, impl
+        query.detach(), key.detach(), _log_sizes(blocks, key_bias, query), whole, always,
+        blocks.q_block, blocks.k_block, mass, topk, guard, scale, impl,
     )  # fmt: skip
     return Prediction(keep, _dropped(lost, blocks))
 
@@ -140,6 +152,7 @@ def by_means(
 def _keep_by_means(
     query: Tensor,
     key: Tensor,
+    log_sizes: Tensor,
     whole: Tensor,
     always: Tensor,
     q_block: int,
@@ -159,8 +172,7 @@ def _keep_by_means(
         whole, always = whole | (query_likeness < guard), always | (key_likeness < guard)
     if mass is not None and mass >= 1:
         whole = torch.ones_like(whole)
-    sizes = num_represented(key.shape[2], k_block, 1, key.device)
-    scores = _scores_of_means(scale * queries, keys, sizes)
+    scores = _scores_of_means(scale * queries, keys).add_(log_sizes)
     pick = _module("choose", choose, impl, scores)
     keep, lost = pick.choose(
         scores, whole, always, mass=mass, count=scores.shape[-1] if topk is None else topk
@@ -170,7 +182,14 @@ def _keep_by_means(
 
 @_keep_by_means.register_fake
 def _(
-    query: Tensor, key: Tensor, whole: Tensor, always: Tensor, q_block: int, k_block: int, *rest: Any
+    query: Tensor,
+    key: Tensor,
+    log_sizes: Tensor,
+    whole: Tensor,
+    always: Tensor,
+    q_block: int,
+    k_block: int,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     rows = *query.shape[:2], -(-query.shape[2] // q_block)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -178,12 +197,10 @@ def _(
     return keep, query.new_empty(rows, dtype=wide)
 
 
-def _scores_of_means(queries: Tensor, keys: Tensor, sizes: Tensor) -> Tensor:
-    """Logits among means, each key counted as often as it has tokens."""
+def _scores_of_means(queries: Tensor, keys: Tensor) -> Tensor:
     repeats = queries.shape[1] // keys.shape[1]
     grouped: Tensor = queries.unflatten(1, (-1, repeats))
-    scores = grouped @ keys.mT[:, :, None]
-    return scores.add_(sizes.to(keys.dtype).log()).flatten(1, 2)
+    return (grouped @ keys.mT[:, :, None]).flatten(1, 2)
 
 
 def _module(name: str, plain: Any, impl: str, *call: Any) -> Any:
@@ -206,6 +223,85 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
+class Mask(NamedTuple):
+    """A mask as it is kept between calls: packed, with what a plan of it needs and could only wait for.
+
+    Args:
+        bits: `[B, H, rows, ceil(columns / 8)]` uint8, on any device.
+        offsets: of the plan's lists.
+        capacity: the most that the lists of one head hold.
+        uniform: whether all lists are equally long.
+    """
+
+    bits: Tensor
+    offsets: Tensor
+    capacity: int
+    uniform: bool
+
+    @classmethod
+    def of(cls, keep: Tensor) -> "Mask":
+        """Waits for the device, to learn how long the lists are."""
+        counts = keep.sum(-1)
+        offsets = pad(counts.cumsum(-1), (1, 0))
+        found = torch.stack([offsets[..., -1].max(), counts.min(), counts.max()])
+        capacity, shortest, longest = found.tolist()
+        return cls(packed(keep), offsets.to(torch.int32), capacity, shortest == longest)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bits.nbytes + self.offsets.nbytes
+
+    @property
+    def num_list_bytes(self) -> int:
+        """What its lists would take."""
+        batch, heads = self.bits.shape[:2]
+        return 4 * batch * heads * self.capacity + self.offsets.nbytes
+
+    def plan(self, blocks: Blocks, device: torch.device) -> Plan:
+        """The lists again, on a device, without waiting for it."""
+        columns = -(-blocks.num_keys // blocks.k_block)
+        keep = unpacked(self.bits.to(device, non_blocking=True), columns)
+        lists = torch.ops.nearfield.lists_of(keep, self.offsets, self.capacity)
+        sizes = blocks.q_block, blocks.k_block, blocks.num_queries, blocks.num_keys
+        return Plan(self.offsets, lists, *sizes, uniform=self.uniform, check=False)
+
+    def on_host(self) -> "Mask":
+        """The same in host memory, from where a GPU fetches it without waiting."""
+        bits = self.bits.cpu()
+        return self._replace(bits=bits.pin_memory() if self.bits.is_cuda else bits)
+
+
+class Tally:
+    """What calls have read: how many read everything, and what the others kept and dropped on average."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.num_full = self.num_sparse = 0
+        self._kept: Tensor | float = 0.0
+        self._dropped: Tensor | float = 0.0
+
+    def add_full(self) -> None:
+        self.num_full += 1
+
+    def add(self, kept: Tensor, dropped: Tensor) -> None:
+        """A sparse call. Where torch.compile traces it, it is not counted."""
+        if not torch.compiler.is_compiling():
+            self.num_sparse += 1
+            self._kept, self._dropped = self._kept + kept, self._dropped + dropped
+
+    @property
+    def kept(self) -> float:
+        """The share of keys that sparse calls read. Waits for the device."""
+        return float(self._kept) / self.num_sparse if self.num_sparse else math.nan
+
+    @property
+    def dropped(self) -> float:
+        """The share of the weights that sparse calls did not read. Waits for the device."""
+        return float(self._dropped) / self.num_sparse if self.num_sparse else math.nan
+
+
 def packed(keep: Tensor) -> Tensor:
     """A mask with eight columns to a byte, for keeping: `[..., columns]` bool to `[..., ceil(columns / 8)]` uint8."""
     bits: Tensor = pad(keep, (0, -keep.shape[-1] % 8)).unflatten(-1, (-1, 8))
@@ -218,6 +314,17 @@ def unpacked(bits: Tensor, columns: int) -> Tensor:
     places = torch.tensor([1 << bit for bit in range(8)], device=bits.device, dtype=torch.uint8)
     mask: Tensor = ((bits[..., None] & places) > 0).flatten(-2)
     return mask[..., :columns]
+
+
+def _log_sizes(blocks: Blocks, key_bias: Tensor | None, query: Tensor) -> Tensor:
+    """What a block adds to the score of its mean: the log of its number of keys, weighted by their bias."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if key_bias is None:
+        sizes = num_represented(blocks.num_keys, blocks.k_block, 1, query.device)
+        return sizes.to(wide).log()
+    bias = pad(key_bias.detach().to(wide), (0, -blocks.num_keys % blocks.k_block), value=-math.inf)
+    weighted: Tensor = bias.unflatten(-1, (-1, blocks.k_block)).logsumexp(-1)
+    return weighted[..., None, :]
 
 
 def _dropped(lost: Tensor, blocks: Blocks) -> Tensor:

@@ -1,5 +1,6 @@
 """`apply` and the handle it gives."""
 
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, get_args
@@ -9,6 +10,7 @@ from torch import nn
 
 from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
+from nearfield.adapters.moments import check_scheduler
 from nearfield.adapters.region import Layer, Region, check_parallel
 from nearfield.adapters.specs import SPECS, Located, Spec, find, spec_of
 from nearfield.adapters.steps import Steps
@@ -39,11 +41,15 @@ def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "a
     check_member("impl", impl, get_args(Impl))
     models = _models_of(target)
     steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
+    if getattr(method, "needs_moment", False):
+        check_scheduler(steps)
     regions = [region for model in models for region in _regions_of(model, method, steps, impl)]
     handle = Handle(models, regions, method, steps)
     try:
         for region in regions:
             region.install()
+        if hasattr(method, "caution"):
+            warnings.warn(method.caution, stacklevel=2)  # which may be made an error
     except BaseException:  # nothing stays half applied
         handle.remove()
         raise
@@ -228,6 +234,8 @@ def _regions_of(model: nn.Module, method: Method, steps: Steps, impl: Impl) -> l
         first += count
         for layer in region.layers:
             _check_processor(spec, layer)
+    for region in regions:
+        region.num_sparse_layers = sum(layer.is_sparse for part in regions for layer in part.layers)
     return regions
 
 

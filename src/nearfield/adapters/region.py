@@ -9,15 +9,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nearfield._checks import wrong_value
-from nearfield._types import Impl
+from nearfield._types import Attended, Impl
 from nearfield.adapters.grids import GridReader
+from nearfield.adapters.moments import Moments
 from nearfield.adapters.processor import SparseProcessor, refuse_to_copy, sparse_processor
 from nearfield.adapters.specs import (
     CROSS_ATTENTION,
@@ -32,7 +33,7 @@ from nearfield.adapters.specs import (
     parameter_names,
 )
 from nearfield.adapters.steps import Steps
-from nearfield.methods import Method, Reader
+from nearfield.methods import Method, Reader, TimedReader
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
@@ -47,6 +48,11 @@ _OUTSIDE = "of attention layers that another model shares (a ControlNet)"
 _NOT_READY = (
     "`hidden_states` must have the size that was made ready before the model was compiled; got another."
     " Call `handle.prepare(height=..., width=...)` first, or compile blocks alone with `compile_repeated_blocks`."
+)
+_NOT_WHOLE = (
+    "`target` must not be compiled as a whole where the method remembers from step to step; got torch.compile of the"
+    " model. Compile blocks alone with `compile_repeated_blocks`, or let the method decide at every call"
+    ' (predict="online").'
 )
 _READY_ELSEWHERE = (
     "`device` must be where the model runs when a size is made ready for torch.compile; got another."
@@ -118,6 +124,8 @@ class Region:
         self.name, self.module, self.root = name, module, root
         self.spec, self.method, self.steps, self.impl = spec, method, steps, impl
         self.layers: tuple[Layer, ...] = ()
+        self.num_sparse_layers = 0
+        """Of the whole model."""
         self._is_active = False
         self.is_recomputing = False
         self.is_dense_step = False
@@ -126,6 +134,8 @@ class Region:
         self.dtype: torch.dtype | None = None
         self.dense_calls: Counter[str] = Counter()
         self._names = parameter_names(module)
+        self.is_timed: bool = getattr(method, "needs_moment", False)
+        self._moments = Moments(steps, self._forget)
         self._grids = GridReader(steps.is_in_loop)
         self._kept: OrderedDict[Any, Ready] = OrderedDict()
         self._handles: list[RemovableHandle] = []
@@ -191,9 +201,12 @@ class Region:
             self.module.register_forward_pre_hook(self._entered, with_kwargs=True),
             self.module.register_forward_hook(self._left, always_call=True),
         ]
-        if self.steps.needs_timestep and self.method.num_dense_steps(_MANY_STEPS):
-            hook = _TimestepHook(self, parameter_names(self.root))
+        goes_by_steps = self.is_timed or self.method.num_dense_steps(_MANY_STEPS)
+        if self.is_timed or (self.steps.needs_timestep and goes_by_steps):
+            hook = _CallHook(self, self._moments, parameter_names(self.root))
             self._handles.append(self.root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        if self.is_timed and self.module is self.root:
+            self._moments.listen(self.root)
         for move, places in self._places:
             for _, module in places if move.place else []:
                 self._handles.append(self._hook(module, move))
@@ -208,13 +221,16 @@ class Region:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._moments.leave(self.root)
         for layer in self.layers:
             if layer.is_sparse and layer.attention.get_processor() is layer.installed:
                 layer.attention.set_processor(layer.processor)
         self._hand_out(None)
+        self._forget()
         self._kept.clear()
         self._call, self._paused, self._is_active = Call(), Call(), False
         self.steps = Steps()
+        self._moments = Moments(self.steps, self._forget)
         self._grids = GridReader(self.steps.is_in_loop)
 
     # -- a call --------------------------------------------------------------------------------------------------
@@ -232,6 +248,8 @@ class Region:
         else:
             self._get_ready(located, arguments.get(self.spec.sample))
         self.is_dense_step = self._is_dense_step()
+        if self.is_timed:
+            self._tell_moment()
         self._is_active, self.is_recomputing = True, False
         if not torch.compiler.is_compiling():
             self._call = Call(self.ready, self.is_dense_step)
@@ -291,6 +309,28 @@ class Region:
             return False
         step = self.steps.now()
         return step is not None and step.place < self.method.num_dense_steps(step.total)
+
+    def _tell_moment(self) -> None:
+        """Say to what remembers where the loop stands, and let it forget what is over."""
+        if torch.compiler.is_compiling():
+            raise ValueError(_NOT_WHOLE)
+        now = self._moments.advance()
+        if now.is_new:
+            self._forget()
+        for reader in self._timed_readers(self.ready):
+            reader.at(now.moment)
+            if now.is_first:
+                reader.tally.clear()
+
+    def _forget(self) -> None:
+        for ready in self._kept.values():
+            for reader in self._timed_readers(ready):
+                reader.forget()
+
+    def _timed_readers(self, ready: Ready | None) -> Iterator[TimedReader]:
+        for reader in ready.readers if ready and self.is_timed else ():
+            if reader is not None:
+                yield cast(TimedReader, reader)
 
     @property
     def device(self) -> torch.device:
@@ -368,6 +408,8 @@ class Region:
                 self._kept.popitem(last=False)
         self._derive(ready, batch)
         if ready is not self.ready:
+            for reader in self._timed_readers(self.ready):
+                reader.forget()
             self._hand_out(ready)
         if any(move.what == "img_ids" for move in self.spec.moves):
             self._grids.expect(located.images, device)
@@ -388,7 +430,10 @@ class Region:
             else None
             for layer in self.layers
         ]
-        return Ready(located, device, ordering, tuple(readers))
+        ready = Ready(located, device, ordering, tuple(readers))
+        for reader in self._timed_readers(ready):
+            reader.among(self.num_sparse_layers)
+        return ready
 
     def _derive(self, ready: Ready, batch: int) -> None:
         """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""
@@ -407,7 +452,8 @@ class Region:
         self.order = ready.ordering if ready else None
         for number, layer in enumerate(self.layers):
             if isinstance(layer.installed, SparseProcessor):
-                layer.installed.reader = ready.readers[number] if ready else None
+                reader = ready.readers[number] if ready else None
+                layer.installed.reader = _Remembering(self, reader) if reader and self.is_timed else reader
 
     # -- moving tokens -------------------------------------------------------------------------------------------
 
@@ -436,15 +482,41 @@ class Region:
         return self._moved[1]
 
 
-class _TimestepHook:
-    """Tells which timestep a model is called with."""
+class _CallHook:
+    """Tells which timestep a model is called with, and which text."""
 
-    def __init__(self, region: Region, names: tuple[str, ...]) -> None:
-        self.region, self.names = region, names
+    def __init__(self, region: Region, moments: Moments, names: tuple[str, ...]) -> None:
+        self.region, self.moments, self.names = region, moments, names
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = Arguments(self.names, args, kwargs)
         if "timestep" in self.names:
-            self.region.steps.timestep = Arguments(self.names, args, kwargs).get("timestep")
+            self.region.steps.timestep = arguments.get("timestep")
+        if self.region.is_timed:
+            text = arguments.get(self.region.spec.conditioning)
+            self.moments.conditioned_on(None if text is None else first_tensor(text))
+
+
+class _Remembering:
+    """A reader that remembers, in the place of a processor's: it is not traced, and nothing is computed again.
+
+    What it does depends on the step, so torch.compile would have to make a graph for each; and a block that is
+    computed again in the backward pass would find what its first computation has left.
+    """
+
+    def __init__(self, region: Region, reader: Reader) -> None:
+        self.region, self.reader = region, reader
+        self.attend = torch.compiler.disable(self._attend, reason="lists are remembered from step to step")
+
+    @property
+    def num_pairs(self) -> int | None:
+        return self.reader.num_pairs
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Attended:
+        if self.region.is_recomputing:
+            hint = 'Use predict="online", or call `disable_gradient_checkpointing()`.'
+            wrong_value("backward", "not compute layers again that remember", "checkpointing", hint)
+        return self.reader.attend(*args, **kwargs)
 
 
 class _ArgumentHook:

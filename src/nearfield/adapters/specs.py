@@ -112,6 +112,7 @@ class Spec:
         region: the class of the modules that tokens enter and leave; the model itself if empty.
         regions: the parts of the model they are found in, in the order they run.
         sample: the argument whose first tensor has the batch and the device.
+        conditioning: the argument of the model whose first tensor tells the calls of one step apart.
         refused: arguments that must be None, and why.
         attention_kwargs: the argument that is passed on to processors.
         size: the grid of a region for an image of so many pixels.
@@ -131,6 +132,7 @@ class Spec:
     region: str = ""
     regions: tuple[str, ...] = ()
     sample: str = "hidden_states"
+    conditioning: str = "encoder_hidden_states"
     refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     attention_kwargs: str = "joint_attention_kwargs"
     size: Callable[[nn.Module, str, int, int], Grid] = lambda model, region, height, width: (
@@ -323,6 +325,7 @@ SPECS = (
             "siglip_refiner.*.attention": "reads features of reference images alone",
         },
         sample="x",
+        conditioning="cap_feats",
         text=128,
         multiple=32,
     ),

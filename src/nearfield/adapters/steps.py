@@ -71,9 +71,9 @@ class Steps:
         wrong_value(
             "scheduler",
             "know its step (have `step_index`), or the model be given an item of `scheduler.timesteps` as it is,"
-            " where the method keeps first steps dense",
+            " where the method goes by steps",
             type(self.scheduler).__name__,
-            "Use another scheduler, or `dense_steps=0`.",
+            'Use another scheduler, or fields that do not ask: `dense_steps=0`, `predict="online"`.',
         )
 
     def is_in_loop(self) -> bool:

@@ -1,9 +1,9 @@
 """The words of `Handle.summary`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from nearfield.adapters.specs import Located, Move
 from nearfield.adapters.steps import Steps
 from nearfield.attend import explain_choice
 from nearfield.methods import Method
+from nearfield.plan import Plan
+from nearfield.predict import Blocks, Tally
 
 _NAMED = 4
 
@@ -45,6 +47,7 @@ def _model_lines(
         _changed_words(regions),
         *_layer_lines(regions),
         _step_words(method, steps),
+        *_refresh_lines(method, steps),
         *_dense_call_lines(regions),
     ]
     known = [(region, place) for region, place in parts if place is not None]
@@ -107,51 +110,158 @@ def _step_words(method: Method, steps: Steps) -> str:
     return f"steps: the first {method.num_dense_steps(total)} of {total} dense ({type(scheduler).__name__})"
 
 
+def _refresh_lines(method: Any, steps: Steps) -> list[str]:
+    """When a method that remembers looks again."""
+    total = steps.total() if getattr(method, "needs_moment", False) else None
+    if total is None:
+        return []
+    first = method.num_dense_steps(total)
+    places = sorted({max(place, first) for place in method.refreshes(total)} - {total})
+    return [
+        f"  lists are made at {_counted(places)} of {total}, by full attention, for each branch of guidance"
+    ]
+
+
+def _counted(places: Sequence[int]) -> str:
+    return f"step{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}" if places else "none"
+
+
 def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
     calls = sum((region.dense_calls for region in regions), Counter[str]())
     return [f"dense calls: {count}, {reason}" for reason, count in calls.items()]
 
 
+class _Pairs(NamedTuple):
+    """Pairs read in sparse layers, pairs there are in them, pairs in all self-attention layers; times heads.
+
+    `read` is None where that is not known before calls.
+    """
+
+    read: float | None = 0
+    there: int = 0
+    whole: int = 0
+
+    def plus(self, other: "_Pairs") -> "_Pairs":
+        read = None if self.read is None or other.read is None else self.read + other.read
+        return _Pairs(read, self.there + other.there, self.whole + other.whole)
+
+
 def _geometry_lines(
     known: Sequence[tuple[Region, Located]], method: Method, steps: Steps, origin: str
 ) -> list[str]:
-    lines, read, everything, whole = [], 0, 0, 0
+    lines, pairs = [], _Pairs()
     shown: set[Located] = set()
     choice = ""
     for region, located in known:
         device = torch.device("cpu") if region.device.type == "meta" else region.device
-        ready = region.make_ready(located, device)
+        is_last = region.ready is not None and region.ready.located == located
+        ready = region.ready if is_last and region.ready else region.make_ready(located, device)
         geometry = located.geometry(region.spec.text_first, sees_text=True)
         if located not in shown:
             words = method.describe(geometry, device=device)
             lines += f"{origin}: {words}".splitlines()
             shown.add(located)
-        sparse_read, sparse_all, layers_all = _pairs(region, ready)
-        read, everything, whole = read + sparse_read, everything + sparse_all, whole + layers_all
+        pairs = pairs.plus(_pairs(region, ready))
         choice = choice or _choice_words(region, ready)
-    return [*lines, *_speed_lines(read, everything, whole, method, steps), *filter(None, [choice])]
+    tallies = [tally for region, _ in known for tally in _tallies(region)]
+    return [
+        *lines,
+        *_memory_lines(known, method),
+        *_achieved_lines(tallies, method),
+        *_speed_lines(pairs, method, steps),
+        *filter(None, [choice]),
+    ]
 
 
-def _pairs(region: Region, ready: Ready) -> tuple[int, int, int]:
-    """Pairs read in sparse layers, pairs there are in them, pairs in all self-attention layers; times heads."""
-    read = everything = whole = 0
+def _pairs(region: Region, ready: Ready) -> _Pairs:
+    pairs = _Pairs()
     for layer, reader in zip(region.layers, ready.readers, strict=True):
         if layer.index is None:
             continue
         geometry = ready.located.geometry(region.spec.text_first, layer.sees_text)
-        pairs = geometry.num_tokens**2 * layer.attention.heads
-        whole += pairs
-        if reader is not None:
-            read += reader.num_pairs * layer.attention.heads
-            everything += pairs
-    return read, everything, whole
+        heads = layer.attention.heads
+        there = geometry.num_tokens**2 * heads
+        if reader is None:
+            pairs = pairs.plus(_Pairs(0, 0, there))
+        else:
+            known = reader.num_pairs
+            read = _read_so_far(reader, there) if known is None else known * heads
+            pairs = pairs.plus(_Pairs(read, there, there))
+    return pairs
 
 
-def _speed_lines(read: int, everything: int, whole: int, method: Method, steps: Steps) -> list[str]:
-    if not everything:
+def _read_so_far(reader: Any, there: int) -> float | None:
+    """What calls have read of so many pairs, on average; None before the first."""
+    tally: Tally | None = getattr(reader, "tally", None)
+    calls = 0 if tally is None else tally.num_full + tally.num_sparse
+    if tally is None or not calls:
+        return None
+    sparse = tally.num_sparse * tally.kept if tally.num_sparse else 0.0
+    return there * (tally.num_full + sparse) / calls
+
+
+def _tallies(region: Region) -> list[Tally]:
+    """What the layers of the last calls have read, where that is counted."""
+    readers = region.ready.readers if region.ready else ()
+    found = [reader.tally for reader in readers if reader is not None and hasattr(reader, "tally")]
+    return [tally for tally in found if tally.num_full + tally.num_sparse]
+
+
+def _memory_lines(known: Sequence[tuple[Region, Located]], method: Any) -> list[str]:
+    """What a method that remembers will take, and what it has taken."""
+    if not getattr(method, "needs_moment", False):
+        return []
+    num_bytes, layers = 0, 0
+    for region, located in known:
+        for layer in region.layers:
+            if layer.is_sparse:
+                geometry = located.geometry(region.spec.text_first, layer.sees_text)
+                num_bytes += method.mask_bytes(geometry, 1, layer.attention.heads)
+                layers += 1
+    bound = "no bound" if method.memory is None else f"at most {method.memory:g} GiB on the device"
+    line = (
+        f"memory: {_size_words(num_bytes)} as bits, up to {_size_words(32 * num_bytes)} as lists, for each sample and"
+        f" branch of guidance ({layers} layers); {bound} (memory={method.memory})"
+    )
+    taken: Counter[str] = Counter()
+    for region, _ in known:
+        for reader in region.ready.readers if region.ready else ():
+            taken += getattr(reader, "most", Counter())
+    words = ", ".join(f"{_size_words(size)} as {form}" for form, size in taken.items())
+    return [line, *([f"  taken: {words}"] if words else [])]
+
+
+def _size_words(num_bytes: float) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
+
+
+def _achieved_lines(tallies: Sequence[Tally], method: Any) -> list[str]:
+    full, sparse = sum(tally.num_full for tally in tallies), sum(tally.num_sparse for tally in tallies)
+    if not full + sparse:
+        return []
+    is_cached = getattr(method, "needs_moment", False)
+    since = "last generation" if is_cached else "calls so far"
+    words = f"{full} of {full + sparse} attention calls full" if is_cached else f"{sparse} attention calls"
+    if sparse:
+        kept, dropped = (
+            sum(getattr(tally, name) * tally.num_sparse for tally in tallies if tally.num_sparse) / sparse
+            for name in ("kept", "dropped")
+        )
+        how = "measured when lists were made" if is_cached else "estimated by means"
+        words += f"{', the others' if is_cached else ''} kept {kept:.1%} of the keys and dropped {dropped:.2%} of the"
+        words += f" weights ({how})"
+    return [f"{since}: {words}"]
+
+
+def _speed_lines(pairs: _Pairs, method: Method, steps: Steps) -> list[str]:
+    if not pairs.there:
         return ["pairs: every layer is dense"]
-    share = read / everything
-    in_model = (whole - everything + read) / whole
+    if pairs.read is None:
+        return ["pairs: chosen at calls by queries and keys, so not known before them"]
+    share = pairs.read / pairs.there
+    in_model = (pairs.whole - pairs.there + pairs.read) / pairs.whole
     lines = [
         f"pairs: {share:.1%} in sparse layers; attention at most {1 / share:.2f}x faster there,"
         f" {1 / in_model:.2f}x with the dense layers"
@@ -165,7 +275,7 @@ def _speed_lines(read: int, everything: int, whole: int, method: Method, steps: 
 
 def _choice_words(region: Region, ready: Ready) -> str:
     for layer, reader in zip(region.layers, ready.readers, strict=True):
-        for plan in plans_of(reader):
+        for plan in _plans_like(reader, ready.device):
             heads = layer.attention.heads
             head_dim = layer.attention.inner_dim // heads
             dtype = region.dtype or next(layer.attention.parameters()).dtype
@@ -174,3 +284,11 @@ def _choice_words(region: Region, ready: Ready) -> str:
             choice = explain_choice(query, query, plan, impl=region.impl)
             return f"attend: {choice.impl}, {choice.reason}"
     return ""
+
+
+def _plans_like(reader: Any, device: torch.device) -> Iterator[Plan]:
+    """The plans of a reader, or one of the kind that it will make."""
+    yield from plans_of(reader)
+    blocks = getattr(reader, "blocks", None)
+    if isinstance(blocks, Blocks):
+        yield blocks.blank(device)

@@ -1,17 +1,18 @@
 """The methods: each decides who reads whom, and nothing else. Frozen dataclasses; the fields are the configuration."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nearfield._types import Attended, Impl
+from nearfield._types import Attended, Impl, Moment
 from nearfield.geometry import Geometry
 from nearfield.methods.blocks import BlockTopK, GatedBlocks, GatedBlocksAttention
 from nearfield.methods.fine import FineGrained
 from nearfield.methods.hilbert import Hilbert, HilbertAttention, hilbert_attention
 from nearfield.methods.linear import SparseLinear, SparseLinearAttention
 from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
+from nearfield.predict import Tally
 from nearfield.tokenmap import Ordering
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Reader",
     "SparseLinear",
     "SparseLinearAttention",
+    "TimedReader",
     "hilbert_attention",
     "log_linear_attention",
 ]
@@ -36,8 +38,8 @@ class Reader(Protocol):
     """What one layer of a model needs to attend, ready made for a geometry and a device."""
 
     @property
-    def num_pairs(self) -> int:
-        """Pairs read per batch element and head."""
+    def num_pairs(self) -> int | None:
+        """Pairs read per batch element and head; None where that is known after calls only."""
         ...
 
     def attend(
@@ -50,6 +52,24 @@ class Reader(Protocol):
         scale: float | None = None,
         impl: Impl = "auto",
     ) -> Attended: ...
+
+
+class TimedReader(Reader, Protocol):
+    """A reader that remembers from call to call. Methods whose readers do say `needs_moment`."""
+
+    tally: Tally
+
+    def at(self, moment: Moment) -> Any:
+        """Say, before every call, where the denoising loop stands."""
+        ...
+
+    def among(self, layers: int) -> Any:
+        """Be one of so many layers that share what the method allows them."""
+        ...
+
+    def forget(self) -> None:
+        """Release what is remembered."""
+        ...
 
 
 class Method(Protocol):

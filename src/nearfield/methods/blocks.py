@@ -16,7 +16,7 @@ from nearfield._types import Attended, Impl
 from nearfield.attend import attend
 from nearfield.geometry import Geometry, check_no_text
 from nearfield.plan import check_block
-from nearfield.predict import Blocks, Prediction
+from nearfield.predict import Blocks, Prediction, Tally
 from nearfield.pyramid import check_pooling, chosen_blocks, log_sizes, pool
 from nearfield.tokenmap import CurveOrder, Ordering, along
 
@@ -76,13 +76,29 @@ class BlockTopK:
         return BlockReader(self, geometry)
 
     def predict(
-        self, query: Tensor, key: Tensor, geometry: Geometry, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        geometry: Geometry,
+        scale: float | None = None,
+        key_bias: Tensor | None = None,
+        impl: Impl = "auto",
     ) -> Prediction:
         """What a call with these queries and keys would read, and an estimate of what it leaves out."""
         blocks = self.blocks(geometry)
         columns = -(-geometry.num_tokens // self.grain)
         count = None if self.mass is not None else max(1, round(columns * (self.keep or _DEFAULT_KEEP)))
-        return predict.by_means(query, key, blocks, mass=self.mass, topk=count, guard=self.guard, scale=scale)
+        return predict.by_means(
+            query,
+            key,
+            blocks,
+            mass=self.mass,
+            topk=count,
+            guard=self.guard,
+            key_bias=key_bias,
+            scale=scale,
+            impl=impl,
+        )
 
     def blocks(self, geometry: Geometry) -> Blocks:
         tokens = geometry.num_tokens
@@ -111,19 +127,21 @@ class BlockTopK:
         )
 
 
-class BlockReader(NamedTuple):
+class BlockReader:
     """What one layer reads: chosen anew at every call."""
 
-    method: BlockTopK
-    geometry: Geometry
+    def __init__(self, method: BlockTopK, geometry: Geometry) -> None:
+        self.method, self.geometry = method, geometry
+        self.blocks = method.blocks(geometry)
+        self.tally = Tally()
 
     @property
-    def num_pairs(self) -> int:
-        """Pairs read per batch element and head; where mass decides, all of them, for want of a number."""
-        tokens = self.geometry.num_tokens
-        if self.method.mass is not None:
-            return tokens**2
-        kept = min(tokens, round(tokens * (self.method.keep or _DEFAULT_KEEP)) + self.geometry.text)
+    def num_pairs(self) -> int | None:
+        """Pairs read per batch element and head; None where mass or likeness decide: that is known after calls."""
+        tokens, method = self.geometry.num_tokens, self.method
+        if method.mass is not None or method.guard is not None:
+            return None
+        kept = min(tokens, round(tokens * (method.keep or _DEFAULT_KEEP)) + self.geometry.text)
         return (tokens - self.geometry.text) * kept + self.geometry.text * tokens
 
     def attend(
@@ -136,9 +154,10 @@ class BlockReader(NamedTuple):
         scale: float | None = None,
         impl: Impl = "auto",
     ) -> Attended:
-        """Attention among tokens in the method's order, `[B, H, N, D]`. Choosing does not look at `key_bias`."""
-        prediction = self.method.predict(query, key, self.geometry, scale)
-        plan = self.method.blocks(self.geometry).plan(prediction.keep, compact=False)
+        """Attention among tokens in the method's order, `[B, H, N, D]`."""
+        prediction = self.method.predict(query, key, self.geometry, scale, key_bias, impl)
+        self.tally.add(prediction.kept, prediction.dropped.mean())
+        plan = self.blocks.plan(prediction.keep, compact=False)
         return attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
 
 

@@ -5,6 +5,8 @@ full attention itself, at a few steps of the denoising loop, and remembered in b
 call by attention among means ("online").
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -18,7 +20,7 @@ from nearfield._types import Attended, Impl, Moment
 from nearfield.attend import attend
 from nearfield.geometry import Geometry
 from nearfield.plan import Plan, check_block
-from nearfield.predict import Blocks, Prediction
+from nearfield.predict import Blocks, Mask, Tally
 from nearfield.tokenmap import CurveOrder, Ordering, along
 
 Predict = Literal["cached", "online"]
@@ -41,6 +43,8 @@ class FineGrained:
         guard: online: blocks whose tokens are less alike than that are read whole; None for none.
         refresh: cached: at which shares of the denoising steps lists are made anew.
         share_branches: cached: one set of lists for all calls of a step (guidance makes several), made by the first.
+        memory: cached: GiB of device memory for what all layers of a model remember; what does not fit as lists is
+            kept as bits, and what does not fit so, in host memory. None: no bound.
         order: the order of image tokens; consecutive ones are kept or skipped together.
         dense_layers: how many of the first layers stay dense, or the indices of those that do.
         dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
@@ -54,6 +58,7 @@ class FineGrained:
     guard: float | None = 0.6
     refresh: tuple[float, ...] = _REFRESH
     share_branches: bool = False
+    memory: float | None = None
     order: CurveOrder = "hilbert"
     dense_layers: int | tuple[int, ...] = 0
     dense_steps: int | float = 0
@@ -70,6 +75,7 @@ class FineGrained:
         object.__setattr__(self, "refresh", _checked_refresh(self.refresh))
         if not isinstance(self.share_branches, bool):
             wrong_type("share_branches", "be True or False", repr(self.share_branches))
+        _check_memory(self.memory)
         object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
         dense_parts.check_steps(self.dense_steps)
 
@@ -93,10 +99,15 @@ class FineGrained:
         tokens = geometry.num_tokens
         return Blocks(self.query_block, self.grain, tokens, tokens, (geometry.text_span,))
 
+    @property
+    def needs_moment(self) -> bool:
+        """Whether readers have to be told where the denoising loop stands."""
+        return self.predict == "cached"
+
     def mask_bytes(self, geometry: Geometry, batch: int, heads: int) -> int:
-        """What a layer's mask takes at most, packed; the lists it is unpacked to take up to 32 times as much."""
+        """What a layer remembers for one branch takes as bits; as lists at most (if all is kept) 32 times as much."""
         rows, columns = (-(-geometry.num_tokens // block) for block in (self.query_block, self.grain))
-        return batch * heads * rows * -(-columns // 8)
+        return batch * heads * (rows * -(-columns // 8) + 4 * (rows + 1))
 
     def refreshes(self, total: int) -> list[int]:
         """The steps, of `total`, at which lists are made anew."""
@@ -121,38 +132,65 @@ class FineGrained:
         megabytes = self.mask_bytes(geometry, 1, 1) / 2**20
         return (
             f"{geometry}: {blocks} at steps {', '.join(map(str, self.refreshes(50)))} of 50: those with a weight of at "
-            f"least {weight:.2e}; masks take at most {megabytes:.1f} MiB per layer and head"
+            f"least {weight:.2e}; masks take {megabytes:.2f} MiB per layer, head and branch as bits"
         )
 
 
 class Memory(NamedTuple):
-    """Lists that were made at some step, and what they leave out."""
+    """What was found at some step: whom to read, as lists or packed, and what that leaves out."""
 
     place: int
-    plan: Plan
-    prediction: Prediction
+    lists: Plan | Mask
+    kept: Tensor
+    dropped: Tensor
+    is_on_host: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        if isinstance(self.lists, Mask):
+            return self.lists.num_bytes
+        return self.lists.blocks.nbytes + self.lists.offsets.nbytes
+
+    @property
+    def form(self) -> str:
+        if isinstance(self.lists, Plan):
+            return "lists"
+        return "bits in host memory" if self.is_on_host else "bits"
 
 
 class FineReader:
-    """What one layer reads. With "cached" prediction it remembers lists: tell it the moment before every call."""
+    """What one layer reads. With "cached" prediction it remembers: tell it the moment before every call."""
 
     def __init__(self, method: FineGrained, geometry: Geometry) -> None:
         self.method, self.geometry = method, geometry
+        self.blocks = method.blocks(geometry)
         self.moment: Moment | None = None
-        self.memory: dict[str, Memory] = {}
-        """By branch."""
-        self.last: Prediction | None = None
-        """Of the last call: which blocks are kept, and what is dropped."""
+        self.memory: dict[tuple[str, int], Memory] = {}
+        """By branch and batch."""
+        self.tally = Tally()
+        self.most: Counter[str] = Counter()
+        """The most bytes that were taken at once, by form."""
+        self._allowed = math.inf if method.memory is None else method.memory * 2**30
 
     @property
-    def num_pairs(self) -> int:
-        """Pairs read per batch element and head: all of them, for want of a number before the call."""
-        return self.geometry.num_tokens**2
+    def num_pairs(self) -> None:
+        """Pairs read per batch element and head are not known before the calls; `tally` knows them after."""
+        return None
 
     def at(self, moment: Moment) -> "FineReader":
         """Say where the denoising loop stands."""
         self.moment = moment
         return self
+
+    def among(self, layers: int) -> "FineReader":
+        """Be one of so many layers that share the memory allowed."""
+        self._allowed /= layers
+        return self
+
+    def forget(self) -> None:
+        """Release what is remembered."""
+        self.memory.clear()
+        self.moment = None
 
     def attend(
         self,
@@ -165,28 +203,43 @@ class FineReader:
         impl: Impl = "auto",
     ) -> Attended:
         """Attention among tokens in the method's order, `[B, H, N, D]`."""
-        method = self.method
-        if method.predict == "online":
-            self.last = predict.by_means(
-                query, key, method.blocks(self.geometry), mass=method.mass, guard=method.guard, scale=scale
-            )
-            plan = method.blocks(self.geometry).plan(self.last.keep, compact=False)
-            return attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
-        known = self._remembered(query)
-        if known is not None:
-            self.last = known.prediction
-            return attend(query, key, value, known.plan, key_bias=key_bias, scale=scale, impl=impl)
-        full = planning.full(query.shape[2], key.shape[2], device=query.device)
-        attended = attend(query, key, value, full, key_bias=key_bias, scale=scale, impl=impl)
-        self._remember(query, key, attended.lse, scale, impl)
-        return attended
+        if self.method.predict == "online":
+            plan = self._predicted(query, key, key_bias, scale, impl)
+        elif (known := self._remembered(query)) is not None:
+            self.tally.add(known.kept, known.dropped)
+            lists = known.lists
+            plan = lists.plan(self.blocks, query.device) if isinstance(lists, Mask) else lists
+        else:
+            plan = planning.full(query.shape[2], key.shape[2], device=query.device)
+            attended = attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
+            self.tally.add_full()
+            self._remember(query, key, attended.lse, scale, impl)
+            return attended
+        return attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
 
-    def _branch(self) -> str:
+    def _predicted(
+        self, query: Tensor, key: Tensor, key_bias: Tensor | None, scale: float | None, impl: Impl
+    ) -> Plan:
+        method = self.method
+        prediction = predict.by_means(
+            query,
+            key,
+            self.blocks,
+            mass=method.mass,
+            guard=method.guard,
+            key_bias=key_bias,
+            scale=scale,
+            impl=impl,
+        )
+        self.tally.add(prediction.kept, prediction.dropped.mean())
+        return self.blocks.plan(prediction.keep, compact=False)
+
+    def _key(self, query: Tensor) -> tuple[str, int]:
         assert self.moment is not None
-        return "" if self.method.share_branches else self.moment.branch
+        return "" if self.method.share_branches else self.moment.branch, query.shape[0]
 
     def _remembered(self, query: Tensor) -> Memory | None:
-        """Lists that still serve; None where they have to be made."""
+        """What still serves; None where it has to be found."""
         if self.moment is None:
             wrong_value(
                 "moment",
@@ -194,24 +247,36 @@ class FineReader:
                 None,
                 'Call `reader.at(Moment(step, total))` first, or use predict="online".',
             )
-        known = self.memory.get(self._branch())
-        if known is None or known.plan.blocks.shape[0] != query.shape[0]:
-            return None
-        if self.moment.place < known.place:  # another generation has begun
+        known = self.memory.get(self._key(query))
+        if known is None or self.moment.place < known.place:  # nothing, or of another generation
             return None
         due = [place for place in self.method.refreshes(self.moment.total) if place <= self.moment.place]
         return known if not due or known.place >= due[-1] else None
 
     def _remember(self, query: Tensor, key: Tensor, lse: Tensor, scale: float | None, impl: Impl) -> None:
         assert self.moment is not None
-        blocks = self.method.blocks(self.geometry)
         threshold = _weight_of(self.method.threshold, key.shape[2])
         prediction = predict.by_weights(
-            query.detach(), key.detach(), lse.detach(), blocks, threshold, scale=scale, impl=impl
+            query.detach(), key.detach(), lse.detach(), self.blocks, threshold, scale=scale, impl=impl
         )
-        self.last = prediction
-        plan = blocks.plan(prediction.keep, compact=True)
-        self.memory[self._branch()] = Memory(self.moment.place, plan, prediction)
+        self.memory.pop(self._key(query), None)  # before anything is made that takes its place
+        lists, is_on_host = self._fitting(prediction.keep)
+        kept, dropped = prediction.kept, prediction.dropped.mean()
+        self.memory[self._key(query)] = Memory(self.moment.place, lists, kept, dropped, is_on_host)
+        taken: Counter[str] = Counter()
+        for known in self.memory.values():
+            taken[known.form] += known.num_bytes
+        self.most = max(self.most, taken, key=Counter.total)
+
+    def _fitting(self, keep: Tensor) -> tuple[Plan | Mask, bool]:
+        """A mask in the form that the memory allowed has room for, and whether that is in host memory."""
+        if self._allowed == math.inf:
+            return self.blocks.plan(keep, compact=True), False
+        mask = Mask.of(keep)
+        left = self._allowed - sum(known.num_bytes for known in self.memory.values() if not known.is_on_host)
+        if mask.num_list_bytes <= left:
+            return self.blocks.plan(keep, compact=True), False
+        return (mask, False) if mask.num_bytes <= left else (mask.on_host(), True)
 
 
 def _weight_of(threshold: float | str, num_keys: int) -> float:
@@ -241,3 +306,12 @@ def _checked_refresh(shares: object) -> tuple[float, ...]:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             wrong_value("refresh", "hold shares from 0, below 1", repr(share))
     return tuple(float(share) for share in shares)
+
+
+def _check_memory(memory: object) -> None:
+    if memory is None:
+        return
+    if isinstance(memory, bool) or not isinstance(memory, int | float):
+        wrong_type("memory", "be GiB, or None for no bound", repr(memory))
+    if not 0 <= memory < float("inf"):
+        wrong_value("memory", "be at least 0 GiB", memory, "None is no bound.")

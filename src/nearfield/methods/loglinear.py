@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,13 @@ class LogLinear:
     keep_own: bool = False
     dense_layers: int | tuple[int, ...] = 0
     dense_steps: int | float = 0
+
+    caution: ClassVar[str] = (
+        "LogLinear is made for models that are trained with it: one that was trained with full attention loses quality"
+        " (how much was not measured yet; see docs/loglinear.md). Train or tune it with the method in place, or use"
+        " Hilbert or FineGrained."
+    )
+    """What `apply` warns of."""
 
     def __post_init__(self) -> None:
         check_pooling("block", self.block)

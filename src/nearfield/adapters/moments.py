@@ -1,0 +1,93 @@
+"""Which call of which generation is being computed, for methods that remember from call to call.
+
+The step comes from the scheduler. Guidance computes several branches in a step; what they are is known from the names
+that pipelines give their calls, and where they give none, from the text that a call is conditioned on: a pipeline holds
+one tensor per branch all through its loop. A branch is never known from the number of calls.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from nearfield._types import Moment
+from nearfield.adapters.steps import Steps
+
+_NO_SCHEDULER = (
+    "`scheduler` must be given where the method remembers from step to step; got None. Apply to a pipeline, pass"
+    ' `scheduler=`, or let the method decide at every call (predict="online").'
+)
+
+
+class Now(NamedTuple):
+    """A moment, and what it ends: all that was remembered is out of date if `is_new`; counts if `is_first`, too."""
+
+    moment: Moment
+    is_new: bool
+    is_first: bool
+
+
+class Moments:
+    """The moments of the calls of one model.
+
+    Args:
+        ended: called when a pipeline says that its generation is over.
+    """
+
+    def __init__(self, steps: Steps, ended: Callable[[], None]) -> None:
+        self._steps, self._ended = steps, ended
+        self._listener: Any = None
+        self._timesteps: Any = None
+        self._place = -1
+        self._texts: dict[str, weakref.ref[Tensor]] = {}
+        self._text = ""
+        self._num_texts = 0
+        self._is_text_gone = False
+
+    def listen(self, model: nn.Module) -> None:
+        """Hear the names of calls, where a model passes them on."""
+        if hasattr(model, "cache_context"):
+            from nearfield.adapters.listening import Listener
+
+            self._listener = Listener(model, self._ended)
+
+    def leave(self, model: nn.Module) -> None:
+        if self._listener is not None:
+            self._listener.leave(model)
+            self._listener = None
+
+    def conditioned_on(self, text: Tensor | None) -> None:
+        """What the call that follows is given."""
+        alive = {name: known for name, known in self._texts.items() if known() is not None}
+        self._is_text_gone |= len(alive) < len(self._texts)
+        self._texts = alive
+        self._text = "" if text is None else self._name_of(text)
+
+    def _name_of(self, text: Tensor) -> str:
+        for name, known in self._texts.items():
+            if known() is text:
+                return name
+        self._num_texts += 1
+        name = f"text {self._num_texts}"
+        self._texts[name] = weakref.ref(text)
+        return name
+
+    def advance(self) -> Now:
+        """To the call that is being made. Does not wait for the device."""
+        step = self._steps.now()
+        if step is None:
+            raise ValueError(_NO_SCHEDULER)
+        # Schedulers make new timesteps for every generation; a step that lies back means one, too.
+        timesteps = self._steps.scheduler.timesteps
+        is_first = timesteps is not self._timesteps or step.place < self._place
+        name = None if self._listener is None else self._listener.name
+        # Names of texts are not given twice, so what belongs to a text that is gone can only be in the way.
+        is_new = is_first or (name is None and self._is_text_gone)
+        self._timesteps, self._place, self._is_text_gone = timesteps, step.place, False
+        return Now(Moment(step.place, step.total, self._text if name is None else name), is_new, is_first)
+
+
+def check_scheduler(steps: Steps) -> None:
+    if steps.scheduler is None:
+        raise ValueError(_NO_SCHEDULER)
