@@ -2,6 +2,7 @@
 
 from nearfield.retrieval.chunks import Chunk, Context, assemble, prefill_chunk
 from nearfield.retrieval.gate import Verification, verify
+from nearfield.retrieval.images import read_image
 from nearfield.retrieval.prompt import Prompt, chat_prompt
 from nearfield.retrieval.recomputing import recompute
 from nearfield.retrieval.reuse import Answer, Report, Reuse
@@ -45,6 +46,7 @@ __all__ = [
     "chat_prompt",
     "chunk_shares",
     "prefill_chunk",
+    "read_image",
     "recompute",
     "score",
     "select",

@@ -47,6 +47,13 @@ class Context:
     offset: Tensor  # [T] place of a row in its chunk; 0 in the prefix
     lengths: tuple[int, ...]
     cache: Any
+    angles: Tensor | None = None  # [axes, T] what rows are turned by, where it is not their positions
+    embeddings: Tensor | None = None  # [T, hidden] what enters the layers, where it is not the tokens'
+
+    @property
+    def next_position(self) -> int:
+        """Where what follows is turned to."""
+        return int((self.positions if self.angles is None else self.angles).max()) + 1
 
     @property
     def num_tokens(self) -> int:

@@ -40,13 +40,17 @@ _current: ContextVar[Reader] = ContextVar("reader")
 
 
 @torch.no_grad()
-def run(model: Any, tokens: Tensor, positions: Tensor, reader: Reader) -> None:
+def run(
+    model: Any, tokens: Tensor, positions: Tensor, reader: Reader, embeddings: Tensor | None = None
+) -> None:
     """Send tokens `[N]` at positions `[N]` through the layers; `reader` attends, and sees all there is to see.
 
+    Positions may have several axes, `[axes, N]`. Where there are `embeddings` `[N, hidden]` they stand for the tokens.
     The model's attention is exchanged meanwhile, so one model serves one thread at a time.
     """
+    what = {"input_ids": tokens[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}
     with _attention_of(model, reader), suppress(_Finished):
-        model.get_decoder()(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        model.get_decoder()(**what, position_ids=positions.unsqueeze(-2), use_cache=False)
 
 
 @contextmanager

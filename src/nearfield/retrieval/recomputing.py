@@ -11,7 +11,7 @@ from nearfield._types import Positions
 from nearfield.attend import attend
 from nearfield.plan import Plan
 from nearfield.retrieval.chunks import Context
-from nearfield.retrieval.reading import run
+from nearfield.retrieval.reading import Reader, run
 from nearfield.retrieval.rotary import check_model
 
 _Q_BLOCK, _K_BLOCK = 128, 64
@@ -26,14 +26,21 @@ def recompute(model: Any, context: Context, rows: Tensor) -> Context:
     Args:
         rows: indices into the context, in any order.
     """
-    check_model(model)
+    check_model(model, is_moved=False)
     check_global(context)
     _check_rows(rows, context)
     rows = rows.unique().to(context.tokens.device)
     if len(rows):
         last = len(context.cache.layers) - 1
-        run(model, context.tokens[rows], context.positions[rows], _Overwriting(context, rows, last))
+        run_rows(model, context, rows, _Overwriting(context, rows, last))
     return context
+
+
+def run_rows(model: Any, context: Context, rows: Tensor, reader: Reader) -> None:
+    """Send rows of a context through the layers."""
+    places = context.positions[rows] if context.angles is None else context.angles[:, rows]
+    embeddings = None if context.embeddings is None else context.embeddings[rows]
+    run(model, context.tokens[rows], places, reader, embeddings)
 
 
 def check_global(context: Context) -> None:

@@ -22,9 +22,9 @@ _NO_PURE_ROTATION = {
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model whose keys cannot be moved, and say why."""
-    reason = unsupported(model)
+def check_model(model: Any, *, is_moved: bool = True) -> None:
+    """Refuse a model whose keys cannot be moved, or that cannot be run over a cache put together, and say why."""
+    reason = unsupported(model) if is_moved else _no_parts(model)
     if reason is not None:
         wrong_value("model", "keep positions in rotations of its keys", type(model).__name__, reason)
     if model.training:
@@ -33,6 +33,16 @@ def check_model(model: Any) -> None:
 
 def unsupported(model: Any) -> str | None:
     """Why the caches of a model cannot be moved; None if nothing is known against it (`verify` measures)."""
+    reason = _no_parts(model)
+    if reason is not None:
+        return reason
+    if _apply_rotary(model) is None:
+        return "Its code has no `apply_rotary_pos_emb` to turn keys with."
+    return _scaling_objection(model.get_decoder())
+
+
+def _no_parts(model: Any) -> str | None:
+    """Why the cache of a model cannot be put together from parts."""
     decoder = model.get_decoder()
     if getattr(model.config, "is_encoder_decoder", False):
         return "It has an encoder; only decoders are supported."
@@ -43,9 +53,7 @@ def unsupported(model: Any) -> str | None:
         return f"Its layers of the type {foreign[0]} keep more than one key and value per token."
     if not all(hasattr(layer, "self_attn") for layer in decoder.layers):
         return "Some of its layers have no attention: a recurrent state cannot be put together from parts."
-    if _apply_rotary(model) is None:
-        return "Its code has no `apply_rotary_pos_emb` to turn keys with."
-    return _scaling_objection(decoder)
+    return None
 
 
 def _scaling_objection(decoder: Any) -> str | None:
@@ -54,7 +62,7 @@ def _scaling_objection(decoder: Any) -> str | None:
         if kind in _NO_PURE_ROTATION:
             return f"Its {_NO_PURE_ROTATION[kind]}."
         if "mrope_section" in parameters:
-            return "Its positions have several axes (M-RoPE), which is not supported yet."
+            return "Its positions have several axes (M-RoPE): see `read_image`."
     return None
 
 

@@ -17,7 +17,7 @@ from nearfield._types import Positions
 from nearfield.attend import attend
 from nearfield.retrieval.chunks import Context, check_tokens
 from nearfield.retrieval.reading import run
-from nearfield.retrieval.recomputing import check_global, plan_up_to
+from nearfield.retrieval.recomputing import check_global, plan_up_to, run_rows
 from nearfield.retrieval.rotary import check_model
 
 
@@ -59,7 +59,8 @@ class InfoFlow:
 
     def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
         reader = _Weighing(context, len(question), self.layers(len(context.cache.layers)), self.norm)
-        run(model, question, reader.positions.query[0], reader)
+        places = context.next_position + torch.arange(len(question), device=question.device)
+        run(model, question, places, reader)
         return reader.scores / len(reader.layers)
 
 
@@ -120,7 +121,7 @@ class CacheBlend:
         if self.layer >= len(context.cache.layers):
             wrong_value("layer", f"be below {len(context.cache.layers)}, the model's layers", self.layer)
         reader = _Deviating(context, self)
-        run(model, context.tokens, context.positions, reader)
+        run_rows(model, context, torch.arange(context.num_tokens, device=context.tokens.device), reader)
         return reader.scores
 
 
@@ -210,7 +211,7 @@ def score(
     model: Any, context: Context, question: Tensor, selector: Selector | SelectorName = "infoflow"
 ) -> Tensor:
     """Scores `[T]` of the context's rows for a question: token ids `[N]` of all that will follow the context."""
-    check_model(model)
+    check_model(model, is_moved=False)
     check_tokens("question", question)
     if len(question) == 0:
         wrong_value("question", "hold at least one token", shape_of(question))
