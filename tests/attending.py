@@ -218,18 +218,23 @@ def assert_within_budget(
     # Of float64 nothing more exact is known: what another order of additions changes is what eager is wrong by.
     is_exact = call.query.dtype == torch.float64
     low = eager(call, call.query.dtype, backward=backward, turned=is_exact)
+    # Gradients compute the weights again from the saved `lse`, a float32: its rounding is in every one of them.
+    precision = torch.finfo(torch.promote_types(call.query.dtype, torch.float32)).eps / 2
+    saved = precision * _largest(exact["lse"][exact["lse"] != -INF])
     for name, value in got.items():
-        assert_budget(f"{impl}: {name}", value, exact[name], low[name])
+        inherent = saved if name.startswith("grad_") else 0.0
+        assert_budget(f"{impl}: {name}", value, exact[name], low[name], inherent)
 
 
-def assert_budget(name: str, got: Tensor, exact: Tensor, low: Tensor) -> None:
+def assert_budget(name: str, got: Tensor, exact: Tensor, low: Tensor, inherent: float = 0.0) -> None:
+    """`inherent` is a relative error that no implementation can avoid."""
     assert got.shape == exact.shape, f"{name} has shape {list(got.shape)}, expected {list(exact.shape)}"
     assert torch.equal(got == -INF, exact == -INF), f"{name} is -inf in other places than the exact result"
     finite = exact != -INF
     # Sums in float32 are the best an implementation can do for half-precision inputs, too.
     epsilon = torch.finfo(got.dtype if got.dtype == torch.float64 else torch.float32).eps
     size = _largest(exact[finite])
-    allowed = 2 * _largest(low[finite].double() - exact[finite]) + 8 * epsilon * max(1.0, size)
+    allowed = 2 * _largest(low[finite].double() - exact[finite]) + (8 * epsilon + inherent) * max(1.0, size)
     error = _largest(got[finite].double() - exact[finite])
     assert error <= allowed, (
         f"{name} is wrong by {error:.3g} (largest value {size:.3g}), allowed {allowed:.3g}"
