@@ -15,8 +15,8 @@ from nearfield.kernels.launch import padded
 from nearfield.kernels.walk import dot, load_rows
 
 MOST_CANDIDATES = 1024
-_LEAST_ROWS = 16
-_MOST_ROWS = 64
+_ROWS = 16
+"""Queries of one program, the least a dot takes: more of them, and the scores no longer fit in registers."""
 
 
 @triton.jit
@@ -101,16 +101,16 @@ def select(
     group = num_queries if parents is None else block
     num_groups = triton.cdiv(num_queries, group)
     candidates = num_keys if parents is None else num_parents * block
-    rows = max(_LEAST_ROWS, min(_MOST_ROWS, triton.next_power_of_2(group)))
-    tiles = triton.cdiv(group, rows)
+    tiles = triton.cdiv(group, _ROWS)
+    lanes = max(16, triton.next_power_of_2(candidates))
     chosen = torch.full((batch, heads, num_queries, count), num_keys, device=query.device, dtype=torch.int32)
     lists = chosen if parents is None else parents.contiguous()
     _select_kernel[(batch * heads * num_groups * tiles,)](
         query, key, lists, chosen, *query.stride(), *key.stride(),
         heads, heads // key.shape[1], num_queries, num_keys, num_groups, num_parents, group, tiles, count,
-        BLOCK=block, CANDIDATES=max(_LEAST_ROWS, triton.next_power_of_2(candidates)), ROWS=rows,
+        BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS,
         DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=1,
+        num_warps=4 if lanes <= 256 else 8, num_stages=1,
     )  # fmt: skip
     return chosen
