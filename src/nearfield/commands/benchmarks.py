@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nearfield.bench import hilbert_cases, loglinear_cases, model_cases, presets, quality_cases
+from nearfield.bench import fine_cases, hilbert_cases, loglinear_cases, model_cases, presets, quality_cases
 from nearfield.commands import retrieval_benchmark
 from nearfield.commands.arguments import (
     FAILED,
@@ -40,6 +40,7 @@ def add_commands(commands: Any) -> None:
     show_help_without_command(bench)
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK")
     _add_bench_attend(benchmarks)
+    _add_bench_fine(benchmarks)
     _add_bench_hilbert(benchmarks)
     _add_bench_loglinear(benchmarks)
     _add_bench_model(benchmarks)
@@ -117,24 +118,37 @@ def _bench_hilbert(arguments: argparse.Namespace) -> int:
     return verdict(results, written)
 
 
+def _bench_fine(arguments: argparse.Namespace) -> int:
+    from nearfield.bench import fine
+
+    return _bench_calls(arguments, fine, fine_cases)
+
+
 def _bench_loglinear(arguments: argparse.Namespace) -> int:
+    from nearfield.bench import loglinear
+
+    return _bench_calls(arguments, loglinear, loglinear_cases)
+
+
+def _bench_calls(arguments: argparse.Namespace, bench: Any, cases: Any) -> int:
+    """Measure single calls of attention: `cases` has their tables, `bench` measures them."""
     import torch
 
-    from nearfield.bench import loglinear, machine
+    from nearfield.bench import machine
     from nearfield.bench.progress import Progress
     from nearfield.bench.timing import Effort
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    known = loglinear_cases.QUICK | loglinear_cases.CASES
+    known = cases.QUICK | cases.CASES
     few = arguments.quick or device.type == "cpu"
-    names = arguments.cases or tuple(loglinear_cases.QUICK if few else loglinear_cases.CASES)
+    names = arguments.cases or tuple(cases.QUICK if few else cases.CASES)
     with Progress(len(names)) as progress:
         effort = Effort.of(device, arguments.quick)
         chosen = [known[name] for name in names]
-        results = loglinear.run_all(chosen, device, effort, arguments.impl, progress.step)
+        results = bench.run_all(chosen, device, effort, arguments.impl, progress.step)
     print(machine.device_name(device))
-    print(loglinear.results_table(results))
-    written = write_reports(loglinear.as_json(results, machine.facts()), arguments.json)
+    print(bench.results_table(results))
+    written = write_reports(bench.as_json(results, machine.facts()), arguments.json)
     return verdict(results, written)
 
 
@@ -303,6 +317,18 @@ def _add_bench_hilbert(benchmarks: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 
+def _add_bench_fine(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "fine",
+        _bench_fine,
+        "time fine-grained attention, its predictions and the making of its lists, beside dense attention",
+        "  nearfield bench fine --quick\n"
+        "  nearfield bench fine --cases wan-480p-70-128x8,wan-480p-90-192x8 --json fine.json",
+    )
+    _add_call_options(parser, fine_cases, "model, percent of the keys that is skipped, and blocks")
+
+
 def _add_bench_loglinear(benchmarks: Any) -> None:
     parser = command(
         benchmarks,
@@ -312,12 +338,16 @@ def _add_bench_loglinear(benchmarks: Any) -> None:
         "  nearfield bench loglinear --quick\n"
         "  nearfield bench loglinear --cases 1x6x65536x64,4x6x16384x64 --json loglinear.json",
     )
-    names = (*loglinear_cases.CASES, *loglinear_cases.QUICK)
+    _add_call_options(parser, loglinear_cases, "batch x heads x tokens x head dimension")
+
+
+def _add_call_options(parser: argparse.ArgumentParser, cases: Any, meaning: str) -> None:
+    names = (*cases.CASES, *cases.QUICK)
     parser.add_argument(
         "--cases",
         type=comma_list(member("--cases", names)),
         metavar="A,B",
-        help=f"batch x heads x tokens x head dimension: any of {', '.join(names)}",
+        help=f"{meaning}: any of {', '.join(names)}",
     )
     parser.add_argument(
         "--impl",
