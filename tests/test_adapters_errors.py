@@ -89,7 +89,8 @@ BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "parallel": (
         parallel,
         ValueError,
-        "`target` must not be parallelised; got a parallel configuration.",
+        "`target` must not be parallelised; got a parallel configuration. Leave out `enable_parallelism`, and pass "
+        "`mesh=` to apply: tokens are split along the curve, unevenly.",
     ),
 }
 

@@ -44,6 +44,7 @@ SIDEWAYS = {
     ("predict", "planning"),
     ("pyramid", "planning"),
     ("training", "demo"),
+    ("adapters", "parallel"),
 }
 ANNOTATIONS_ONLY = {("_checks", "plan"), ("_checks", "geometry")}
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
@@ -17,11 +18,15 @@ from nearfield.adapters.steps import Steps
 from nearfield.adapters.summary import summary
 from nearfield.geometry import Grid
 from nearfield.methods import Method
+from nearfield.parallel import Ranks
+from nearfield.parallel.model import check_splittable
 
 _COMPONENTS = ("transformer", "transformer_2", "unet")
 
 
-def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "auto") -> "Handle":
+def apply(
+    target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "auto", mesh: DeviceMesh | None = None
+) -> "Handle":
     """Let the self-attention of a diffusers pipeline or model read what `method` says.
 
     Nothing is patched: attention processors are set and hooks registered, on this model alone, until `remove`.
@@ -32,6 +37,8 @@ def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "a
         scheduler: says which denoising step is being computed, so that the first steps can stay dense. A pipeline
             has one; without any, no step is dense.
         impl: passed on to `attend`.
+        mesh: split the image tokens over the ranks of a mesh of one dimension. Every rank applies the same to the same
+            model, calls it with the same inputs, and gets the whole result.
 
     Returns:
         A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
@@ -40,11 +47,12 @@ def apply(target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "a
         wrong_type("method", "be a method such as nearfield.Hilbert()", _name_of(method))
     check_member("impl", impl, get_args(Impl))
     models = _models_of(target)
+    ranks = None if mesh is None else _checked_ranks(mesh, models, method, impl)
     steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
     if getattr(method, "needs_moment", False):
         check_scheduler(steps)
-    regions = [region for model in models for region in _regions_of(model, method, steps, impl)]
-    handle = Handle(models, regions, method, steps)
+    regions = [region for model in models for region in _regions_of(model, method, steps, impl, ranks)]
+    handle = Handle(models, regions, method, steps, ranks)
     try:
         for region in regions:
             region.install()
@@ -72,9 +80,16 @@ class Handle:
     """What `apply` changed, and the way back."""
 
     def __init__(
-        self, models: Sequence[nn.Module], regions: Sequence[Region], method: Method, steps: Steps
+        self,
+        models: Sequence[nn.Module],
+        regions: Sequence[Region],
+        method: Method,
+        steps: Steps,
+        ranks: Ranks | None = None,
     ) -> None:
         self.method = method
+        self.ranks = ranks
+        """Those that tokens are split over; it counts what this one sent."""
         self._models, self._regions, self._steps = tuple(models), tuple(regions), steps
 
     def remove(self) -> None:
@@ -212,7 +227,29 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is model else _unwrapped(inner)
 
 
-def _regions_of(model: nn.Module, method: Method, steps: Steps, impl: Impl) -> list[Region]:
+def _checked_ranks(mesh: DeviceMesh, models: Sequence[Any], method: Method, impl: Impl) -> Ranks:
+    """Ranks that have the same models and want the same of them."""
+    ranks = Ranks(mesh)
+    check_splittable(method)
+    for model in models:
+        spec = spec_of(model)
+        if spec is not None and not spec.can_split:
+            known = ", ".join(spec.model for spec in SPECS if spec.can_split)
+            wrong_value("target", f"be, or have, one of {known} to be split over ranks", _name_of(model))
+    configurations = [
+        (_name_of(model), dict(getattr(model, "config", {})), _dtype_of(model)) for model in models
+    ]
+    ranks.compare({"target": configurations, "method": method, "impl": impl, "torch": torch.__version__})
+    return ranks
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _regions_of(
+    model: nn.Module, method: Method, steps: Steps, impl: Impl, ranks: Ranks | None = None
+) -> list[Region]:
     """The regions of a model with all their layers. Changes nothing yet."""
     spec = spec_of(model)
     if spec is None:
@@ -223,7 +260,7 @@ def _regions_of(model: nn.Module, method: Method, steps: Steps, impl: Impl) -> l
     if any(Region.on(part) for _, part in parts):
         hint = "Call `remove()` on the first handle, or `nearfield.remove(target)`, before applying again."
         wrong_value("target", "not be adapted already", _name_of(model), hint)
-    regions = [Region(name, part, model, spec, method, steps, impl) for name, part in parts]
+    regions = [Region(name, part, model, spec, method, steps, impl, ranks) for name, part in parts]
     counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
     if not sum(counts):
         wrong_value("target", "have attention layers where its class has them", _name_of(model))

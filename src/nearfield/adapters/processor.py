@@ -46,6 +46,8 @@ class SparseProcessor:
         self.switch = switch
         self.impl = impl
         self.reader: Reader | None = None
+        self.dense_reader: Reader | None = None
+        """What dense steps read where tokens are split over ranks; None: the original reads them."""
         self.is_shared = False
         """Whether another model has called it with gradients: then it is not known whose layer is computed again."""
 
@@ -56,9 +58,10 @@ class SparseProcessor:
         if self.is_shared and self.switch.is_recomputing:
             hint = "Call `disable_gradient_checkpointing()`, or do not share layers."
             wrong_value("backward", "not compute layers again that two models share", "checkpointing", hint)
-        if self.reader is None or self.switch.is_dense_step:
+        reader = self.dense_reader if self.switch.is_dense_step else self.reader
+        if reader is None:
             return self.original(attn, *args, **kwargs)
-        redirect = _Redirect(self.reader, self.impl, self.heads)
+        redirect = _Redirect(reader, self.impl, self.heads)
         with redirect:
             out = self.ending_in_torch(attn, *args, **kwargs)
         if redirect.times != 1:

@@ -7,7 +7,7 @@ processors. Between entrance and exit nothing is looked up and nothing but atten
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -33,13 +33,16 @@ from nearfield.adapters.specs import (
     parameter_names,
 )
 from nearfield.adapters.steps import Steps
-from nearfield.methods import Method, Reader, TimedReader
+from nearfield.methods import Hilbert, Method, Reader, TimedReader
+from nearfield.parallel import Ranks
+from nearfield.parallel.model import Share, SplitModel, SplitReader
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
 _REMEMBERED = 8
 _MANY_STEPS = 1000
 _LARGEST_HEAD = 128  # that a kernel takes
+_LOOKED_AT = 4096  # numbers of a sample that ranks compare
 _NO_BACKWARD = -1
 _PARALLEL = "a parallel configuration"
 _OUTSIDE = "of attention layers that another model shares (a ControlNet)"
@@ -84,6 +87,11 @@ class Layer:
     def is_sparse(self) -> bool:
         return self.dense is None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether a processor was put in: also in dense layers, where tokens are split over ranks."""
+        return self.installed is not self.processor
+
 
 @dataclass(frozen=True, eq=False)
 class Ready:
@@ -91,13 +99,15 @@ class Ready:
 
     Args:
         readers: what each layer reads, in the order of layers; None where it is dense.
+        dense_reader: what dense steps read where tokens are split over ranks.
         derived: for which batches, and whether for training, plans have derived what they keep.
     """
 
     located: Located
     device: torch.device
-    ordering: Ordering
+    ordering: Ordering | Share
     readers: tuple[Reader | None, ...]
+    dense_reader: Reader | None = None
     derived: set[tuple[int, bool]] = field(default_factory=set)
 
 
@@ -120,7 +130,9 @@ class Region:
         method: Method,
         steps: Steps,
         impl: Impl,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks
         self.name, self.module, self.root = name, module, root
         self.spec, self.method, self.steps, self.impl = spec, method, steps, impl
         self.layers: tuple[Layer, ...] = ()
@@ -130,7 +142,7 @@ class Region:
         self.is_recomputing = False
         self.is_dense_step = False
         self.ready: Ready | None = None
-        self.order: Ordering | None = None
+        self.order: Ordering | Share | None = None
         self.dtype: torch.dtype | None = None
         self.dense_calls: Counter[str] = Counter()
         self._names = parameter_names(module)
@@ -188,13 +200,15 @@ class Region:
     ) -> Layer:
         processor = attention.get_processor()
         heads = attention.heads, attention.inner_dim // attention.heads
-        installed = processor if reason else sparse_processor(processor, self, self.impl, heads)
+        is_split = self.ranks is not None and index is not None
+        stays = reason is not None and not is_split
+        installed = processor if stays else sparse_processor(processor, self, self.impl, heads)
         full_name = f"{self.name}.{name}" if self.name else name
         return Layer(index, full_name, attention, sees_text, reason, processor, installed)
 
     def install(self) -> None:
         for layer in self.layers:
-            if layer.is_sparse:
+            if layer.is_ours:
                 layer.attention.set_processor(layer.installed)
         # torch's own hooks: offloading exchanges `module.forward`, which would drop hooks that live there.
         self._handles = [
@@ -223,7 +237,7 @@ class Region:
         self._handles = []
         self._moments.leave(self.root)
         for layer in self.layers:
-            if layer.is_sparse and layer.attention.get_processor() is layer.installed:
+            if layer.is_ours and layer.attention.get_processor() is layer.installed:
                 layer.attention.set_processor(layer.processor)
         self._hand_out(None)
         self._forget()
@@ -253,6 +267,8 @@ class Region:
         self._is_active, self.is_recomputing = True, False
         if not torch.compiler.is_compiling():
             self._call = Call(self.ready, self.is_dense_step)
+        if self.ranks is not None and self.ready is not None and not self.steps.is_in_loop():
+            self._check_sample(first_tensor(arguments.get(self.spec.sample)), self.ranks)
         for move in self.spec.moves:
             if move.place == "":
                 assert isinstance(move.what, str)
@@ -260,6 +276,13 @@ class Region:
                 if value is not None:
                     arguments.set(move.what, self.moved(value, move))
         return tuple(arguments.args), arguments.kwargs
+
+    def _check_sample(self, sample: Tensor, ranks: Ranks) -> None:
+        """Every rank must be given the same image, of which it takes its share: noise has to come from one seed."""
+        hint = "Give every rank the same inputs: for a pipeline, a `generator` with one seed."
+        first = sample.detach().flatten()[:_LOOKED_AT].double().sum()
+        seen = f"{tuple(sample.shape)} beginning with a sum of {float(first):.12g}"
+        ranks.compare({self.spec.sample: seen}, hint)
 
     def is_inside(self) -> bool:
         """Whether tokens are inside. Modules may be shared with another model, whose calls are not ours."""
@@ -402,6 +425,8 @@ class Region:
         key = (located, device)
         ready = self._kept.get(key)
         if ready is None:
+            if self.ranks is not None:
+                self.ranks.compare({"tokens": located, "part": self.name or type(self.root).__name__})
             ready = self.make_ready(located, device)
             self._kept[key] = ready
             while len(self._kept) > _REMEMBERED:
@@ -433,7 +458,23 @@ class Region:
         ready = Ready(located, device, ordering, tuple(readers))
         for reader in self._timed_readers(ready):
             reader.among(self.num_sparse_layers)
-        return ready
+        return ready if self.ranks is None else self._split(ready, self.ranks)
+
+    def _split(self, ready: Ready, ranks: Ranks) -> Ready:
+        """The same for the share of one rank. Dense layers read all, wherever it is."""
+        assert isinstance(ready.ordering, Ordering)
+        assert isinstance(self.method, Hilbert)
+        geometry = ready.located.geometry(self.spec.text_first, sees_text=True)
+        block = self.method.plan(geometry, heads=1, device=ready.device).q_block
+        model = SplitModel(self.method, geometry, block, ranks)
+        dense = model.dense_reader(ready.device)
+        readers = tuple(
+            (model.reader(reader) if reader is not None else dense) if layer.is_ours else None
+            for layer, reader in zip(self.layers, ready.readers, strict=True)
+        )
+        return replace(
+            ready, ordering=model.share(ready.ordering, geometry), readers=readers, dense_reader=dense
+        )
 
     def _derive(self, ready: Ready, batch: int) -> None:
         """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""
@@ -454,6 +495,8 @@ class Region:
             if isinstance(layer.installed, SparseProcessor):
                 reader = ready.readers[number] if ready else None
                 layer.installed.reader = _Remembering(self, reader) if reader and self.is_timed else reader
+                layer.installed.reader = ready.readers[number] if ready else None
+                layer.installed.dense_reader = ready.dense_reader if ready else None
 
     # -- moving tokens -------------------------------------------------------------------------------------------
 
@@ -551,7 +594,8 @@ class _ResultHook:
 def check_parallel(model: nn.Module) -> None:
     """Context and tensor parallelism of diffusers; it writes down what it did."""
     if getattr(model, "_parallel_config", None) is not None:
-        wrong_value("target", "not be parallelised", _PARALLEL)
+        hint = "Leave out `enable_parallelism`, and pass `mesh=` to apply: tokens are split along the curve, unevenly."
+        wrong_value("target", "not be parallelised", _PARALLEL, hint)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -588,6 +632,8 @@ def plans_of(reader: Any) -> Iterator[Plan]:
     """The plans inside a reader, whatever tuples it is made of."""
     if isinstance(reader, Plan):
         yield reader
+    elif isinstance(reader, SplitReader):
+        yield from reader.plans
     elif isinstance(reader, tuple):
         for part in reader:
             yield from plans_of(part)

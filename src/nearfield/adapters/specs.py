@@ -119,6 +119,7 @@ class Spec:
         text: tokens of text, where nothing else is known; 0 if no layer sees text.
         multiple: image and text are padded to multiples of it.
         takes_references: whether reference images may follow the image.
+        can_split: whether image tokens may be split over ranks (nothing but attention mixes them; tried).
     """
 
     model: str
@@ -142,6 +143,7 @@ class Spec:
     text: int = 0
     multiple: int = 1
     takes_references: bool = False
+    can_split: bool = False
 
     def padded(self, located: Located) -> Located:
         """Tokens without their padding, with it."""
@@ -258,6 +260,7 @@ SPECS = (
         ),
         locate=_from_ids,
         takes_references=True,
+        can_split=True,
         processors=("FluxAttnProcessor",),
         text=512,
     ),
@@ -267,6 +270,7 @@ SPECS = (
         moves=(Move("", "hidden_states"), Move("", "img_ids", dim=-2), _LEAVE),
         locate=_from_ids,
         takes_references=True,
+        can_split=True,
         processors=("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"),
         refused={"kv_cache_mode": "Cached reference images have no place in the order of the tokens."},
         text=512,
@@ -286,6 +290,7 @@ SPECS = (
         layers=("transformer_blocks.*.attn1",),
         moves=(Move("pos_embed", None), _LEAVE),
         locate=_from_latent_alone,
+        can_split=True,
         processors=("AttnProcessor2_0", "FusedAttnProcessor2_0"),
         dense={"transformer_blocks.*.attn2": CROSS_ATTENTION},
         refused={"attention_mask": "A mask of image tokens is in raster order."},
@@ -302,6 +307,7 @@ SPECS = (
         ),
         locate=_from_image_shapes,
         takes_references=True,
+        can_split=True,
         processors=("QwenDoubleStreamAttnProcessor2_0",),
         attention_kwargs="attention_kwargs",
         text=256,

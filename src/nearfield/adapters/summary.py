@@ -13,6 +13,8 @@ from nearfield.adapters.specs import Located, Move
 from nearfield.adapters.steps import Steps
 from nearfield.attend import explain_choice
 from nearfield.methods import Method
+from nearfield.parallel import Shapes
+from nearfield.parallel.model import SplitReader
 from nearfield.plan import Plan
 from nearfield.predict import Blocks, Tally
 
@@ -160,6 +162,7 @@ def _geometry_lines(
         if located not in shown:
             words = method.describe(geometry, device=device)
             lines += f"{origin}: {words}".splitlines()
+            lines += _split_lines(region, ready)
             shown.add(located)
         pairs = pairs.plus(_pairs(region, ready))
         choice = choice or _choice_words(region, ready)
@@ -173,6 +176,38 @@ def _geometry_lines(
     ]
 
 
+def _split_lines(region: Region, ready: Ready) -> list[str]:
+    """Who holds which tokens, and what this rank sends."""
+    ranks = region.ranks
+    readers = [reader for reader in ready.readers if isinstance(reader, SplitReader)]
+    if ranks is None or not readers or not isinstance(ready.dense_reader, SplitReader):
+        return []
+    sparse = [
+        reader
+        for reader, layer in zip(ready.readers, region.layers, strict=True)
+        if isinstance(reader, SplitReader) and layer.is_sparse
+    ]
+    words = [
+        f"{_mean_sent(region, some):.3g} MiB per {kind} layer"
+        for kind, some in (("sparse", sparse), ("dense", [ready.dense_reader]))
+        if some
+    ]
+    return [
+        f"split: {readers[0].route.traffic.queries}",
+        f"  rank {ranks.index} sends {', '.join(words)} (forward, one sample)",
+    ]
+
+
+def _mean_sent(region: Region, readers: Sequence[SplitReader]) -> float:
+    attention = next(layer.attention for layer in region.layers if layer.is_ours)
+    dtype = region.dtype or next(attention.parameters()).dtype
+    heads = attention.heads
+    shapes = Shapes(1, heads, heads, attention.inner_dim // heads, dtype)
+    # Layers whose tiles lie alike have one plan, and need be counted but once.
+    sizes = {id(reader.plan): reader.bytes_sent(shapes).forward[reader.ranks.index] for reader in readers}
+    return sum(sizes[id(reader.plan)] for reader in readers) / len(readers) / 2**20
+
+
 def _pairs(region: Region, ready: Ready) -> _Pairs:
     pairs = _Pairs()
     for layer, reader in zip(region.layers, ready.readers, strict=True):
@@ -181,7 +216,7 @@ def _pairs(region: Region, ready: Ready) -> _Pairs:
         geometry = ready.located.geometry(region.spec.text_first, layer.sees_text)
         heads = layer.attention.heads
         there = geometry.num_tokens**2 * heads
-        if reader is None:
+        if reader is None or not layer.is_sparse:
             pairs = pairs.plus(_Pairs(0, 0, there))
         else:
             known = reader.num_pairs

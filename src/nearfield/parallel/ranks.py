@@ -80,16 +80,21 @@ class Ranks:
 
     def agree(self, **facts: object) -> None:
         """Raise on every rank unless all have the same facts. Facts that were agreed on are not asked about again."""
-        mine = {name: str(fact) for name, fact in facts.items()}
-        if self.size == 1 or str(mine) in self._agreed:
+        if str(facts) not in self._agreed:
+            self.compare(facts)
+            self._agreed.add(str(facts))
+
+    def compare(self, facts: Mapping[str, object], hint: str = "") -> None:
+        """The same, asked each time. A collective call."""
+        if self.size == 1:
             return
         everyones: list[Any] = [None] * self.size
+        mine = {name: str(fact) for name, fact in facts.items()}
         try:
             dist.all_gather_object(everyones, mine, group=self.group)
         except RuntimeError as error:
             self._failed(error)
-        _compare(everyones)
-        self._agreed.add(str(mine))
+        _compare(everyones, hint)
 
     def exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Message]) -> "Exchange":
         """Start sending tensors to every rank and receiving from it. All ranks must do so, in the same order."""
@@ -152,10 +157,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(part, (0, padding)) if padding else part
 
 
-def _compare(everyones: Sequence[Mapping[str, str]]) -> None:
+def _compare(everyones: Sequence[Mapping[str, str]], hint: str) -> None:
     names = sorted({name for facts in everyones for name in facts})
     for name in names:
         values = [facts.get(name, "nothing") for facts in everyones]
         if len(set(values)) > 1:
             got = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            wrong_value(name, "be the same on every rank", got)
+            wrong_value(name, "be the same on every rank", got, hint)

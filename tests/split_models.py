@@ -1,0 +1,104 @@
+"""Models whose tokens are split over ranks: what each rank does in the tests of `apply(..., mesh=)`."""
+
+from typing import Any, NamedTuple
+
+import torch
+from tests import tiny_models
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from nearfield import Hilbert, apply
+
+GRID = (10, 12)
+METHODS = {
+    "two-way": Hilbert(tiles=4, shared_tokens=16, dense_layers=1, dense_steps=0),
+    "keys": Hilbert(tiles=6, shared_tokens=16, share="keys", dense_layers=0, dense_steps=0),
+    "nothing shared": Hilbert(tiles=8, shared="none", dense_layers=(0, -1), dense_steps=0),
+    "interleaved": Hilbert(tiles=4, shared_tokens=16, interleave=True, dense_layers=0, dense_steps=0),
+}
+
+
+class Ran(NamedTuple):
+    outs: list[Tensor]
+    summary: str
+    bytes_sent: int
+
+
+def model_of(dtype: torch.dtype = torch.float64) -> Any:
+    return tiny_models.flux().to(dtype)
+
+
+def inputs_of(batch: int = 2, references: tuple[tuple[int, int], ...] = (), seed: int = 0) -> dict[str, Any]:
+    inputs = tiny_models.flux_inputs(GRID, batch, references)
+    inputs["hidden_states"] = inputs["hidden_states"] + seed
+    return {
+        name: x.double() if isinstance(x, Tensor) and "ids" not in name else x for name, x in inputs.items()
+    }
+
+
+def run(mesh: DeviceMesh | None, name: str, references: tuple[tuple[int, int], ...] = ()) -> Ran:
+    """Two calls: the second finds everything ready. Then without nearfield."""
+    model, inputs = model_of(), inputs_of(references=references)
+    with torch.no_grad():
+        with apply(model, METHODS[name], mesh=mesh) as handle:
+            outs = [model(**inputs)[0] for _ in range(2)]
+            summary = handle.summary()
+            sent = handle.ranks.bytes_sent if handle.ranks else 0
+        outs.append(model(**inputs)[0])
+    return Ran(outs, summary, sent)
+
+
+def run_kind(mesh: DeviceMesh | None, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One call of another class of models."""
+    model, inputs = getattr(tiny_models, kind)(), getattr(tiny_models, f"{kind}_inputs")(GRID, batch=2)
+    for name in ("hidden_states", "encoder_hidden_states"):
+        inputs[name] = inputs[name].to(dtype)
+    with torch.no_grad(), apply(model.to(dtype), METHODS["two-way"], mesh=mesh):
+        return tiny_models.first(model(**inputs))
+
+
+def gradients(mesh: DeviceMesh | None, is_checkpointed: bool) -> list[Tensor]:
+    """Of all parameters, averaged over ranks as data parallelism does it."""
+    model, inputs = model_of().train().requires_grad_(), inputs_of()
+    if is_checkpointed:
+        model.enable_gradient_checkpointing()
+    with apply(model, METHODS["two-way"], mesh=mesh):
+        (out,) = model(**inputs)
+        target = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        (out - target).square().sum().backward()
+    found = []
+    for parameter in model.parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if mesh is not None:
+            torch.distributed.all_reduce(grad, group=mesh.get_group())
+            grad = grad / mesh.size()
+        found.append(grad)
+    return found
+
+
+def disagreeing(mesh: DeviceMesh, about: str) -> None:
+    """Ranks that were started with different things."""
+    is_odd = mesh.get_local_rank() % 2
+    model = tiny_models.flux(layers=1 + is_odd if about == "target" else 1)
+    tiles = 4 + is_odd if about == "method" else 4
+    handle = apply(model, Hilbert(tiles=tiles, dense_steps=0), mesh=mesh)
+    inputs = tiny_models.flux_inputs((8, 8 + 2 * is_odd) if about == "tokens" else (8, 8))
+    if about == "hidden_states":
+        inputs["hidden_states"] = inputs["hidden_states"] + is_odd
+    with handle, torch.no_grad():
+        model(**inputs)
+
+
+def refused(mesh: DeviceMesh) -> list[str]:
+    """Messages of what cannot be split; no rank sends anything for it."""
+    messages = []
+    for model, method in (
+        (tiny_models.sdxl(), Hilbert()),
+        (tiny_models.flux(), Hilbert(far=16)),
+        (tiny_models.flux(), __import__("nearfield").LogLinear()),
+    ):
+        try:
+            apply(model, method, mesh=mesh)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
