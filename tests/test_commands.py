@@ -77,7 +77,9 @@ def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[st
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "train demo", "distill", "quality"])
+@pytest.mark.parametrize(
+    "command", ["generate", "sample", "train", "train demo", "train pixel", "distill", "quality"]
+)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*command.split(), "--help"])

@@ -22,6 +22,7 @@ GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 SHARES = ("two-way", "keys")
 SHARED = ("centre", "distributed", "none")
 CURVES = ("auto", "hilbert", "hilbert-closed", "morton", "raster")
+ORDERS = ("hilbert", "morton", "raster")
 IMPLS = ("auto", "gluon", "triton", "grouped", "reference")
 
 

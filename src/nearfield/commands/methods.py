@@ -6,6 +6,7 @@ from typing import Any
 
 from nearfield.commands.arguments import (
     CURVES,
+    ORDERS,
     SHARED,
     UsageError,
     add_method_fields,
@@ -90,6 +91,62 @@ def method_of(arguments: argparse.Namespace, **defaults: Any) -> Any:
         return Hilbert(**(defaults | given))
     except (TypeError, ValueError) as error:  # fields that do not go together
         raise UsageError(str(error)) from None
+
+
+ATTENTION = {
+    "full": (),
+    "loglinear": ("block", "topk", "levels", "enrich", "order"),
+    "gated": ("block", "topk", "order"),
+    "linear": ("block", "topk", "order"),
+}
+"""Attention that can be trained from the start, and the fields of each that can be given."""
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    """`--attention`, and the fields of the methods it names."""
+    parser.add_argument(
+        "--attention",
+        type=member("--attention", tuple(ATTENTION)),
+        default="full",
+        metavar="NAME",
+        help=f"who reads whom: {', '.join(ATTENTION)} (default full)",
+    )
+    add_attention_fields(parser)
+
+
+def add_attention_fields(parser: argparse.ArgumentParser) -> None:
+    for name, least, words in (
+        ("--block", 2, "tokens that are pooled, and chosen, together"),
+        ("--topk", 1, "blocks that a query chooses (at each level)"),
+        ("--enrich", 0, "up to which level summaries are read; for loglinear"),
+    ):
+        parser.add_argument(name, type=integer(name, least), metavar="N", help=words)
+    parser.add_argument(
+        "--levels", type=_levels, metavar="N", help="pooled levels, or auto (default auto); for loglinear"
+    )
+    parser.add_argument(
+        "--order",
+        type=member("--order", ORDERS),
+        metavar="NAME",
+        help=f"of the tokens: {', '.join(ORDERS)} (default hilbert)",
+    )
+
+
+def attention_of(arguments: argparse.Namespace, name: str | None = None) -> tuple[Any, dict[str, Any]]:
+    """The attention that was asked for, and its fields; a field that it does not have is refused."""
+    attention = name or arguments.attention
+    every = {field for fields in ATTENTION.values() for field in fields}
+    given = {
+        field: getattr(arguments, field) for field in sorted(every) if getattr(arguments, field) is not None
+    }
+    for field, value in given.items():
+        if field not in ATTENTION[attention]:
+            wrong(f"--{field}", f"be left out with `--attention {attention}`", value)
+    return attention, given
+
+
+def _levels(text: str) -> int | str:
+    return text if text == "auto" else integer("--levels", 1)(text)
 
 
 def _dense_layers(text: str) -> int | tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`nearfield train demo` and `nearfield distill`. Both go on where they were stopped, and end within their minutes."""
+"""`nearfield train` and `nearfield distill`. They go on where they were stopped, and end within their minutes."""
 
 import argparse
 import sys
@@ -18,12 +18,12 @@ from nearfield.commands.arguments import (
     wrong,
 )
 from nearfield.commands.generating import chosen_device, missing_extras_told
-from nearfield.commands.methods import add_method, method_of, number
+from nearfield.commands.methods import add_attention, add_method, attention_of, method_of, number
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import write_reports
 
 if TYPE_CHECKING:
-    from nearfield.training.data import Latents
+    from nearfield.training.data import Latents, Pixels
     from nearfield.training.loop import Outcome, Schedule
 
 PACKINGS = ("int8", "bf16", "none")
@@ -31,13 +31,16 @@ BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 
 # For trying the whole chain: minutes on a laptop, pictures of nothing much.
 _TINY = {"joint_blocks": 1, "single_blocks": 3, "heads": 4, "head_dim": 32, "condition_tokens": 16}
+_TINY_PIXEL = {"layers": 2, "heads": 2, "head_dim": 32}
 
 
 def add_commands(commands: Any) -> None:
     summary = "train a model"
     train = commands.add_parser("train", help=summary, description=f"{summary.capitalize()}.")
     show_help_without_command(train)
-    _add_train_demo(train.add_subparsers(title="models", metavar="MODEL"))
+    models = train.add_subparsers(title="models", metavar="MODEL")
+    _add_train_demo(models)
+    _add_train_pixel(models)
     _add_distill(commands)
 
 
@@ -78,9 +81,57 @@ def _add_train_demo(models: Any) -> None:
         metavar="HOW",
         help=f"how the model is written: {', '.join(PACKINGS)} (default int8)",
     )
+    _add_sheets(parser)
+    _add_common(parser)
+
+
+def _add_train_pixel(models: Any) -> None:
+    parser = command(
+        models,
+        "pixel",
+        _train_pixel,
+        "train a transformer on the pixels of photographs, with full or with trainable sparse attention",
+        "  nearfield train pixel --data cats512 --out run64 --minutes 60 --batch 64 --compile\n"
+        "  nearfield train pixel --data cats512 --out run128 --size 128 --attention loglinear"
+        " --init run64/model.safetensors --minutes 60 --compile\n"
+        "  nearfield train pixel --data cats512 --out try --tiny --size 32 --attention gated --steps 300",
+    )
+    _add_places(parser, is_data_needed=True, kept="pixels")
+    _add_integer(parser, "--size", 64, "pixels per side, each a token", least=8, most=1024)
+    _add_integer(parser, "--batch", 16, "pictures per step")
+    _add_schedule(parser, learning_rate=1e-4, warm_up=200, average=0.9999)
+    add_attention(parser)
+    parser.add_argument(
+        "--init",
+        type=Path,
+        metavar="FILE",
+        help="start from this model: one of a smaller size, or one with full attention",
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
+    )
+    parser.add_argument(
+        "--dense-kernel",
+        type=member("--dense-kernel", BACKENDS),
+        default="auto",
+        metavar="NAME",
+        help=f"torch's kernel for full attention: {', '.join(BACKENDS)} (default auto)",
+    )
+    parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
+    parser.add_argument(
+        "--packing",
+        type=member("--packing", PACKINGS),
+        default="bf16",
+        metavar="HOW",
+        help=f"how the model is written: {', '.join(PACKINGS)} (default bf16)",
+    )
+    _add_sheets(parser)
+    _add_common(parser)
+
+
+def _add_sheets(parser: argparse.ArgumentParser) -> None:
     _add_integer(parser, "--samples", 16, "pictures on a sample sheet", least=0, most=256)
     _add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
-    _add_common(parser)
 
 
 def _add_distill(commands: Any) -> None:
@@ -128,7 +179,7 @@ def _add_distill(commands: Any) -> None:
     _add_common(parser)
 
 
-def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool) -> None:
+def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool, kept: str = "latents") -> None:
     parser.add_argument(
         "--data",
         type=Path,
@@ -138,20 +189,25 @@ def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints and results")
     parser.add_argument(
-        "--latents", type=Path, metavar="DIR", help="where encoded photographs are kept (default: --out)"
+        f"--{kept}",
+        type=Path,
+        metavar="DIR",
+        help=f"where the {kept} of photographs are kept (default: --out)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in --out, if there is one"
     )
 
 
-def _add_schedule(parser: argparse.ArgumentParser, learning_rate: float, warm_up: int) -> None:
+def _add_schedule(
+    parser: argparse.ArgumentParser, learning_rate: float, warm_up: int, average: float = 0.999
+) -> None:
     _add_integer(parser, "--steps", None, "to reach in all, over all runs")
     _add_number(parser, "--minutes", None, "time for this run", is_above=True)
     _add_number(parser, "--learning-rate", learning_rate, "after warming up", is_above=True)
     _add_integer(parser, "--warm-up", warm_up, "steps until the full learning rate", least=0)
     _add_integer(parser, "--cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
-    _add_number(parser, "--average", 0.999, "decay of the moving average of the weights")
+    _add_number(parser, "--average", average, "decay of the moving average of the weights")
     _add_integer(parser, "--accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
     _add_number(parser, "--checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
 
@@ -229,6 +285,84 @@ def _train_demo(arguments: argparse.Namespace) -> int:
             if training.handle is not None:
                 print(training.handle.summary())
             return _ended(arguments, training, MODEL)
+
+
+def _train_pixel(arguments: argparse.Namespace) -> int:
+    attention, fields = attention_of(arguments)
+    if arguments.init and not arguments.init.is_file():
+        wrong("--init", "name a file that is there", repr(str(arguments.init)))
+    with missing_extras_told():
+        from nearfield.demo.model import num_parameters
+        from nearfield.demo.pixel import PixelConfig
+        from nearfield.training.flow import MODEL
+        from nearfield.training.pixel import PixelRecipe, PixelTraining
+
+        schedule = _schedule(arguments)
+        try:
+            sizes: dict[str, Any] = _TINY_PIXEL if arguments.tiny else {}
+            config = PixelConfig(attention=attention, fields=fields, size=arguments.size, **sizes)
+            _check_levels(config)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from None
+        recipe = PixelRecipe(
+            config,
+            batch=arguments.batch,
+            seed=arguments.seed,
+            dense_kernel=arguments.dense_kernel,
+            compiled=arguments.compile,
+            samples=arguments.samples,
+            packing=arguments.packing,
+            sample_seconds=arguments.sample_seconds,
+        )
+        pixels = _pixels(arguments)
+        with Bar(arguments.steps, "steps") as bar:
+            try:
+                training = PixelTraining(
+                    pixels,
+                    arguments.out,
+                    recipe,
+                    schedule,
+                    start=arguments.init,
+                    device=chosen_device(arguments.device),
+                    on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
+                )
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            _begin(arguments, training)
+            print(
+                f"{num_parameters(training.model):,} parameters, "
+                f"{len(pixels):,} pictures of {arguments.size**2:,} tokens, {_attention_words(config)}"
+            )
+            return _ended(arguments, training, MODEL)
+
+
+def _check_levels(config: Any) -> None:
+    """Fields that do not fit the size are found before photographs are read."""
+    from nearfield import Geometry
+
+    method = config.method()
+    if method is not None:
+        method.describe(Geometry((config.size, config.size)))
+
+
+def _attention_words(config: Any) -> str:
+    from nearfield import Geometry
+
+    method = config.method()
+    return "full attention" if method is None else str(method.describe(Geometry((config.size, config.size))))
+
+
+def _pixels(arguments: argparse.Namespace) -> "Pixels":
+    from nearfield.training.data import pictures, read_pixels
+
+    source = pictures(arguments.data)
+    with Bar(len(source), "pictures") as bar:
+        return read_pixels(
+            source,
+            arguments.pixels or arguments.out,
+            arguments.size,
+            on_progress=lambda done, total, words: bar.show(done, words, total),
+        )
 
 
 def _distill(arguments: argparse.Namespace) -> int:
@@ -371,6 +505,8 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
     reasons = {"steps": "all steps done", "minutes": "time is up", "stopped": "stopped; go on with --resume"}
     done = outcome.step - first
     speed = f", {done * arguments.batch / outcome.seconds:,.1f} samples/s" if done else ""
+    if done and outcome.tokens_per_second:
+        speed += f", {outcome.tokens_per_second:,.0f} tokens/s without pauses"
     print(f"step {outcome.step:,}: loss {outcome.loss:.4f}{speed} ({reasons[outcome.ending]})")
     print(f"wrote {arguments.out / result}")
     record = {
@@ -382,6 +518,7 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
         "loss": outcome.loss if done else None,
         "seconds": outcome.seconds,
         "steps_of_this_run": done,
+        "tokens_per_second": outcome.tokens_per_second,
         "batch": arguments.batch,
     }
     if not write_reports(record, arguments.json):

@@ -1,4 +1,6 @@
-"""Pictures to latents, once: a memory-mapped array beside an index with checksums.
+"""Pictures to pixels of one size, or to latents, once.
+
+Latents are a memory-mapped array beside an index with checksums.
 
 Every picture is encoded as it is and mirrored (mirroring a latent is not the latent of the mirrored picture). A cache
 that was interrupted goes on where it stopped; a chunk whose checksum does not fit is made again.
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from nearfield._checks import check_int, wrong_value
 from nearfield.demo.autoencoder import CHANNELS, PIXELS_PER_TOKEN, Autoencoder
-from nearfield.demo.storage import BadFile, MissingExtra, write_json
+from nearfield.demo.storage import BadFile, MissingExtra, read_tensors, write_json, write_tensors
 
 SUFFIXES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".webp")
 FORMAT = 1
@@ -109,7 +111,52 @@ def _pillow() -> Any:
     return Image
 
 
-# -- the cache -----------------------------------------------------------------------------------------------------
+# -- pixels --------------------------------------------------------------------------------------------------------
+
+
+class Pixels:
+    """Pictures and their mirror images, as they are.
+
+    Args:
+        values: `[pictures, 3, size, size]` uint8.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return 2 * len(self.values)
+
+    def to(self, device: torch.device) -> "Pixels":
+        return Pixels(self.values.to(device))
+
+    def take(self, indices: Tensor) -> Tensor:
+        """Pictures by number, `[B, 3, size, size]` float32 from -1 to 1, where they are kept; odd ones mirrored."""
+        indices = indices.to(self.values.device)
+        chosen = self.values[indices // 2].float() / 127.5 - 1
+        is_mirrored = (indices % 2 == 1)[:, None, None, None]
+        return torch.where(is_mirrored, chosen.flip(-1), chosen)
+
+
+def read_pixels(
+    source: Sequence[Picture], folder: Path, size: int, *, on_progress: OnProgress | None = None
+) -> Pixels:
+    """Pictures at `size` pixels, from `pixels-SIZE.safetensors` in `folder` if that was written before."""
+    check_int("size", size, at_least=1)
+    path, known = folder / f"pixels-{size}.safetensors", fingerprint(source)
+    if path.exists():
+        tensors, facts = read_tensors(path)
+        if facts.get("kind") != "pixels":
+            raise BadFile(f"{path} holds no pixels. Remove it to read the pictures anew")
+        if facts["pictures"] != known:
+            raise BadFile(f"{path} belongs to other pictures. Remove it, or name another folder for pixels")
+        return Pixels(tensors["values"])
+    values = torch.cat(list(batches(source, size, on_progress=on_progress)))
+    write_tensors(path, {"values": values}, {"format": FORMAT, "kind": "pixels", "pictures": known})
+    return Pixels(values)
+
+
+# -- the cache of latents ------------------------------------------------------------------------------------------
 
 
 class Latents:
@@ -247,6 +294,14 @@ class _Cache:
             "chunks": self.digests,
         }
         write_json(self.index, document)
+
+
+def fits(values: Tensor, device: torch.device) -> bool:
+    """Whether all of them may live on the device: they then need not be sent there in every step."""
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return values.numel() * values.element_size() < free // 4
 
 
 def fingerprint(source: Sequence[Picture]) -> str:

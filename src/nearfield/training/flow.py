@@ -24,7 +24,7 @@ from nearfield.demo.model import ModelConfig, Packing, TinyFlux, load_model, rec
 from nearfield.demo.pictures import grid_of, write_picture
 from nearfield.demo.sampler import DemoPipeline, precision
 from nearfield.methods import Method
-from nearfield.training.data import Latents
+from nearfield.training.data import Latents, fits
 from nearfield.training.loop import CHECKPOINT, Draws, Loop, Outcome, Schedule
 
 Backend = Literal["auto", "flash", "cudnn", "efficient", "math"]
@@ -111,7 +111,7 @@ class FlowTraining:
             wrong_value("batch", f"be a multiple of `parts` ({schedule.parts})", recipe.batch)
         self.recipe, self.folder, self.device = recipe, folder, torch.device(device)
         self.model = _first_model(recipe, latents, config, start).to(self.device).train().requires_grad_(True)
-        self.latents = latents.to(self.device) if _fits(latents, self.device) else latents
+        self.latents = latents.to(self.device) if fits(latents.values, self.device) else latents
         self._draws, self._on_step = Draws(recipe.seed, self.device), on_step
         self.handle = self._sparse(schedule.parts)
         self._network = torch.compile(self.model.transformer) if recipe.compiled else None
@@ -202,11 +202,3 @@ def _first_model(
     model.latent_mean.copy_(latents.mean)
     model.latent_std.copy_(latents.std)
     return reconfigured(model, size=recipe.size, shift=recipe.shift)
-
-
-def _fits(latents: Latents, device: torch.device) -> bool:
-    """Whether all latents may live on the device: they then need not be sent there in every step."""
-    if device.type != "cuda":
-        return False
-    free, _ = torch.cuda.mem_get_info(device)
-    return latents.values.numel() * 2 < free // 4

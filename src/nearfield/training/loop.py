@@ -84,6 +84,7 @@ class Outcome(NamedTuple):
         ending: "steps" all were done, "minutes" the time was up, "stopped" by a signal.
         loss: mean over the last steps of this run; NaN if there was none.
         losses: of every step of this run.
+        tokens_per_second: without pauses and the first steps, which compile; None where nobody said what a step holds.
     """
 
     step: int
@@ -91,6 +92,7 @@ class Outcome(NamedTuple):
     loss: float
     losses: tuple[float, ...]
     seconds: float
+    tokens_per_second: float | None = None
 
 
 class Loop:
@@ -98,6 +100,7 @@ class Loop:
 
     Args:
         facts: what a checkpoint must agree with to be gone on from (the recipe).
+        tokens: what a step computes; the log then tells the speed, too.
     """
 
     def __init__(
@@ -107,12 +110,14 @@ class Loop:
         schedule: Schedule,
         folder: Path,
         facts: Mapping[str, Any],
+        tokens: int | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.averages = {name: value.detach().clone() for name, value in self.parameters.items()}
         self.schedule, self.folder = schedule, folder
         self.step = 0
         self._loss, self._facts = loss, dict(facts)
+        self._speed = _Speed(tokens)
         values = list(self.parameters.values())
         self._optimizer = torch.optim.AdamW(
             values,
@@ -138,7 +143,7 @@ class Loop:
         """
         if self.step == 0:
             (self.folder / LOG).unlink(missing_ok=True)  # of another run
-        started = saved = paused = time.monotonic()
+        started = saved = paused = self._speed.restart()
         pending, losses = list[Tensor](), list[float]()
         ending: Ending | None = None
         with _Signals() as signals:
@@ -152,17 +157,19 @@ class Loop:
                 if now - saved > self.schedule.checkpoint_seconds:
                     losses += self._fetched(pending)
                     self.save()
-                    saved = time.monotonic()
+                    saved = self._speed.restart()
                 if on_pause is not None and now - paused > pause_seconds:
+                    losses += self._fetched(pending)
                     on_pause()
-                    paused = time.monotonic()
+                    paused = self._speed.restart()
             losses += self._fetched(pending)
             self.save()
             if on_pause is not None:
                 on_pause()
         recent = losses[-100:]
         mean = sum(recent) / len(recent) if recent else math.nan
-        return Outcome(self.step, ending, mean, tuple(losses), time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return Outcome(self.step, ending, mean, tuple(losses), seconds, self._speed.mean())
 
     def _ending(self, started: float, signals: "_Signals") -> Ending | None:
         schedule = self.schedule
@@ -206,10 +213,11 @@ class Loop:
                 f"the loss is {losses[-1]} near step {self.step}; go on from the last checkpoint with a lower rate"
             )
         first = self.step - len(losses) + 1
+        speed = self._speed.of(len(losses))
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / LOG).open("a", encoding="utf-8") as file:
             for number, loss in enumerate(losses, first):
-                file.write(json.dumps({"step": number, "loss": loss}) + "\n")
+                file.write(json.dumps({"step": number, "loss": loss} | speed) + "\n")
         return losses
 
     @contextmanager
@@ -294,6 +302,35 @@ class Loop:
         lines = path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.step]
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+class _Speed:
+    """Tokens per second between looks at the loss, when the device has done what it was given."""
+
+    def __init__(self, tokens: int | None) -> None:
+        self.tokens = tokens
+        self._since = time.monotonic()
+        self._looks = list[tuple[int, float]]()
+
+    def restart(self) -> float:
+        """What was done since the last look is not computing; returns the time."""
+        self._since = time.monotonic()
+        return self._since
+
+    def of(self, steps: int) -> dict[str, float]:
+        """What the log says about the steps since the last look."""
+        before = self._since
+        seconds = self.restart() - before
+        if self.tokens is None or seconds <= 0:
+            return {}
+        self._looks.append((steps, seconds))
+        return {"tokens_per_second": round(steps * self.tokens / seconds, 1)}
+
+    def mean(self) -> float | None:
+        looks = self._looks[1:] or self._looks
+        if self.tokens is None or not looks:
+            return None
+        return self.tokens * sum(steps for steps, _ in looks) / sum(seconds for _, seconds in looks)
 
 
 class _Signals:

@@ -1,0 +1,161 @@
+"""Flow matching on pixels: the model learns the velocity from pictures to noise that grows with their size.
+
+At level t the model sees (1 - t) x + t s e, for a picture x, noise e and s = side / 64 above 64 pixels; it is asked for
+s e - x. Levels are uniform. A model of one size may start from one of another.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import nearfield
+from nearfield._checks import check_int, check_member, wrong_value
+from nearfield.demo.model import Packing
+from nearfield.demo.pictures import grid_of, write_picture
+from nearfield.demo.pixel import (
+    PixelConfig,
+    PixelTransformer,
+    load_pixel_model,
+    noise_scale,
+    sample,
+    save_pixel_model,
+)
+from nearfield.demo.sampler import precision
+from nearfield.training.data import Pixels, fits
+from nearfield.training.flow import MODEL, Backend, attention_backend, mixed
+from nearfield.training.loop import CHECKPOINT, Draws, Loop, Outcome, Schedule
+
+_AT_ONCE = 16  # pictures of a sample sheet
+
+
+@dataclass(frozen=True)
+class PixelRecipe:
+    """What is learned from what.
+
+    Args:
+        config: of the model; its `size` is that of the pictures.
+        batch: pictures per step.
+        seed: of the weights, the batches, the noise and the levels.
+        dense_kernel: which of torch's kernels computes full attention.
+        compiled: let torch.compile make the model faster; the first step then takes minutes.
+        samples: pictures on a sample sheet, 0 for none.
+        sample_steps, sample_seconds: denoising steps per picture, and time between sheets.
+        packing: how the model is written: in 8 bits, in bfloat16, or as it is.
+    """
+
+    config: PixelConfig
+    batch: int = 16
+    seed: int = 0
+    dense_kernel: Backend = "auto"
+    compiled: bool = False
+    samples: int = 16
+    sample_steps: int = 20
+    sample_seconds: float = 180.0
+    packing: Packing = "bf16"
+
+    def __post_init__(self) -> None:
+        check_int("batch", self.batch, at_least=1)
+        check_int("seed", self.seed, at_least=0)
+        check_int("samples", self.samples, at_least=0)
+        check_member("dense_kernel", self.dense_kernel, get_args(Backend))
+        check_member("packing", self.packing, get_args(Packing))
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change when a run is gone on with."""
+        return {"batch": self.batch, "seed": self.seed, "model": asdict(self.config)}
+
+
+class PixelTraining:
+    """Model, pictures and loop. `run` trains, draws sample sheets and writes `model.safetensors`.
+
+    Args:
+        start: a model file to start from, such as one of a smaller size or with full attention.
+        on_step: called with the number of steps done and the last known loss.
+    """
+
+    def __init__(
+        self,
+        pixels: Pixels,
+        folder: Path,
+        recipe: PixelRecipe,
+        schedule: Schedule,
+        *,
+        start: Path | None = None,
+        device: torch.device | str = "cpu",
+        on_step: Callable[[int, float | None], None] | None = None,
+    ) -> None:
+        if recipe.batch % schedule.parts:
+            wrong_value("batch", f"be a multiple of `parts` ({schedule.parts})", recipe.batch)
+        size = recipe.config.size
+        if tuple(pixels.values.shape[-2:]) != (size, size):
+            wrong_value("pixels", f"have the size of the model ({size})", tuple(pixels.values.shape[-2:]))
+        self.recipe, self.folder, self.device = recipe, folder, torch.device(device)
+        self.model = _first_model(recipe, start).to(self.device).train()
+        self.pixels = pixels.to(self.device) if fits(pixels.values, self.device) else pixels
+        self._draws, self._on_step = Draws(recipe.seed, self.device), on_step
+        self._body = torch.compile(self.model.body, fullgraph=True) if recipe.compiled else None
+        tokens = recipe.batch * size**2
+        self.loop = Loop(
+            dict(self.model.named_parameters()), self.loss, schedule, folder, recipe.facts(), tokens
+        )
+
+    @property
+    def can_resume(self) -> bool:
+        return (self.folder / CHECKPOINT).exists()
+
+    def resume(self) -> None:
+        self.loop.resume()
+
+    def run(self) -> Outcome:
+        with attention_backend(self.recipe.dense_kernel), warnings.catch_warnings():
+            # torch.compile looks for gradients of what a model is given, and torch then warns of looking.
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+            return self.loop.run(self._on_step, self.publish, self.recipe.sample_seconds)
+
+    def loss(self, step: int, part: int) -> Tensor:
+        """The mean squared error of the velocity over one part of a step's batch."""
+        parts = self.loop.schedule.parts
+        indices = self._draws.indices(step, part, self.recipe.batch, parts, len(self.pixels))
+        clean = self.pixels.take(indices).to(self.device)
+        generator = self._draws.generator(step, part)
+        noise = torch.randn(clean.shape, generator=generator, device=self.device)
+        noise *= noise_scale(*clean.shape[2:])
+        level = torch.rand(len(clean), generator=generator, device=self.device)
+        with precision(self.device):
+            velocity = self.model(mixed(clean, noise, level), level, self._body)
+        return mse_loss(velocity.float(), noise - clean)
+
+    def publish(self) -> None:
+        """Write the averaged model, and a sheet of samples."""
+        with self.loop.averaged():
+            facts = {
+                "step": self.loop.step,
+                "recipe": self.recipe.facts(),
+                "nearfield": nearfield.__version__,
+            }
+            save_pixel_model(self.folder / MODEL, self.model, facts, self.recipe.packing)
+            if self.recipe.samples:
+                parts = [
+                    sample(
+                        self.model,
+                        range(first, min(first + _AT_ONCE, self.recipe.samples)),
+                        steps=self.recipe.sample_steps,
+                    )
+                    for first in range(0, self.recipe.samples, _AT_ONCE)
+                ]
+                write_picture(self.folder / f"samples-{self.loop.step:06d}.png", grid_of(torch.cat(parts)))
+
+
+def _first_model(recipe: PixelRecipe, start: Path | None) -> PixelTransformer:
+    if start is not None:
+        model, _ = load_pixel_model(start, recipe.config)
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return PixelTransformer(recipe.config)
