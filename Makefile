@@ -47,8 +47,10 @@ format: $(STAMP) ## apply the formatting and the safe lint fixes
 bench: $(STAMP) ## time attend on this machine (ARGS="--quick" for a glance)
 	$(BIN)/nearfield bench attend $(ARGS)
 
-docs: $(STAMP) ## draw the pictures of the documentation
+docs: $(STAMP) ## draw the pictures of the documentation and build its site
 	$(BIN)/python docs/build.py
+	$(BIN)/mkdocs build --quiet
+	@echo "site/index.html"
 
 gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU
 	@set -e; for version in $(GLUON_TRITONS); do \
@@ -75,5 +77,5 @@ test-tools: $(STAMP) ## put pytest into .cache/test-tools, to carry to a GPU mac
 	$(PIP) -c constraints.txt --target $(TEST_TOOLS) pytest
 
 clean: ## remove everything the targets made
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
