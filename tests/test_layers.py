@@ -20,9 +20,9 @@ LEVELS = {
     1: {"_checks", "geometry", "plan"},
     2: {"reference", "kernels", "grouped"},
     3: {"planning", "pyramid", "tiling", "tokenmap", "dense_parts", "attend", "merging", "predict"},
-    4: {"methods"},
+    4: {"methods", "recipes"},
     5: {"adapters", "parallel", "retrieval"},
-    6: {"demo", "training", "quality"},
+    6: {"demo", "training", "quality", "tuning"},
     7: {"cli", "commands", "bench", "plots", "studio", "__main__"},
 }
 LEVEL_OF = {unit: level for level, units in LEVELS.items() for unit in units}
@@ -39,6 +39,7 @@ READS = {
     7: {0, 1, 2, 3, 4, 5, 6, 7},
 }
 SIDEWAYS = {
+    ("recipes", "methods"),
     ("plan", "_checks"),
     ("geometry", "_checks"),
     ("predict", "planning"),

@@ -1,0 +1,100 @@
+"""A recipe: a method and its fields in a small JSON file, with what was measured when it was chosen.
+
+`nearfield tune` writes recipes, and `apply(pipe, "recipe.json")` takes them where it takes a method.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from nearfield._checks import wrong_type, wrong_value
+from nearfield.methods import BlockTopK, FineGrained, Hilbert, LogLinear, Method
+
+FORMAT = 1
+_METHODS: dict[str, Any] = {cls.__name__: cls for cls in (Hilbert, LogLinear, FineGrained, BlockTopK)}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method for a model.
+
+    Args:
+        model: class of the model it was made for; empty: any.
+        measured: figures, and what they were measured on; for people.
+    """
+
+    method: Method
+    model: str = ""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    def check_model(self, model: object) -> None:
+        """Fields that were sought on one model say nothing about another: layers have numbers."""
+        classes = [cls.__name__ for cls in type(model).__mro__]
+        if self.model and self.model not in classes:
+            hint = "Tune one for this model, or pass `recipe.method` if you want it nevertheless."
+            wrong_value("recipe", f"be one for {classes[0]}", f"one for {self.model}", hint)
+
+    def as_document(self) -> dict[str, Any]:
+        """What `read` reads. Fields that have their defaults are left out."""
+        value: Any = self.method
+        given = {
+            part.name: getattr(value, part.name)
+            for part in fields(value)
+            if getattr(value, part.name) != part.default
+        }
+        return {
+            "format": FORMAT,
+            "kind": "nearfield recipe",
+            "method": type(self.method).__name__,
+            "fields": given,
+            "model": self.model,
+            "measured": dict(self.measured),
+        }
+
+
+def read(source: str | Path | Mapping[str, Any]) -> Recipe:
+    """A recipe from its file, or from what is in it. Raises ValueError with what is wrong."""
+    document = source if isinstance(source, Mapping) else _loaded(Path(source))
+    if not isinstance(document, Mapping) or document.get("format") != FORMAT or "method" not in document:
+        hint = "`nearfield tune` writes recipes."
+        wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
+    name, given = document["method"], document.get("fields", {})
+    if name not in _METHODS:
+        wrong_value("recipe", f"name a method of {', '.join(_METHODS)}", repr(name))
+    method = _METHODS[name]
+    known = {part.name for part in fields(method)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        wrong_value("recipe", f"hold fields of {name} ({', '.join(sorted(known))})", ", ".join(unknown))
+    # JSON has no tuples, and no method has lists.
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Recipe(method(**values), str(document.get("model", "")), document.get("measured", {}))
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        wrong_value("recipe", "name a file that can be read", f"{str(path)!r} ({error.strerror})")
+    except ValueError:
+        wrong_value("recipe", "be a JSON file", repr(str(path)))
+
+
+def _words(document: object) -> str:
+    if isinstance(document, Mapping):
+        return f"format {document.get('format')!r} and method {document.get('method')!r}"
+    return type(document).__name__
+
+
+def method_of(value: Any) -> tuple[Method, Recipe | None]:
+    """What `apply` was given as a method: one, a recipe, or the file of one."""
+    if isinstance(value, str | Path):
+        value = read(value)
+    if isinstance(value, Recipe):
+        return value.method, value
+    if not hasattr(value, "reader") or isinstance(value, type):
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        wrong_type("method", "be a method such as nearfield.Hilbert()", name)
+    return value, None

@@ -1,0 +1,172 @@
+"""The search for the fastest fields of a method that keep a model's pictures close to its dense ones.
+
+First every group of layers is made sparse alone: how far its pictures move says how well it stands sparsity. Then the
+search climbs from the gentlest setting. Each round tries the next bolder value of every field and takes the fastest
+that keeps within the limit, until none does. Everything that was tried is kept, so a search that was stopped goes on.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from nearfield.methods import Hilbert
+
+Fields = dict[str, Any]
+
+LADDERS: dict[str, tuple[Any, ...]] = {
+    "tiles": (4, 8, 16, 32, 64),
+    "far": (64, None),
+    "share": ("two-way", "keys"),
+    "dense_steps": (0.3, 0.2, 0.1, 0),
+    "dense": (0.5, 0.25, 0.125, 0.0),
+}
+"""Values of each field from gentle to bold. "dense" is the share of layers that stay dense, the touchiest first."""
+
+MOST_GROUPS = 12
+
+
+class Figures(NamedTuple):
+    """What pictures of one setting gave.
+
+    Args:
+        lpips: mean distance to the dense model's pictures.
+        seconds_per_step: mean over the denoising steps.
+    """
+
+    lpips: float
+    seconds_per_step: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting and its figures. `speed_up` is over the dense model in the same run."""
+
+    fields: Mapping[str, Any]
+    lpips: float
+    seconds_per_step: float
+    speed_up: float
+    purpose: str = "search"
+
+
+Evaluate = Callable[[Hilbert], Figures]
+
+
+class Search:
+    """One search.
+
+    Args:
+        evaluate: makes pictures with a method and measures them.
+        num_layers: of the model.
+        dense_seconds: per step of the dense model.
+        max_lpips: what the result may not exceed.
+        known: trials of an earlier run.
+        on_trial: called with every new trial, before the next begins.
+    """
+
+    def __init__(
+        self,
+        evaluate: Evaluate,
+        num_layers: int,
+        dense_seconds: float,
+        max_lpips: float,
+        *,
+        known: Iterable[Trial] = (),
+        on_trial: Callable[[Trial], None] = lambda trial: None,
+    ) -> None:
+        self.num_layers, self.dense_seconds, self.max_lpips = num_layers, dense_seconds, max_lpips
+        self.trials = list(known)
+        self._evaluate, self._on_trial = evaluate, on_trial
+        self._touchiest: list[int] = []
+
+    def run(self, has_time: Callable[[], bool] = lambda: True) -> bool:
+        """Search; returns whether it came to its end before time was up."""
+        ranking = self._rank_layers(has_time)
+        if ranking is None:
+            return False
+        self._touchiest = ranking
+        places = dict.fromkeys(LADDERS, 0)
+        current = self._trial(self._fields(places))
+        while current.lpips <= self.max_lpips:
+            if not has_time():
+                return False
+            better = self._bolder(places, current)
+            if better is None:
+                break
+            places, current = better
+        return True
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest of all that keep within the limit."""
+        within = [trial for trial in self.trials if trial.lpips <= self.max_lpips]
+        return max(within, key=lambda trial: trial.speed_up, default=None)
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Consecutive layers that are looked at together."""
+        size = -(-self.num_layers // MOST_GROUPS)
+        layers = range(self.num_layers)
+        return [tuple(layers[start : start + size]) for start in range(0, self.num_layers, size)]
+
+    # -- the steps of it -----------------------------------------------------------------------------------------
+
+    def _rank_layers(self, has_time: Callable[[], bool]) -> list[int] | None:
+        """Layers, those first whose sparsity moves the pictures most; None if time was up."""
+        distances = []
+        for group in self.groups():
+            if not has_time():
+                return None
+            others = tuple(layer for layer in range(self.num_layers) if layer not in group)
+            fields = {"tiles": 16, "dense_steps": 0, "dense_layers": others}
+            distances.append((self._trial(fields, purpose="layers").lpips, group))
+        ranked = sorted(distances, key=lambda item: (-item[0], item[1]))
+        return [layer for _, group in ranked for layer in group]
+
+    def _bolder(self, places: dict[str, int], current: Trial) -> tuple[dict[str, int], Trial] | None:
+        """The fastest setting within the limit that is one value bolder than this one."""
+        found = []
+        for name, ladder in LADDERS.items():
+            if places[name] + 1 < len(ladder):
+                moved = places | {name: places[name] + 1}
+                trial = self._trial(self._fields(moved))
+                if trial.lpips <= self.max_lpips and trial.speed_up > current.speed_up:
+                    found.append((moved, trial))
+        return max(found, key=lambda item: item[1].speed_up, default=None)
+
+    def _fields(self, places: Mapping[str, int]) -> Fields:
+        chosen = {name: LADDERS[name][place] for name, place in places.items()}
+        num_dense = round(chosen.pop("dense") * self.num_layers)
+        return chosen | {"dense_layers": tuple(sorted(self._touchiest[:num_dense]))}
+
+    def _trial(self, fields: Fields, purpose: str = "search") -> Trial:
+        for trial in self.trials:
+            if _plain(trial.fields) == _plain(fields) and trial.purpose == purpose:
+                return trial
+        figures = self._evaluate(Hilbert(**fields))
+        trial = Trial(fields, *figures, self.dense_seconds / figures.seconds_per_step, purpose)
+        self.trials.append(trial)
+        self._on_trial(trial)
+        return trial
+
+
+def front(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that no other beats in both distance and speed, from the closest to the fastest."""
+    ranked = sorted(trials, key=lambda trial: (trial.lpips, -trial.speed_up))
+    best, kept = float("-inf"), []
+    for trial in ranked:
+        if trial.speed_up > best:
+            best = trial.speed_up
+            kept.append(trial)
+    return kept
+
+
+def as_records(trials: Iterable[Trial]) -> list[dict[str, Any]]:
+    return [asdict(trial) for trial in trials]
+
+
+def from_records(records: Iterable[Mapping[str, Any]]) -> list[Trial]:
+    return [Trial(**record) for record in records]
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON returns it: tuples are lists there."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
