@@ -58,20 +58,29 @@ def raster(geometry: Geometry, method: FineGrained) -> tuple[Tensor, Tensor]:
 class Oracle:
     """Stock attention, masked by what was found at the last refresh of the same layer and branch."""
 
-    def __init__(self, method: FineGrained, geometry: Geometry, branches: int, total: int) -> None:
-        self.method, self.geometry, self.branches, self.total = method, geometry, branches, total
+    def __init__(
+        self,
+        method: FineGrained,
+        geometry: Geometry,
+        branches: int,
+        refreshes: list[int],
+        layers: int = LAYERS,
+    ) -> None:
+        self.method, self.geometry, self.branches = method, geometry, branches
+        self.refreshes, self.layers = refreshes, layers
         self.masks: dict[tuple[int, int], Tensor] = {}
         self.calls = 0
         self.dense = functional.scaled_dot_product_attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **kw: Any) -> Tensor:
-        if query.shape[2] != self.geometry.num_tokens:  # of an autoencoder
+        tokens = self.geometry.num_tokens
+        if (query.shape[2], key.shape[2]) != (tokens, tokens):  # cross-attention, or of an autoencoder
             return self.dense(query, key, value, attn_mask, **kw)
-        layer, rest = self.calls % LAYERS, self.calls // LAYERS
+        layer, rest = self.calls % self.layers, self.calls // self.layers
         branch, step = rest % self.branches, rest // self.branches
         self.calls += 1
         branch = 0 if self.method.share_branches else branch
-        if step in self.method.refreshes(self.total) and (rest % self.branches == branch):
+        if step in self.refreshes and (rest % self.branches == branch):
             order, inverse = raster(self.geometry, self.method)
             weights = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1)
             keep = keep_of(weights[:, :, order][..., order], self.method, self.geometry)
@@ -89,7 +98,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
         geometry: Geometry = GEOMETRY,
         branches: int = 1,
     ) -> Tensor:
-        attention = Oracle(method, geometry, branches, call["num_inference_steps"])
+        attention = Oracle(method, geometry, branches, method.refreshes(call["num_inference_steps"]))
         with monkeypatch.context() as patch:
             patch.setattr(functional, "scaled_dot_product_attention", attention)
             result: Tensor = pipe(**call).images

@@ -272,6 +272,153 @@ def sdxl_inputs(grid: Grid, batch: int = 1) -> Inputs:
     }
 
 
+# -- videos --------------------------------------------------------------------------------------------------------
+
+VideoGrid = tuple[int, int, int]
+WAN_TEXT = 512  # Wan cuts features of an image off its text by this number
+
+
+def with_contrast(model: nn.Module) -> Any:
+    """Queries and keys that are normalised over all heads are small, so that all keys would weigh the same."""
+    for name, parameter in model.named_parameters():
+        if "attn1.norm_" in name:
+            parameter.data *= 10
+    return model
+
+
+def wan(layers: int = 2, image_dim: int | None = None) -> Any:
+    model = settle(
+        diffusers.WanTransformer3DModel(
+            num_attention_heads=HEADS,
+            attention_head_dim=HEAD_DIM,
+            in_channels=4,
+            out_channels=4,
+            text_dim=8,
+            freq_dim=8,
+            ffn_dim=32,
+            num_layers=layers,
+            image_dim=image_dim,
+            added_kv_proj_dim=None if image_dim is None else HEADS * HEAD_DIM,
+            rope_max_seq_len=32,
+        )
+    )
+    return with_contrast(model)
+
+
+def wan_inputs(grid: VideoGrid, batch: int = 1) -> Inputs:
+    return {
+        "hidden_states": randn(batch, 4, grid[0], 2 * grid[1], 2 * grid[2]),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "return_dict": False,
+    }
+
+
+def wan_i2v() -> Any:
+    return wan(image_dim=6)
+
+
+def wan_i2v_inputs(grid: VideoGrid, batch: int = 1) -> Inputs:
+    """With features of a first frame, which cross-attention reads."""
+    return wan_inputs(grid, batch) | {
+        "encoder_hidden_states": randn(batch, WAN_TEXT, 8, seed=1),
+        "encoder_hidden_states_image": randn(batch, 5, 6, seed=2),
+    }
+
+
+def wan_ti2v_inputs(grid: VideoGrid, batch: int = 1) -> Inputs:
+    """With a timestep for every token: that of a given first frame is zero."""
+    frames, tokens = grid[0], grid[1] * grid[2]
+    timestep = torch.full((batch, frames, tokens), 500.0)
+    timestep[:, 0] = 0
+    return wan_inputs(grid, batch) | {"timestep": timestep.flatten(1)}
+
+
+def hunyuan(layers: int = 1, single_layers: int = 1, image_condition: str | None = None) -> Any:
+    return settle(
+        diffusers.HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=HEADS,
+            attention_head_dim=HEAD_DIM,
+            num_layers=layers,
+            num_single_layers=single_layers,
+            num_refiner_layers=1,
+            guidance_embeds=True,
+            text_embed_dim=8,
+            pooled_projection_dim=8,
+            rope_axes_dim=(4, 6, 6),
+            image_condition_type=image_condition,
+        )
+    )
+
+
+def hunyuan_inputs(grid: VideoGrid, batch: int = 1) -> Inputs:
+    mask = torch.ones(batch, TEXT)
+    mask[-1, -3:] = 0
+    return {
+        "hidden_states": randn(batch, 4, grid[0], 2 * grid[1], 2 * grid[2]),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "encoder_attention_mask": mask,
+        "pooled_projections": randn(batch, 8, seed=2),
+        "guidance": torch.full((batch,), 6000.0),
+        "return_dict": False,
+    }
+
+
+def hunyuan_i2v() -> Any:
+    return hunyuan(image_condition="token_replace")
+
+
+def ltx(layers: int = 2) -> Any:
+    model = settle(
+        diffusers.LTXVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=HEADS,
+            attention_head_dim=HEAD_DIM,
+            cross_attention_dim=HEADS * HEAD_DIM,
+            num_layers=layers,
+            caption_channels=8,
+        )
+    )
+    return with_contrast(model)
+
+
+def ltx_inputs(grid: VideoGrid, batch: int = 1) -> Inputs:
+    frames, height, width = grid
+    mask = torch.ones(batch, TEXT)
+    mask[-1, -3:] = 0
+    return {
+        "hidden_states": randn(batch, frames * height * width, 4),
+        "encoder_hidden_states": randn(batch, TEXT, 8, seed=1),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_attention_mask": mask,
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+        "rope_interpolation_scale": (1 / 3, 32, 32),
+        "return_dict": False,
+    }
+
+
+def ltx_i2v_inputs(grid: VideoGrid, batch: int = 1) -> Inputs:
+    """With a timestep for every token."""
+    return ltx_inputs(grid, batch) | {"timestep": wan_ti2v_inputs(grid, batch)["timestep"]}
+
+
+VIDEO_MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Inputs]]] = {
+    "wan": (wan, wan_inputs),
+    "wan_i2v": (wan_i2v, wan_i2v_inputs),
+    "wan_ti2v": (wan, wan_ti2v_inputs),
+    "hunyuan": (hunyuan, hunyuan_inputs),
+    "hunyuan_i2v": (hunyuan_i2v, hunyuan_inputs),
+    "ltx": (ltx, ltx_inputs),
+    "ltx_i2v": (ltx, ltx_i2v_inputs),
+}
+
+
 MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Inputs]]] = {
     "flux": (flux, flux_inputs),
     "flux2": (flux2, flux2_inputs),
@@ -365,3 +512,28 @@ def sdxl_pipeline(scheduler: Any = None) -> Any:
 def pixart_pipeline() -> Any:
     parts = {"transformer": pixart(), "scheduler": diffusers.DPMSolverMultistepScheduler(), "vae": vae(4)}
     return pipeline("PixArtSigmaPipeline", text_encoder=None, tokenizer=None, **parts)
+
+
+def wan_pipeline(**options: Any) -> Any:
+    """With `transformer_2` and `boundary_ratio` it has two models, with `expand_timesteps` one timestep per token."""
+    parts = {"transformer": wan(), "scheduler": diffusers.UniPCMultistepScheduler(**FLOW), "vae": None}
+    return pipeline("WanPipeline", tokenizer=None, text_encoder=None, **parts | options)
+
+
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "num_train_timesteps": 1000}
+
+
+def wan_call(
+    height: int = 64, width: int = 80, frames: int = 9, steps: int = 4, is_guided: bool = True
+) -> Inputs:
+    return {
+        "prompt_embeds": randn(1, TEXT, 8, seed=1),
+        "negative_prompt_embeds": randn(1, TEXT, 8, seed=4) if is_guided else None,
+        "height": height,
+        "width": width,
+        "num_frames": frames,
+        "num_inference_steps": steps,
+        "guidance_scale": 3.0 if is_guided else 1.0,
+        "generator": torch.Generator().manual_seed(3),
+        "output_type": "latent",
+    }

@@ -13,7 +13,8 @@ from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
 from nearfield.adapters.moments import check_scheduler
 from nearfield.adapters.region import Layer, Region, check_parallel
-from nearfield.adapters.specs import SPECS, Located, Spec, find, spec_of
+from nearfield.adapters.spec import Located, Pixels, Spec, find
+from nearfield.adapters.specs import SPECS, spec_of
 from nearfield.adapters.steps import Steps
 from nearfield.adapters.summary import summary
 from nearfield.geometry import Grid
@@ -111,6 +112,7 @@ class Handle:
         *,
         height: int,
         width: int,
+        frames: int | None = None,
         text: int | None = None,
         references: Sequence[tuple[int, int]] = (),
         batch: int = 1,
@@ -122,6 +124,7 @@ class Handle:
 
         Args:
             height, width: of the image, in pixels.
+            frames: of the video, where a model makes one.
             text: tokens of text; by default those of the last call, else what is usual for the model.
             references: heights and widths of reference images, in pixels.
             batch: samples per call.
@@ -131,30 +134,42 @@ class Handle:
         check_int("width", width, at_least=1)
         self._forget_removed()
         for region in self._regions:
-            located = _located(region, (height, width), references, text)
+            located = _located(region, _pixels(region, height, width, frames), references, text)
             where = region.device if device is None else torch.device(device)
             if where.type == "meta":
                 hint = "The weights of the model are offloaded, so it is not known where it runs."
                 wrong_value("device", "be given", device, hint)
             region.prepare(located, where, batch)
 
-    def summary(self, *, height: int | None = None, width: int | None = None, text: int | None = None) -> str:
+    def summary(
+        self,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        frames: int | None = None,
+        text: int | None = None,
+    ) -> str:
         """What was changed, what stays dense and why, and how much attention is saved.
 
         Args:
             height, width: tell about images of this size (in pixels); by default about the last call.
+            frames: of videos.
             text: tokens of text.
         """
         if (height is None) != (width is None):
             wrong_value("width", "be given together with `height`", width)
+        if frames is not None and height is None:
+            wrong_value("frames", "be given together with `height` and `width`", frames)
         self._forget_removed()
         places: list[Located | None] = []
+        origin = "last call"
         for region in self._regions:
             if height is not None and width is not None:
-                places.append(_located(region, (height, width), (), text))
+                pixels = _pixels(region, height, width, frames)
+                places.append(_located(region, pixels, (), text))
+                origin = str(pixels)
             else:
                 places.append(region.ready.located if region.ready else None)
-        origin = "last call" if height is None else f"{height}x{width} pixels"
         return summary(self._models, self._regions, places, self.method, self._steps, origin)
 
     def __enter__(self) -> "Handle":
@@ -174,14 +189,25 @@ class Handle:
         return f"Handle({names}; {self.method})"
 
 
+def _pixels(region: Region, height: int, width: int, frames: int | None) -> Pixels:
+    name = region.spec.model
+    if region.spec.is_video and frames is None:
+        wrong_value("frames", f"be given: {name} makes videos", frames, "A still image has 1.")
+    if frames is not None:
+        check_int("frames", frames, at_least=1)
+        if not region.spec.is_video:
+            wrong_value("frames", f"be left out: {name} makes images", frames)
+    return Pixels(height, width, 1 if frames is None else frames)
+
+
 def _located(
-    region: Region, size: tuple[int, int], references: Sequence[tuple[int, int]], text: int | None
+    region: Region, pixels: Pixels, references: Sequence[tuple[int, int]], text: int | None
 ) -> Located:
     spec = region.spec
     if references and not spec.takes_references:
         wrong_value("references", f"be left out: {spec.model} takes none", references)
-    images: tuple[Grid, ...] = (_grid(region, size, ("height", "width")),)
-    images += tuple(_grid(region, reference, ("references", "references")) for reference in references)
+    images = spec.images(region.root, _grid(region, pixels, ("height", "width")))
+    images += tuple(_grid(region, Pixels(*size), ("references", "references")) for size in references)
     if spec.text == 0:
         text = 0
     elif text is None:
@@ -189,12 +215,12 @@ def _located(
     return spec.padded(Located(images, text))
 
 
-def _grid(region: Region, size: tuple[int, int], names: tuple[str, str]) -> Grid:
-    """The tokens of an image; `names` are those of the arguments that `size` came from."""
-    grid = region.spec.size(region.root, region.name, *size)
-    for name, pixels, tokens in zip(names, size, grid, strict=True):
+def _grid(region: Region, pixels: Pixels, names: tuple[str, str]) -> Grid:
+    """The tokens of an image; `names` are those of the arguments that its sides came from."""
+    grid = region.spec.size(region.root, region.name, pixels)
+    for name, side, tokens in zip(names, pixels[:2], grid[-2:], strict=True):
         if not tokens:
-            wrong_value(name, f"be enough pixels for a token of {region.spec.model}", pixels)
+            wrong_value(name, f"be enough pixels for a token of {region.spec.model}", side)
     return grid
 
 

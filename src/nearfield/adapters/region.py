@@ -20,7 +20,7 @@ from nearfield._types import Attended, Impl
 from nearfield.adapters.grids import GridReader
 from nearfield.adapters.moments import Moments
 from nearfield.adapters.processor import SparseProcessor, refuse_to_copy, sparse_processor
-from nearfield.adapters.specs import (
+from nearfield.adapters.spec import (
     CROSS_ATTENTION,
     Arguments,
     Located,
@@ -509,8 +509,12 @@ class Region:
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict):
             return {name: self.moved(item, move) for name, item in value.items()}
+        if move.num_dims not in (None, value.dim()):
+            return value
         way: Callable[[Tensor, int], Tensor] = getattr(self.order, move.way)
         images, length = len(self.order), value.shape[move.dim]
+        if length == 1:  # serves all tokens
+            return value
         if length <= images:
             return way(value, move.dim)
         rest = value.narrow(move.dim, images, length - images)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nearfield.adapters.region import Ready, Region, plans_of
-from nearfield.adapters.specs import Located, Move
+from nearfield.adapters.spec import Located, Move
 from nearfield.adapters.steps import Steps
 from nearfield.attend import explain_choice
 from nearfield.methods import Method
