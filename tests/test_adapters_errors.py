@@ -24,7 +24,8 @@ from nearfield import Hilbert
 
 MODELS = (
     "FluxTransformer2DModel, Flux2Transformer2DModel, SD3Transformer2DModel, PixArtTransformer2DModel, "
-    "QwenImageTransformer2DModel, ZImageTransformer2DModel, UNet2DConditionModel"
+    "QwenImageTransformer2DModel, ZImageTransformer2DModel, UNet2DConditionModel, WanTransformer3DModel, "
+    "HunyuanVideoTransformer3DModel, LTXVideoTransformer3DModel"
 )
 
 

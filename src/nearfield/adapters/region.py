@@ -495,7 +495,6 @@ class Region:
             if isinstance(layer.installed, SparseProcessor):
                 reader = ready.readers[number] if ready else None
                 layer.installed.reader = _Remembering(self, reader) if reader and self.is_timed else reader
-                layer.installed.reader = ready.readers[number] if ready else None
                 layer.installed.dense_reader = ready.dense_reader if ready else None
 
     # -- moving tokens -------------------------------------------------------------------------------------------
