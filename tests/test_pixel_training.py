@@ -11,7 +11,7 @@ from tests.cats import CATS
 from torch import Tensor
 
 from nearfield import cli
-from nearfield.commands import methods
+from nearfield.bench.pixel_cases import ATTENTION
 from nearfield.demo.pixel import PixelConfig, PixelTransformer, load_pixel_model
 from nearfield.demo.storage import BadFile, write_tensors
 from nearfield.training.data import Pixels, pictures, read_pixels
@@ -275,6 +275,6 @@ def test_a_training_that_ends_badly_says_so(
 
 
 def test_fields_on_the_command_line_are_the_methods() -> None:
-    for attention, fields in methods.ATTENTION.items():
+    for attention, fields in ATTENTION.items():
         method = PixelConfig(attention=attention).method()  # type: ignore[arg-type]
         assert all(hasattr(method, field) for field in fields)

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from nearfield.bench.pixel_cases import ATTENTION
 from nearfield.commands.arguments import (
     CURVES,
     ORDERS,
@@ -91,15 +92,6 @@ def method_of(arguments: argparse.Namespace, **defaults: Any) -> Any:
         return Hilbert(**(defaults | given))
     except (TypeError, ValueError) as error:  # fields that do not go together
         raise UsageError(str(error)) from None
-
-
-ATTENTION = {
-    "full": (),
-    "loglinear": ("block", "topk", "levels", "enrich", "order"),
-    "gated": ("block", "topk", "order"),
-    "linear": ("block", "topk", "order"),
-}
-"""Attention that can be trained from the start, and the fields of each that can be given."""
 
 
 def add_attention(parser: argparse.ArgumentParser) -> None:

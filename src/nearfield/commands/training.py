@@ -31,7 +31,7 @@ BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 
 # For trying the whole chain: minutes on a laptop, pictures of nothing much.
 _TINY = {"joint_blocks": 1, "single_blocks": 3, "heads": 4, "head_dim": 32, "condition_tokens": 16}
-_TINY_PIXEL = {"layers": 2, "heads": 2, "head_dim": 32}
+TINY_PIXEL = {"layers": 2, "heads": 2, "head_dim": 32}
 
 
 def add_commands(commands: Any) -> None:
@@ -299,7 +299,7 @@ def _train_pixel(arguments: argparse.Namespace) -> int:
 
         schedule = _schedule(arguments)
         try:
-            sizes: dict[str, Any] = _TINY_PIXEL if arguments.tiny else {}
+            sizes: dict[str, Any] = TINY_PIXEL if arguments.tiny else {}
             config = PixelConfig(attention=attention, fields=fields, size=arguments.size, **sizes)
             _check_levels(config)
         except (TypeError, ValueError) as error:

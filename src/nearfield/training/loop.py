@@ -148,7 +148,7 @@ class Loop:
         ending: Ending | None = None
         with _Signals() as signals:
             while (ending := self._ending(started, signals)) is None:
-                pending.append(self._advance())
+                pending.append(self.advance())
                 if len(pending) == _FETCH:
                     losses += self._fetched(pending)
                 if on_step is not None:
@@ -181,8 +181,8 @@ class Loop:
             return "minutes"
         return None
 
-    def _advance(self) -> Tensor:
-        """One step; its loss stays on the device."""
+    def advance(self) -> Tensor:
+        """Make one step; its loss stays on the device."""
         total: Tensor | None = None
         for part in range(self.schedule.parts):
             loss = self._loss(self.step, part) / self.schedule.parts
