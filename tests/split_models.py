@@ -1,5 +1,9 @@
 """Models whose tokens are split over ranks: what each rank does in the tests of `apply(..., mesh=)`."""
 
+import contextlib
+import io
+import os
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +11,7 @@ from tests import tiny_models
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nearfield import Hilbert, apply
+from nearfield import Hilbert, LogLinear, apply, cli
 
 GRID = (10, 12)
 METHODS = {
@@ -95,10 +99,32 @@ def refused(mesh: DeviceMesh) -> list[str]:
     for model, method in (
         (tiny_models.sdxl(), Hilbert()),
         (tiny_models.flux(), Hilbert(far=16)),
-        (tiny_models.flux(), __import__("nearfield").LogLinear()),
+        (tiny_models.flux(), LogLinear()),
     ):
         try:
             apply(model, method, mesh=mesh)
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def command(mesh: DeviceMesh, *words: str) -> tuple[int, str]:
+    """The command line on every rank: its exit code, and what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = cli.main([word.replace("RANK", str(mesh.get_local_rank())) for word in words])
+    return code, printed.getvalue()
+
+
+def started_by_torchrun(rank: int, size: int, port: int, words: list[str]) -> None:
+    """The command line in an environment as torchrun makes it."""
+    torch.set_num_threads(1)
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": 1,
+    }
+    os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    sys.exit(cli.main(words))

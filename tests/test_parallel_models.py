@@ -1,11 +1,29 @@
 """`apply(..., mesh=)`: real processes that split the tokens of a real FLUX class among them."""
 
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from tests.split_models import METHODS, Ran, disagreeing, gradients, refused, run, run_kind
-from tests.worlds import Failed, World, world_of
+from PIL import Image
+from tests.cats import lively_model
+from tests.split_models import (
+    METHODS,
+    Ran,
+    command,
+    disagreeing,
+    gradients,
+    refused,
+    run,
+    run_kind,
+    started_by_torchrun,
+)
+from tests.worlds import CONTEXT, Failed, World, world_of
+
+from nearfield import cli
+from nearfield.demo.model import save_model
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size} ranks")
@@ -76,3 +94,62 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
             assert (
                 "`method` must read one plan per layer, known beforehand (Hilbert without `far`)" in message
             )
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A picture of a tiny random model of the embedded one's kind, with a dense layer and a dense step."""
+    path = tmp_path_factory.mktemp("model") / "model.safetensors"
+    save_model(path, lively_model(), packing="none")
+    fields = "--tiles 4 --shared-tokens 16 --steps 3 --num 2 --size 64x96 --seed 5"
+    return ["generate", "--weights", str(path), *fields.split()]
+
+
+def picture(folder: Path) -> torch.Tensor:
+    images = [np.asarray(Image.open(path)) for path in sorted((folder / "hilbert").iterdir())]
+    return torch.from_numpy(np.stack(images)).int()
+
+
+def test_generate_gives_the_picture_of_one_process(world: World, words: list[str], tmp_path: Path) -> None:
+    """Up to one step of 255, where a value lies on the border of two."""
+
+    def with_output(folder: Path) -> list[str]:
+        return [*words, "--images", str(folder / "images"), "--out", str(folder / "sheet.png")]
+
+    assert cli.main(with_output(tmp_path / "one")) == 0
+    answers = world.run(command, *with_output(tmp_path / "RANK"))
+    again = world.run(command, *with_output(tmp_path / "again"))
+    assert [code for code, _ in answers + again] == [0] * 2 * world.size
+    assert f"tokens over {world.size} ranks" in answers[0][1]
+    assert [text for _, text in answers[1:]] == [""] * (world.size - 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "again", "one"]  # one rank writes
+    one, split = picture(tmp_path / "one" / "images"), picture(tmp_path / "0" / "images")
+    assert one.float().std() > 10
+    assert (one - split).abs().max() <= 1
+    assert torch.equal(split, picture(tmp_path / "again" / "images"))
+
+
+def test_dense_pictures_are_not_split(world: World) -> None:
+    for code, text in world.run(command, "generate", "--method", "dense"):
+        assert code == 2
+        assert "`--method` must be another than dense under torchrun; got dense." in text
+
+
+def test_generate_finds_its_ranks_under_torchrun(words: list[str], tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "sheet.png"
+    processes = [
+        CONTEXT.Process(target=started_by_torchrun, args=(rank, 2, port, [*words, "--out", str(out)]))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert out.is_file()

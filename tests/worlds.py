@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 # The server imports once what every process needs, and each process is a fork of it.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     ["tests.splits", "torch._dynamo", "diffusers.models.transformers.transformer_flux"]
 )
 _PATIENCE = 60
@@ -35,8 +35,8 @@ class World:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            mine, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
+            mine, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve, args=(theirs, rank, size, str(folder / "store"), timeout)
             )
             process.start()

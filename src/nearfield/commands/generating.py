@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.commands.arguments import OK, UsageError, command, integer, output_file, wrong
+from nearfield.commands.launched import local_rank, mesh_of_ranks, num_ranks
 from nearfield.commands.methods import add_method, method_of
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import write_reports
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from nearfield.demo.generate import Run, Sampler
 
@@ -29,7 +31,8 @@ def add_commands(commands: Any) -> None:
         "make pictures with sparse attention: on the embedded model, or on a diffusers pipeline",
         "  nearfield generate --compare --out cats.png\n  nearfield generate --method dense --num 8 --seed 7\n"
         "  nearfield generate --weights run/model.safetensors --tiles 4 --dense-steps 0 --compare\n"
-        "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare",
+        "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare\n"
+        "  torchrun --nproc-per-node 4 -m -- nearfield generate --size 2048 --num 1",
     )
     parser.add_argument(
         "--size", type=_size, metavar="N", help="pixels: N or HxW (default: what the model was trained at)"
@@ -89,8 +92,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     with missing_extras_told():
         from nearfield.demo import generate, pictures
 
-        pipeline, sample = _prepared(arguments, method)
-        runs = _runs(arguments, pipeline, sample, method)
+        with mesh_of_ranks(chosen_device(arguments.device)) as mesh:
+            pipeline, sample = _prepared(arguments, method, is_silent=not _speaks(mesh))
+            runs = _runs(arguments, pipeline, sample, method, mesh)
+            if not _speaks(mesh):
+                return OK
         records = generate.compared(runs, _measures(arguments, runs))
         shown = [run._replace(images=run.images[:_ON_SHEET]) for run in runs]
         if arguments.images:
@@ -106,7 +112,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     return OK if write_reports(_document(arguments, records), arguments.json) else 1
 
 
+def _speaks(mesh: "DeviceMesh | None") -> bool:
+    """Every rank has the whole picture; the first writes it."""
+    return mesh is None or mesh.get_local_rank() == 0
+
+
 def _check(arguments: argparse.Namespace) -> None:
+    if num_ranks() > 1 and arguments.method == "dense":
+        hint = "Only sparse attention is split over ranks."
+        wrong("--method", "be another than dense under torchrun", "dense", hint)
     if arguments.model and arguments.weights:
         wrong("--weights", "be left out with `--model`", str(arguments.weights))
     if bool(arguments.model) != bool(arguments.prompt):
@@ -120,13 +134,15 @@ def _check(arguments: argparse.Namespace) -> None:
             wrong(name, "name a file that is there", repr(str(path)))
 
 
-def _prepared(arguments: argparse.Namespace, method: Any) -> tuple[Any, "Sampler"]:
+def _prepared(
+    arguments: argparse.Namespace, method: Any, *, is_silent: bool = False
+) -> tuple[Any, "Sampler"]:
     """The pipeline, and what makes its pictures."""
     from nearfield.demo import generate
     from nearfield.demo.sampler import DemoPipeline
 
     device = chosen_device(arguments.device)
-    on_step = _step_bar(arguments)
+    on_step = None if is_silent else _step_bar(arguments)
     common = {"size": arguments.size, "steps": arguments.steps, "seed": arguments.seed}
     if arguments.model:
         pipeline = generate.open_pipeline(arguments.model, device)
@@ -156,7 +172,13 @@ def _lora(arguments: argparse.Namespace, method: Any) -> Path | None:
     return EMBEDDED_LORA if is_embedded and EMBEDDED_LORA.exists() else None
 
 
-def _runs(arguments: argparse.Namespace, pipeline: Any, sample: "Sampler", method: Any) -> list["Run"]:
+def _runs(
+    arguments: argparse.Namespace,
+    pipeline: Any,
+    sample: "Sampler",
+    method: Any,
+    mesh: "DeviceMesh | None" = None,
+) -> list["Run"]:
     from nearfield.demo import generate
 
     runs = []
@@ -164,7 +186,7 @@ def _runs(arguments: argparse.Namespace, pipeline: Any, sample: "Sampler", metho
         if method is None or arguments.compare:
             runs.append(generate.run_dense(sample, pipeline.transformer))
         if method is not None:
-            runs.append(generate.run_sparse(sample, pipeline, method))
+            runs.append(generate.run_sparse(sample, pipeline, method, mesh))
     except ValueError as error:  # a size, or fields that do not fit it
         raise UsageError(str(error)) from None
     return runs
@@ -244,7 +266,9 @@ def chosen_device(name: str | None) -> "torch.device":
     import torch
 
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield.adapters import apply
 from nearfield.demo.model import EMBEDDED
@@ -68,9 +69,9 @@ def run_dense(sample: Sampler, transformer: Any) -> Run:
             transformer.enable_adapters()
 
 
-def run_sparse(sample: Sampler, pipeline: Any, method: Method) -> Run:
-    """Pictures with the attention that a method says."""
-    with apply(pipeline, method) as handle:
+def run_sparse(sample: Sampler, pipeline: Any, method: Method, mesh: DeviceMesh | None = None) -> Run:
+    """Pictures with the attention that a method says; each over all ranks of a mesh, if there is one."""
+    with apply(pipeline, method, mesh=mesh) as handle:
         sampled = sample()
         return Run(name_of(method), *sampled, handle.summary())
 

@@ -62,7 +62,12 @@ def bytes_sent(traffic: Traffic, shapes: Shapes) -> Sent:
     messages = _Messages(traffic, shapes)
     ranks = range(traffic.num_ranks)
     sizes = [
-        [message_bytes(messages.sent(here, there) + messages.returned(here, there)) for there in ranks]
+        [
+            sum(
+                message_bytes(way(here, there)) for way in (messages.sent, messages.returned, messages.spread)
+            )
+            for there in ranks
+        ]
         for here in ranks
     ]
     # A gradient takes the way of its tensor, back.
@@ -85,11 +90,15 @@ class _Messages(NamedTuple):
         return self.shapes.keys(num_keys) + self.shapes.queries(num_queries)
 
     def returned(self, here: int, there: int) -> list[Parcel]:
-        """... then results for the queries that came, and for those that all hold."""
+        """... then results for the queries that came, and for that part of everyone's which is merged there ..."""
         if here == there:
             return []
         visitors = int(self.traffic.num_queries[there, here])
-        return self.shapes.results(visitors) + self.shapes.results(self.traffic.num_everyones)
+        return self.shapes.results(visitors) + self.shapes.results(self.traffic.part_sizes[there])
+
+    def spread(self, here: int, there: int) -> list[Parcel]:
+        """... and last the part of everyone's that was merged here."""
+        return [] if here == there else self.shapes.results(self.traffic.part_sizes[here])
 
 
 def attend(
@@ -132,7 +141,7 @@ def attend(
     )
     layer = _Layer(route, ranks, shapes, scale, impl)
     if not needs_gradient:
-        return layer.merged(layer.forward(query, key, value, key_bias)[0])
+        return layer.spread(*layer.merged(layer.forward(query, key, value, key_bias)[0]))
     out, lse = _Attend.apply(layer, query, key, value, key_bias)  # type: ignore[no-untyped-call]
     return Attended(out, lse)
 
@@ -181,7 +190,8 @@ class _Results(NamedTuple):
 
     Args:
         local, fetched: over what is here, and over what came.
-        returned: of each rank: travellers' results from there, and results of everyone's queries there.
+        returned: of each rank: travellers' results from there, and results there of the part of everyone's queries that
+            is merged here.
     """
 
     local: Attended
@@ -246,12 +256,14 @@ class _Layer(NamedTuple):
         return Attended(call.queries.leave(out), call.queries.leave(lse))
 
     def _returned(self, messages: _Messages, local: Attended, visited: Attended | None) -> list[list[Tensor]]:
-        """Send visitors' results home, and exchange those of everyone's queries."""
+        """Send visitors' results home, and those of everyone's queries to where each part is merged."""
         route = self.route
-        everyones = [part.index_select(2, route.everyones) for part in local]
         visits = self._by_rank(visited or _no_results(self.shapes, local.out.device))
         outgoing = [
-            [*visits[other], *everyones] if other != route.rank else [] for other in range(route.num_ranks)
+            [*visits[other], *(part.index_select(2, route.everyones[other]) for part in local)]
+            if other != route.rank
+            else []
+            for other in range(route.num_ranks)
         ]
         incoming = [messages.returned(other, route.rank) for other in range(route.num_ranks)]
         return self.ranks.exchange(outgoing, incoming).wait()
@@ -260,11 +272,13 @@ class _Layer(NamedTuple):
         counts = self.route.traffic.num_queries[:, self.route.rank].tolist()
         return [list(parts) for parts in zip(*(part.split(counts, dim=2) for part in visited), strict=True)]
 
-    def merged(self, results: _Results) -> Attended:
+    def merged(self, results: _Results) -> tuple[Attended, Attended]:
+        """Results of all queries but everyone's, and those of everyone's that are merged here."""
         route, local = self.route, results.local
         whole = local if results.fetched is None else merge(local, results.fetched)
+        mine = Attended(*(part.index_select(2, route.everyones[route.rank]) for part in local))
         if results.returned is None:
-            return whole
+            return whole, mine
         if len(route.travellers):
             here = Attended(*(part.index_select(2, route.travellers) for part in whole))
             parts = [here]
@@ -272,10 +286,20 @@ class _Layer(NamedTuple):
                 if tensors and len(index):
                     parts.append(_spread(Attended(*tensors[:2]), index, here))
             whole = _placed(whole, route.travellers, _merged(parts))
-        if len(route.everyones):
-            mine = [part.index_select(2, route.everyones) for part in local]
-            parts = [Attended(*(tensors[2:] or mine)) for tensors in results.returned]
-            whole = _placed(whole, route.everyones, _merged(parts))
+        return whole, _merged([Attended(*(tensors[2:] or mine)) for tensors in results.returned])
+
+    def spread(self, whole: Attended, mine: Attended) -> Attended:
+        """Every rank gets all of everyone's results, each part from where it was merged."""
+        route, messages = self.route, _Messages(self.route.traffic, self.shapes)
+        if not route.traffic.has_everyones:
+            return whole
+        ranks = range(route.num_ranks)
+        arrived = self.ranks.exchange(
+            [list(mine) if other != route.rank else [] for other in ranks],
+            [messages.spread(other, route.rank) for other in ranks],
+        ).wait()
+        for index, tensors in zip(route.everyones, arrived, strict=True):
+            whole = _placed(whole, index, Attended(*(tensors or mine)))
         return whole
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -285,13 +309,13 @@ class _Layer(NamedTuple):
     ) -> tuple[Tensor, _Sides]:
         route, messages = self.route, _Messages(self.route.traffic, self.shapes)
         ranks = range(route.num_ranks)
-        local_grads, fetched_grads, returned_grads = self._unmerged(grads, results)
+        local_grads, fetched_grads, returned_grads = self._unmerged(*self._unspread(grads), results)
         visited_grads = None
         if returned_grads is not None:
             arrived = self.ranks.exchange(
                 returned_grads, [messages.returned(route.rank, other) for other in ranks]
             ).wait()
-            visited_grads = self._summed_up(arrived, local_grads)
+            visited_grads = self._distributed(arrived, local_grads)
 
         keys_back, queries_back = self._no_gradients()
         if route.fetched is not None and fetched_grads is not None:
@@ -333,8 +357,29 @@ class _Layer(NamedTuple):
         )
         return query_grad, _Sides.of(came_home)
 
+    def _unspread(self, grads: Attended) -> tuple[Attended, Attended]:
+        """Gradients of all queries but everyone's, and of everyone's that were merged here: the sum over ranks."""
+        route, messages = self.route, _Messages(self.route.traffic, self.shapes)
+        mine = Attended(*(grad.index_select(2, route.everyones[route.rank]) for grad in grads))
+        if not route.traffic.has_everyones:
+            return grads, mine
+        ranks = range(route.num_ranks)
+        outgoing = [
+            [grad.index_select(2, route.everyones[other]) for grad in grads] if other != route.rank else []
+            for other in ranks
+        ]
+        arrived = self.ranks.exchange(
+            outgoing, [messages.spread(route.rank, other) for other in ranks]
+        ).wait()
+        total = [
+            _sum([(tensors or mine)[number].to(self.shapes.lse_dtype) for tensors in arrived]).to(grad.dtype)
+            for number, grad in enumerate(grads)
+        ]
+        rest = [grad.index_fill(2, torch.cat(route.everyones), 0) for grad in grads]
+        return Attended(*rest), Attended(*total)
+
     def _unmerged(
-        self, grads: Attended, results: _Results
+        self, grads: Attended, my_grads: Attended, results: _Results
     ) -> tuple[Attended, Attended | None, list[list[Tensor]] | None]:
         """Gradients of the results that were merged: merging is cheap, so it is done again and differentiated."""
         parts = [part.detach().requires_grad_() for part in results.local]
@@ -344,10 +389,12 @@ class _Layer(NamedTuple):
             Attended(*parts), Attended(*fetched) if fetched else None, returned if results.returned else None
         )
         with torch.enable_grad():
-            out, lse = self.merged(leaves)
+            whole, mine = self.merged(leaves)
         inputs = [*parts, *fetched, *(part for parts in returned for part in parts)]
         found = iter(
-            torch.autograd.grad((out, lse), inputs, tuple(grads), allow_unused=True, materialize_grads=True)
+            torch.autograd.grad(
+                (*whole, *mine), inputs, (*grads, *my_grads), allow_unused=True, materialize_grads=True
+            )
         )
         local_grads = Attended(next(found), next(found))
         fetched_grads = Attended(next(found), next(found)) if fetched else None
@@ -355,16 +402,14 @@ class _Layer(NamedTuple):
             return local_grads, fetched_grads, None
         return local_grads, fetched_grads, [[next(found) for _ in parts] for parts in returned]
 
-    def _summed_up(self, arrived: list[list[Tensor]], local_grads: Attended) -> Attended | None:
-        """Gradients of visitors' results; those of everyone's queries are added to the local ones, rank by rank."""
+    def _distributed(self, arrived: list[list[Tensor]], local_grads: Attended) -> Attended | None:
+        """Gradients of visitors' results; those of everyone's, merged elsewhere, join the local ones."""
         route = self.route
-        others = [parts for parts in arrived if parts]
-        if len(route.everyones):
-            for grad, place in zip(local_grads, (2, 3), strict=True):
-                mine = grad.index_select(2, route.everyones)
-                total = _sum([parts[place] if parts else mine for parts in arrived])
-                grad.index_copy_(2, route.everyones, total)
-        return Attended(*_joined([parts[:2] for parts in others])) if route.visited is not None else None
+        for index, parts in zip(route.everyones, arrived, strict=True):
+            for grad, part in zip(local_grads, parts[2:], strict=False):
+                grad.index_copy_(2, index, part)
+        others = [parts[:2] for parts in arrived if parts]
+        return Attended(*_joined(others)) if route.visited is not None else None
 
     def _gradients(
         self, call: Call, grads: Attended, query: Tensor, keys: _Sides, results: Attended
@@ -402,7 +447,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         results, work = layer.forward(query, key, value, bias)
-        out, lse = layer.merged(results)
+        out, lse = layer.spread(*layer.merged(results))
         kept = _Kept(query, _Sides(key, value, bias), results, work)
         ctx.layer = layer
         tensors: list[Tensor] = []

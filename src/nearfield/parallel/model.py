@@ -23,6 +23,10 @@ from nearfield.parallel.split import Split
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
+_UNITS_PER_SHARE = (
+    4  # at least, so that shares differ by a quarter at most; small ones may tear blocks for it
+)
+
 
 class Share:
     """The image tokens of one rank: `enter` orders them and keeps its share, `leave` gathers all and brings them back.
@@ -141,9 +145,10 @@ class SplitModel:
         self.ranks, self.block = ranks, block
         spans = method.spans(geometry)
         longest = max(stop - start for start, stop in spans)
-        unit = min(block, 2 ** max(longest // ranks.size, 1).bit_length() // 2)
+        share = max(longest // ranks.size // _UNITS_PER_SHARE, 1)
+        unit = min(block, 2 ** (share.bit_length() - 1))
         text = [geometry.text_span] if geometry.text else []
-        self.split = Split.even(spans, ranks.size, unit=max(unit, 1), replicated=text)
+        self.split = Split.even(spans, ranks.size, unit=unit, replicated=text)
 
     def share(self, ordering: Ordering, geometry: Geometry) -> Share:
         """The tokens of the images alone, which stand in the sequence as in the model's own tensors."""

@@ -5,8 +5,8 @@ ranks one of two things travels. Usually keys and values do: those blocks that t
 each once. But a row that reads most of what another rank holds, as text and shared tokens do, is itself smaller than
 what it reads: its queries travel there, are attended to, and a partial result with its `lse` comes back.
 
-Rows that every rank holds (replicated text) travel nowhere: each rank lets them read the keys it owns, and all
-exchange these partial results.
+Rows that every rank holds (replicated text) travel nowhere: each rank lets them read the keys it owns. Of these partial
+results every rank merges a part, and all get the parts.
 
 Plans have blocks, and a split may tear them. So every rank lays out its tokens in whole blocks, with holes where a
 block is torn; where blocks are whole, as with cuts on multiples of the block, nothing is moved at all.
@@ -15,6 +15,7 @@ block is torn; where blocks are whole, as with cuts on multiples of the block, n
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ class Route:
         queries_out: for each rank, which queries travel there.
         travellers: all queries that travel anywhere.
         returned: for each rank, which of the `travellers` have been there.
-        everyones: the queries that all ranks hold.
+        everyones: the queries that all ranks hold, in parts: for each rank those that it merges.
     """
 
     rank: int
@@ -91,7 +92,7 @@ class Route:
     queries_out: tuple[Tensor, ...]
     travellers: Tensor
     returned: tuple[Tensor, ...]
-    everyones: Tensor
+    everyones: tuple[Tensor, ...]
 
     @property
     def num_ranks(self) -> int:
@@ -162,15 +163,26 @@ class Traffic:
                 self._fetched[reader, holder] = _marked(reads.shape[1], columns[stays])
                 self._travelling[reader, holder] = _marked(reads.shape[0], rows[travels])
 
-    @property
+    @cached_property
     def num_everyones(self) -> int:
         """Queries that all ranks hold."""
         return int((self.queries.owners == REPLICATED).sum())
 
     @property
+    def has_everyones(self) -> bool:
+        """Whether queries that all ranks hold have results on several."""
+        return self.num_everyones > 0 and self.num_ranks > 1
+
+    @property
     def has_returns(self) -> bool:
         """Whether any rank has partial results for another."""
-        return bool(self.num_queries.any()) or (self.num_everyones > 0 and self.num_ranks > 1)
+        return bool(self.num_queries.any()) or self.has_everyones
+
+    @cached_property
+    def part_sizes(self) -> list[int]:
+        """How many of everyone's queries each rank merges."""
+        ends = [self.num_everyones * rank // self.num_ranks for rank in range(self.num_ranks + 1)]
+        return [stop - start for start, stop in pairwise(ends)]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -236,7 +248,7 @@ class Traffic:
             tuple(index.to(where) for index in queries_out),
             travellers.to(where),
             tuple(index.to(where) for index in returned),
-            everyones.to(where),
+            everyones.to(where).split(self.part_sizes),
         )
 
     def _sent_keys(self, holder: int, reader: int) -> Tensor:
