@@ -31,6 +31,7 @@ def same(one: Chunk, two: Chunk) -> bool:
 
 def write_large(directory: Path, length: int) -> None:
     """Write the same large chunk again and again, until killed."""
+    torch.set_num_threads(1)  # threads do not survive the fork that made this process
     store, chunk = ChunkStore(directory), some_chunk(length=length)
     while True:
         store.put(identity(1), chunk, FACTS)

@@ -46,6 +46,7 @@ SIDEWAYS = {
     ("pyramid", "planning"),
     ("training", "demo"),
     ("adapters", "parallel"),
+    ("retrieval", "parallel"),
 }
 ANNOTATIONS_ONLY = {("_checks", "plan"), ("_checks", "geometry")}
 

@@ -1,6 +1,5 @@
 """The store under faults, with real processes: kills in mid-write, full disks, writers and readers at once."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -10,25 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import store_workers
 from tests.store_workers import FACTS, identity, same, some_chunk
 from tests.tiny_language_models import DOCUMENTS
+from tests.worlds import CONTEXT as PROCESSES
 
 from nearfield.retrieval import ChunkStore, MissingChunk
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and limits")
-ROOT = Path(__file__).resolve().parents[1]
-# One server imports the libraries once; the processes it forks start at once and share nothing with this one.
-PROCESSES = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
-    PROCESSES.set_forkserver_preload(["tests.store_workers"])
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(3, mp_context=PROCESSES) as executor:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        executor.submit(len, "").result(120)  # the server has started
+    with ProcessPoolExecutor(3, PROCESSES, torch.set_num_threads, (1,)) as executor:
+        executor.submit(len, "").result(120)  # the server that forks them has started
         yield executor
 
 
@@ -89,7 +84,7 @@ def test_full_disk_leaves_the_old_chunk_and_no_rest(tmp_path: Path, pool: Proces
     """The system refuses to let the file grow, in the middle of it. In a process of its own: limits stay."""
     store = ChunkStore(tmp_path)
     store.put(identity(1), some_chunk(1), FACTS)
-    with ProcessPoolExecutor(1, mp_context=PROCESSES) as limited:
+    with ProcessPoolExecutor(1, PROCESSES, torch.set_num_threads, (1,)) as limited:
         told = limited.submit(store_workers.write_limited, tmp_path, 500).result(60)
     assert "File too large" in told
     assert [path.name for path in tmp_path.iterdir()] == [f"{identity(1)}.safetensors"]

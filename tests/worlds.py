@@ -18,7 +18,12 @@ import torch.distributed as dist
 # The server imports once what every process needs, and each process is a fork of it.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["tests.splits", "torch._dynamo", "diffusers.models.transformers.transformer_flux"]
+    [
+        "tests.splits",
+        "tests.store_workers",
+        "torch._dynamo",
+        "diffusers.models.transformers.transformer_flux",
+    ]
 )
 _PATIENCE = 60
 

@@ -20,6 +20,7 @@ from nearfield.retrieval.selectors import (
     score,
     select,
 )
+from nearfield.retrieval.sharing import SharedContext
 from nearfield.retrieval.store import ChunkStore, DamagedChunk, ForeignChunk, MissingChunk
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Report",
     "Reuse",
     "Selector",
+    "SharedContext",
     "Verification",
     "assemble",
     "best_last",

@@ -102,12 +102,13 @@ def _decoder_inputs(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, T
         wrong_value(
             "inputs", "hold what positions are made of", ", ".join(inputs), "Use the model's processor."
         )
-    return found["embeddings"][0], positions[-3:, 0]  # the first of four rows would be places in the sequence
+    embeddings: Tensor = found["embeddings"][0]
+    return embeddings, positions[-3:, 0]  # the first of four rows would be places in the sequence
 
 
 def _cell_of(model: Any, grid: Tensor, cells: int) -> Tensor:
     """The cell of each of an image's tokens, which stand line by line."""
-    merged = model.config.vision_config.spatial_merge_size
+    merged = int(model.config.vision_config.spatial_merge_size)
     frames, height, width = int(grid[0]), int(grid[1]) // merged, int(grid[2]) // merged
     if cells > min(height, width):
         wrong_value("cells", f"be at most {min(height, width)}, the image's shorter side in tokens", cells)

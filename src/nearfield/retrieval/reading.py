@@ -41,16 +41,30 @@ _current: ContextVar[Reader] = ContextVar("reader")
 
 @torch.no_grad()
 def run(
-    model: Any, tokens: Tensor, positions: Tensor, reader: Reader, embeddings: Tensor | None = None
-) -> None:
+    model: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    reader: Reader,
+    embeddings: Tensor | None = None,
+    *,
+    with_logits: bool = False,
+) -> Tensor | None:
     """Send tokens `[N]` at positions `[N]` through the layers; `reader` attends, and sees all there is to see.
 
     Positions may have several axes, `[axes, N]`. Where there are `embeddings` `[N, hidden]` they stand for the tokens.
     The model's attention is exchanged meanwhile, so one model serves one thread at a time.
+
+    Returns the logits `[vocabulary]` of what follows the last token, if they are asked for.
     """
-    what = {"input_ids": tokens[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}
+    what: dict[str, Any] = {"position_ids": positions.unsqueeze(-2), "use_cache": False}
+    what |= {"input_ids": tokens[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}
     with _attention_of(model, reader), suppress(_Finished):
-        model.get_decoder()(**what, position_ids=positions.unsqueeze(-2), use_cache=False)
+        if not with_logits:
+            model.get_decoder()(**what)
+            return None
+        logits: Tensor = model(**what, logits_to_keep=1).logits[0, -1]
+        return logits
+    return None
 
 
 @contextmanager

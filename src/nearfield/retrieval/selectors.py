@@ -88,17 +88,34 @@ class _Weighing:
         return attend(query, key, value, self._plan, positions=self.positions, scale=scale).out
 
     def _weights(self, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-        """Attention weights `[N, M]`, averaged over heads; the heads of one key head at a time, to save memory."""
-        precise = torch.promote_types(query.dtype, torch.float32)
-        heads, num_queries, size = query.shape[1:]
-        groups = key.shape[1]
-        scale = size**-0.5 if scale is None else scale
         hidden = self.positions.key[0] > self.positions.query[0][:, None]
-        total = torch.zeros(num_queries, key.shape[2], dtype=precise, device=query.device)
-        for queries, keys in zip(query[0].split(heads // groups), key[0], strict=True):
-            logits = scale * queries.to(precise) @ keys.to(precise).T
-            total += logits.masked_fill(hidden, float("-inf")).softmax(-1).sum(0)
-        return total / heads
+        return head_weights(query, key, scale, None, hidden)
+
+
+def head_weights(
+    query: Tensor, key: Tensor, scale: float | None, lse: Tensor | None, hidden: Tensor | None = None
+) -> Tensor:
+    """Attention weights `[N, M]`, averaged over heads; the heads of one key head at a time, to save memory.
+
+    Args:
+        lse: `[1, H, N]` logs of the sums of weights, where there are more keys than these.
+        hidden: `[N, M]` pairs without weight.
+    """
+    precise = torch.promote_types(query.dtype, torch.float32)
+    heads, num_queries, size = query.shape[1:]
+    per_key = heads // key.shape[1]
+    scale = size**-0.5 if scale is None else scale
+    total = torch.zeros(num_queries, key.shape[2], dtype=precise, device=query.device)
+    for group, queries in enumerate(query[0].split(per_key)):
+        logits = scale * queries.to(precise) @ key[0, group].to(precise).T
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, float("-inf"))
+        if lse is None:
+            total += logits.softmax(-1).sum(0)
+        else:
+            sums = lse[0, group * per_key : (group + 1) * per_key, :, None]
+            total += (logits - sums).exp().sum(0)
+    return total / heads
 
 
 @dataclass(frozen=True)
@@ -218,7 +235,17 @@ def score(
     return selector_of(selector).score(model, context, question.to(context.tokens))
 
 
-def select(context: Context, scores: Tensor, ratio: float = 0.15) -> Tensor:
+class Rows(Protocol):
+    """What `select` must know of a context."""
+
+    @property
+    def owner(self) -> Tensor: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def select(context: Rows, scores: Tensor, ratio: float = 0.15) -> Tensor:
     """The rows to recompute, ascending: the best `max(1, int(ratio * T))` of all chunks but the first.
 
     The first chunk has seen all that stands before it: it is exact already. Among equal scores earlier rows win.

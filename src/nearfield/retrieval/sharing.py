@@ -1,0 +1,261 @@
+"""One context over many ranks: each computes and keeps its own chunks; only scores and selected rows travel.
+
+The question runs on every rank and reads what is there; the ranks tell each other what they read, as outputs and the
+logs of their sums of weights, which is as much as the question is long. Selected rows are computed where they stand:
+their queries go to the ranks before, and what was read there comes back.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import DynamicCache
+
+from nearfield import planning
+from nearfield._checks import wrong_value
+from nearfield._types import Attended, Positions
+from nearfield.attend import attend, merge
+from nearfield.parallel.ranks import Message, Parcel, Ranks
+from nearfield.retrieval.chunks import Chunk, Context, check_tokens
+from nearfield.retrieval.reading import run
+from nearfield.retrieval.rotary import Turn, check_model, check_window
+from nearfield.retrieval.selectors import InfoFlow, head_weights, select
+
+
+class SharedContext:
+    """Chunks of all ranks, one after another in the order of the ranks. Every call is made by all ranks alike.
+
+    Args:
+        chunks: this rank's own, at least one, all behind the same prefix. The first rank keeps the prefix.
+        mesh: the ranks, in one dimension.
+
+    Attributes:
+        tokens, positions, cache: of the rows this rank holds.
+        owner, lengths: of all rows and chunks.
+    """
+
+    def __init__(self, model: Any, chunks: Sequence[Chunk], mesh: DeviceMesh) -> None:
+        check_model(model)
+        if not len(chunks):
+            wrong_value("chunks", "hold at least one chunk on every rank", "none")
+        self.model, self.ranks = model, Ranks(mesh)
+        prefix = chunks[0].tokens[: chunks[0].prefix_length]
+        self.ranks.agree(prefix=prefix.tolist(), precision=model.dtype, layers=len(chunks[0].keys))
+        everyones = self._everyones_lengths(chunks)
+        sizes = [sum(lengths) for lengths in everyones]
+        sizes[0] += len(prefix)
+        check_window(model, sum(sizes))
+        self.starts = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
+        self.lengths = tuple(length for lengths in everyones for length in lengths)
+        counts = torch.tensor(self.lengths, device=model.device)
+        counts[0] += len(prefix)
+        self.owner = torch.arange(len(counts), device=model.device).repeat_interleave(counts)
+        self._hold(chunks, len(prefix))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, to others, so far."""
+        return self.ranks.bytes_sent
+
+    def score(self, question: Tensor, selector: InfoFlow | None = None) -> Tensor:
+        """Scores `[T]` of all rows for a question, the same on every rank."""
+        check_tokens("question", question)
+        selector = selector or InfoFlow()
+        layers = selector.layers(len(self.cache.layers))
+        reader = _Asking(self, len(question), layers, 2 if selector.norm == "l2" else 1)
+        run(self.model, question.to(self.model.device), reader.places, reader)
+        own = reader.scores / len(layers)
+        return torch.cat(self._everyones(own, [(size,) for size in self._sizes()]))
+
+    def select(self, scores: Tensor, ratio: float = 0.15) -> Tensor:
+        """The rows to recompute, as `select` chooses them."""
+        return select(self, scores, ratio)
+
+    def recompute(self, rows: Tensor) -> None:
+        """Compute rows of the whole context again, each on the rank that holds it."""
+        rows = rows.unique().to(self.model.device)
+        if len(rows):
+            reader = _Overwriting(self, rows)
+            # Models do not run without a token: a rank that has nothing to compute runs one for nothing.
+            here = reader.own if len(reader.own) else torch.zeros(1, dtype=torch.long, device=rows.device)
+            run(self.model, self.tokens[here], self.positions[here], reader)
+
+    def next_logits(self, question: Tensor) -> Tensor:
+        """Logits `[vocabulary]` of what follows the question, on every rank. The cache stays as it is."""
+        check_tokens("question", question)
+        reader = _Asking(self, len(question), range(0), 2)
+        logits = run(self.model, question.to(self.model.device), reader.places, reader, with_logits=True)
+        assert logits is not None
+        return logits
+
+    def gather(self) -> Context:
+        """The whole context on every rank, to generate from. The one call that sends the cache itself."""
+        sizes = self._sizes()
+        layers = []
+        for layer in self.cache.layers:
+            sides = []
+            for side in (layer.keys, layer.values):
+                shapes = [(*side.shape[:2], size, side.shape[3]) for size in sizes]
+                sides.append(torch.cat(self._everyones(side, shapes), 2))
+            layers.append((sides[0], sides[1]))
+        tokens = torch.cat(self._everyones(self.tokens, [(size,) for size in sizes]))
+        offset = torch.cat(self._everyones(self._offset, [(size,) for size in sizes]))
+        positions = torch.arange(self.num_tokens, device=self.model.device)
+        return Context(tokens, positions, self.owner, offset, self.lengths, DynamicCache(layers))
+
+    # -- what this rank holds ------------------------------------------------------------------------------------
+
+    def _hold(self, chunks: Sequence[Chunk], prefix: int) -> None:
+        """Move this rank's texts to their places."""
+        device, index = self.model.device, self.ranks.index
+        kept = [chunk.prefix_length for chunk in chunks]
+        self._offset = torch.cat([torch.arange(chunk.length) for chunk in chunks]).to(device)
+        source = prefix + self._offset
+        if index == 0:  # its first chunk brings the prefix, which stands where it was made
+            kept[0] = 0
+            self._offset = torch.cat([self._offset.new_zeros(prefix), self._offset])
+            source = torch.cat([torch.arange(prefix, device=device), source])
+        self.tokens = _rows([chunk.tokens for chunk in chunks], kept, 0).to(device)
+        self.positions = torch.arange(self.starts[index], self.starts[index + 1], device=device)
+        turn = Turn(self.model, source, self.positions)
+        self.cache = DynamicCache(
+            [
+                (
+                    turn.keys(
+                        _rows([chunk.keys[layer, None] for chunk in chunks], kept, 2).to(device), layer
+                    ),
+                    _rows([chunk.values[layer, None] for chunk in chunks], kept, 2).to(device),
+                )
+                for layer in range(len(chunks[0].keys))
+            ]
+        )
+
+    def _sizes(self) -> list[int]:
+        return [stop - start for start, stop in pairwise(self.starts)]
+
+    # -- what travels --------------------------------------------------------------------------------------------
+
+    def _everyones_lengths(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        device = self.model.device
+        own = torch.tensor([chunk.length for chunk in chunks], device=device)
+        counts = self._everyones(torch.tensor([len(own)], device=device), [(1,)] * self.ranks.size)
+        return [lengths.tolist() for lengths in self._everyones(own, [(int(count),) for count in counts])]
+
+    def _everyones(self, own: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """A tensor of every rank, in their order."""
+        others = [rank != self.ranks.index for rank in range(self.ranks.size)]
+        outgoing = [[own] if other else [] for other in others]
+        incoming: list[Message] = [
+            (Parcel(shape, own.dtype),) if other else () for shape, other in zip(shapes, others, strict=True)
+        ]
+        found = self.ranks.exchange(outgoing, incoming).wait()
+        return [parts[0] if parts else own for parts in found]
+
+
+def _rows(parts: Sequence[Tensor], starts: Sequence[int], dim: int) -> Tensor:
+    """Each part from its start on, one after another."""
+    return torch.cat(
+        [part.narrow(dim, start, part.shape[dim] - start) for part, start in zip(parts, starts, strict=True)],
+        dim,
+    )
+
+
+class _Asking:
+    """The question reads the rows of this rank, then what the other ranks read, then itself."""
+
+    def __init__(self, shared: SharedContext, length: int, layers: range, order: int) -> None:
+        device = shared.model.device
+        self.places = shared.num_tokens + torch.arange(length, device=device)
+        self.scores = torch.zeros(len(shared.tokens), device=device)
+        self._shared, self._layers, self._order = shared, layers, order
+        self._far = planning.full(length, len(shared.tokens), device=device)
+        self._near = planning.full(length, length, device=device)
+        self._own = Positions(self.places[None], self.places[None])
+
+    def read(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor | None:
+        cached = self._shared.cache.layers[layer]
+        here = attend(query, cached.keys, cached.values, self._far, scale=scale)
+        itself = attend(query, key, value, self._near, positions=self._own, scale=scale)
+        ranks = self._shared.ranks.size
+        outs = self._shared._everyones(here.out, [tuple(here.out.shape)] * ranks)
+        logs = self._shared._everyones(here.lse, [tuple(here.lse.shape)] * ranks)
+        whole = reduce(merge, [*map(Attended, outs, logs), itself])
+        if layer in self._layers:
+            weights = head_weights(query, cached.keys, scale, whole.lse)
+            self.scores = self.scores + torch.linalg.vector_norm(weights, self._order, dim=0)
+        if self._layers and layer == self._layers[-1]:
+            return None
+        return whole.out
+
+
+class _Overwriting:
+    """Selected rows of all ranks: each rank writes its own, and reads for the ranks after it."""
+
+    def __init__(self, shared: SharedContext, rows: Tensor) -> None:
+        self._shared = shared
+        starts, index = shared.starts, shared.ranks.index
+        own = (rows >= starts[index]) & (rows < starts[index + 1])
+        self.own = rows[own] - starts[index]
+        bounds = torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist()
+        self._counts = [stop - start for start, stop in pairwise(bounds)]
+        self._readers = rows[bounds[index] :]  # rows of this rank and of those after it
+        self._positions = Positions(self._readers[None], shared.positions[None])
+        keys = len(shared.tokens)
+        self._plan = (
+            planning.full(len(self._readers), keys, device=rows.device) if len(self._readers) else None
+        )
+
+    def read(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor | None:
+        count, cached = len(self.own), self._shared.cache.layers[layer]
+        cached.keys.index_copy_(2, self.own, key[:, :, :count].to(cached.keys))
+        cached.values.index_copy_(2, self.own, value[:, :, :count].to(cached.values))
+        if layer == len(self._shared.cache.layers) - 1:
+            return None
+        queries = self._queries(query[:, :, :count])
+        if self._plan is not None:
+            here = attend(
+                queries, cached.keys, cached.values, self._plan, positions=self._positions, scale=scale
+            )
+        else:  # neither this rank nor one after it has a row
+            here = Attended(queries, queries[..., 0])
+        out = self._returned(here)
+        return out if count else torch.zeros_like(query)
+
+    def _queries(self, query: Tensor) -> Tensor:
+        """Queries of this rank and of those after it."""
+        ranks, index = self._shared.ranks, self._shared.ranks.index
+        outgoing = [[query] if rank < index else [] for rank in range(ranks.size)]
+        incoming: list[Message] = [
+            (Parcel((*query.shape[:2], count, query.shape[3]), query.dtype),) if rank > index else ()
+            for rank, count in enumerate(self._counts)
+        ]
+        found = ranks.exchange(outgoing, incoming).wait()
+        return torch.cat([query, *(part for parts in found for part in parts)], 2)
+
+    def _returned(self, read: Attended) -> Tensor:
+        """What this rank read for later ranks goes to them; what earlier ranks read for this one is merged."""
+        ranks, index = self._shared.ranks, self._shared.ranks.index
+        later = self._counts[index:]
+        outs, logs = read.out.split(later, 2), read.lse.split(later, 2)
+        outgoing = [
+            [outs[rank - index], logs[rank - index]] if rank > index else [] for rank in range(ranks.size)
+        ]
+        shape = outs[0].shape
+        message = (Parcel(tuple(shape), read.out.dtype), Parcel(tuple(shape[:3]), read.lse.dtype))
+        incoming: list[Message] = [message if rank < index else () for rank in range(ranks.size)]
+        found = ranks.exchange(outgoing, incoming).wait()
+        return reduce(
+            merge, [Attended(outs[0], logs[0]), *(Attended(*parts) for parts in found if parts)]
+        ).out
