@@ -638,7 +638,7 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: Merge().block_group("text", 0),
         ValueError,
-        "`kind` must be one of 'joint', 'single'; got 'text'.",
+        "`kind` must be one of 'joint', 'single', 'plain'; got 'text'.",
     ),
     (lambda: Merge().refresh_phase(-1), ValueError, "`step` must be at least 0; got -1."),
     (

@@ -81,6 +81,48 @@ def check_no_text(geometry: Geometry) -> None:
         wrong_value("geometry", "have no text for this method", f"{geometry}")
 
 
+@dataclass(frozen=True)
+class Shortened(Geometry):
+    """A geometry whose image tokens were merged inside runs of their order: every image is a line of what is left.
+
+    Args:
+        whole: the geometry before merging.
+        runs: how many tokens each run had, and how many are left; runs do not span two images.
+    """
+
+    whole: Geometry | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, whole: Geometry, runs: Sequence[tuple[int, int]]) -> "Shortened":
+        lines = tuple((sum(left for _, left in some),) for some in _runs_of_images(whole, runs))
+        return cls(lines[0], whole.text, whole.text_first, lines[1:], whole, tuple(runs))
+
+    def runs_of_images(self) -> list[list[tuple[int, int]]]:
+        """The runs of each image."""
+        assert self.whole is not None
+        return _runs_of_images(self.whole, self.runs)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} merged"
+
+
+def _runs_of_images(whole: Geometry, runs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    found: list[list[tuple[int, int]]] = []
+    rest = list(runs)
+    for grid in whole.images:
+        missing, mine = math.prod(grid), []
+        while missing > 0 and rest:
+            mine.append(rest.pop(0))
+            missing -= mine[-1][0]
+        if missing:
+            wrong_value("runs", f"make up the {math.prod(grid)} tokens of {grid}", runs)
+        found.append(mine)
+    if rest:
+        wrong_value("runs", f"make up the {whole.num_image_tokens} image tokens of {whole}", runs)
+    return found
+
+
 def _checked_grid(name: str, grid: object, hint: str = "") -> Grid:
     if not isinstance(grid, Sequence) or any(
         isinstance(side, bool) or not isinstance(side, int) for side in grid

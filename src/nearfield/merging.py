@@ -155,6 +155,18 @@ class Merging:
         """The log of how many tokens each merged one stands for, `[B, 1, merged]`: a `key_bias` of `attend`."""
         return self.sizes.log()[:, None]
 
+    def to(self, dtype: torch.dtype) -> "Merging":
+        """The same map, converted once for tokens of a dtype; sizes stay as they are."""
+
+        def cast(matrices: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            return tuple(None if matrix is None else matrix.to(dtype) for matrix in matrices)
+
+        moved = object.__new__(Merging)
+        for name, value in vars(self).items():
+            is_matrix = name in ("shares", "_means")
+            object.__setattr__(moved, name, cast(value) if is_matrix else value)
+        return moved
+
     def enter(self, x: Tensor, dim: int = 1) -> Tensor:
         """Merged tokens: weighted means of the tokens of `x`, which stand in dimension `dim`."""
         moved = self._checked("x", x, dim, self.regions.num_tokens)

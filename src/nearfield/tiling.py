@@ -8,6 +8,7 @@ smaller than a unit).
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from nearfield import curves
 from nearfield._checks import wrong_value
-from nearfield.geometry import Geometry, Grid, Span
+from nearfield.geometry import Geometry, Grid, Shortened, Span
 
 Curve = Literal["auto", "hilbert", "hilbert-closed", "morton", "raster"]
 Shared = Literal["centre", "distributed", "none"]
@@ -56,20 +57,47 @@ def segments_of(
     """The order of every image of a geometry. Rings begin on a multiple of `unit` where there is a shared region.
 
     By default the unit is `shared_unit` of each image, whatever blocks plans have: one order serves every device.
+    Merged tokens keep their order, and so does what they were merged from: shared tokens first.
     """
+    if isinstance(geometry, Shortened):
+        assert geometry.whole is not None
+        whole = segments_of(geometry.whole, curve, shared, shared_tokens, unit)
+        parts = zip(whole, geometry.image_spans, geometry.runs_of_images(), strict=True)
+        return tuple(_shortened(segment, start, runs) for segment, (start, _), runs in parts)
     segments = []
     for grid, (start, stop) in zip(geometry.images, geometry.image_spans, strict=True):
         order = curve_order(grid, curve)
         count = 0
         if shared != "none":
             wanted = default_shared(grid) if shared_tokens is None else shared_tokens
-            count = _aligned_count(wanted, start, stop, unit or shared_unit(wanted))
+            count = aligned_count(wanted, start, stop, unit or shared_unit(wanted))
         is_shared = torch.zeros(len(order), dtype=torch.bool, device="cpu")
         is_shared[_closest(grid, count, 1 if shared == "centre" else _REGIONS_PER_SIDE)] = True
         on_curve = is_shared[order]
         places = (~on_curve).cumsum(0)[on_curve]
         segments.append(Segment(torch.cat([order[on_curve], order[~on_curve]]), start, places))
     return tuple(segments)
+
+
+def _shortened(segment: Segment, start: int, runs: Sequence[tuple[int, int]]) -> Segment:
+    """An image of which some tokens are left of every run. A run may not hold shared tokens and others."""
+    lengths, counts = torch.tensor(runs, device="cpu").unbind(1)
+    ends, ends_left = lengths.cumsum(0), counts.cumsum(0)
+    begins, begins_left = ends - lengths, ends_left - counts
+    num_runs = int(torch.searchsorted(ends, segment.num_shared, right=True))
+    num_shared = int(counts[:num_runs].sum())
+    if int(lengths[:num_runs].sum()) != segment.num_shared:
+        wrong_value(
+            "runs", f"end where the {segment.num_shared} shared tokens do", list(runs[: num_runs + 1])
+        )
+    # What is left of a run stands for it evenly.
+    run = torch.arange(len(runs), device="cpu").repeat_interleave(counts)[:num_shared]
+    rank = torch.arange(num_shared, device="cpu") - begins_left[run]
+    old = begins[run] + (2 * rank + 1) * lengths[run] // (2 * counts[run])
+    place = (segment.num_shared + segment.places[old]).clamp(max=len(segment.order) - 1)
+    run = torch.searchsorted(ends, place, right=True)
+    places = begins_left[run] + (place - begins[run]) * counts[run] // lengths[run] - num_shared
+    return Segment(torch.arange(int(ends_left[-1]), device="cpu"), start, places.clamp(min=0))
 
 
 def curve_order(grid: Grid, curve: Curve) -> Tensor:
@@ -96,7 +124,7 @@ def shared_unit(wanted: int) -> int:
     return max(unit for unit in (16, 32, 64, 128) if unit <= max(wanted, 16))
 
 
-def _aligned_count(wanted: int, start: int, stop: int, unit: int) -> int:
+def aligned_count(wanted: int, start: int, stop: int, unit: int) -> int:
     """The number of shared tokens nearest to `wanted` after which the ring begins on a multiple of `unit`."""
     if wanted == 0:
         return 0

@@ -19,6 +19,7 @@ from nearfield.adapters.steps import Steps
 from nearfield.adapters.summary import summary
 from nearfield.geometry import Grid
 from nearfield.methods import Method
+from nearfield.methods.merging import Merge, Merged
 from nearfield.parallel import Ranks
 from nearfield.parallel.model import check_splittable
 
@@ -26,15 +27,20 @@ _COMPONENTS = ("transformer", "transformer_2", "unet")
 
 
 def apply(
-    target: Any, method: Method, *, scheduler: Any = None, impl: Impl = "auto", mesh: DeviceMesh | None = None
+    target: Any,
+    method: Method | Merge,
+    *,
+    scheduler: Any = None,
+    impl: Impl = "auto",
+    mesh: DeviceMesh | None = None,
 ) -> "Handle":
-    """Let the self-attention of a diffusers pipeline or model read what `method` says.
+    """Let the self-attention of a diffusers pipeline or model read what `method` says, or its blocks merge tokens.
 
     Nothing is patched: attention processors are set and hooks registered, on this model alone, until `remove`.
 
     Args:
         target: a pipeline, or one of its models.
-        method: who reads whom, such as `Hilbert()`.
+        method: who reads whom, such as `Hilbert()`; `Merge()` merges tokens, and `Merge() | Hilbert()` does both.
         scheduler: says which denoising step is being computed, so that the first steps can stay dense. A pipeline
             has one; without any, no step is dense.
         impl: passed on to `attend`.
@@ -44,6 +50,8 @@ def apply(
     Returns:
         A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
     """
+    if isinstance(method, Merge):
+        method = Merged(method)
     if not hasattr(method, "reader") or isinstance(method, type):
         wrong_type("method", "be a method such as nearfield.Hilbert()", _name_of(method))
     check_member("impl", impl, get_args(Impl))
@@ -57,8 +65,9 @@ def apply(
     try:
         for region in regions:
             region.install()
-        if hasattr(method, "caution"):
-            warnings.warn(method.caution, stacklevel=2)  # which may be made an error
+        caution = getattr(getattr(method, "attention", method), "caution", None)
+        if caution is not None:
+            warnings.warn(caution, stacklevel=2)  # which may be made an error
     except BaseException:  # nothing stays half applied
         handle.remove()
         raise

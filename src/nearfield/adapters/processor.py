@@ -7,7 +7,7 @@ where that one calls `scaled_dot_product_attention`. So it has no model code of 
 
 import copy
 import functools
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,18 @@ class Switch(Protocol):
     def called_outside(self, was_shared: bool) -> None: ...
 
 
+class Extras(NamedTuple):
+    """What attention among merged tokens has to add.
+
+    Args:
+        rows: rotary rows (cos, sin) of each sample, `[B, 1, tokens, head_dim]`: the original was given none.
+        bias: on keys, `[B, 1, tokens]`.
+    """
+
+    rows: "tuple[Tensor, Tensor] | None"
+    bias: Tensor | None
+
+
 class SparseProcessor:
     """Reads what `reader` says; without one, and in dense steps, it is the original.
 
@@ -47,7 +59,10 @@ class SparseProcessor:
         self.impl = impl
         self.reader: Reader | None = None
         self.dense_reader: Reader | None = None
-        """What dense steps read where tokens are split over ranks; None: the original reads them."""
+        """What dense steps and layers read where tokens are split over ranks, or merged ones weighed; None: the
+        original reads."""
+        self.extras: Extras | None = None
+        """Set while a block runs on merged tokens."""
         self.is_shared = False
         """Whether another model has called it with gradients: then it is not known whose layer is computed again."""
 
@@ -58,10 +73,11 @@ class SparseProcessor:
         if self.is_shared and self.switch.is_recomputing:
             hint = "Call `disable_gradient_checkpointing()`, or do not share layers."
             wrong_value("backward", "not compute layers again that two models share", "checkpointing", hint)
-        reader = self.dense_reader if self.switch.is_dense_step else self.reader
-        if reader is None:
+        extras = self.extras
+        reader = self.dense_reader if self.switch.is_dense_step else self.reader or self.dense_reader
+        if reader is None and extras is None:
             return self.original(attn, *args, **kwargs)
-        redirect = _Redirect(reader, self.impl, self.heads)
+        redirect = _Redirect(reader, self.impl, self.heads, extras or _NOTHING)
         with redirect:
             out = self.ending_in_torch(attn, *args, **kwargs)
         if redirect.times != 1:
@@ -135,12 +151,15 @@ def _ending_in_torch(processor: Any) -> Any:
     return twin
 
 
-class _Redirect(TorchFunctionMode):
-    """Sends `scaled_dot_product_attention` to a reader."""
+_NOTHING = Extras(None, None)
 
-    def __init__(self, reader: Reader, impl: Impl, heads: tuple[int, int]) -> None:
+
+class _Redirect(TorchFunctionMode):
+    """Sends `scaled_dot_product_attention` to a reader, or lets it be if there is none."""
+
+    def __init__(self, reader: Reader | None, impl: Impl, heads: tuple[int, int], extras: Extras) -> None:
         super().__init__()
-        self.reader, self.impl, self.heads = reader, impl, heads
+        self.reader, self.impl, self.heads, self.extras = reader, impl, heads, extras
         self.times = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,13 +188,28 @@ class _Redirect(TorchFunctionMode):
             found = f"{query.shape[1]} of {query.shape[3]}"
             hint = "Tensor parallelism is not supported: plans are made for the heads there were."
             wrong_value("processor", f"have the {self.heads[0]} heads of {self.heads[1]} it had", found, hint)
+        if self.extras.rows is not None:
+            query, key = (_rotated(x, *self.extras.rows) for x in (query, key))
+        if self.reader is None:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa
+            )
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # It casts for scaled_dot_product_attention, but does not know attend.
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         bias = None if attn_mask is None else _key_bias(attn_mask)
+        if self.extras.bias is not None:
+            bias = self.extras.bias if bias is None else self.extras.bias + bias
         return self.reader.attend(query, key, value, key_bias=bias, scale=scale, impl=self.impl).out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns pairs of channels, in float32 as models do."""
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
 
 
 def _key_bias(mask: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ processors. Between entrance and exit nothing is looked up and nothing but atten
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.adapters.grids import GridReader
-from nearfield.adapters.moments import Moments
+from nearfield.adapters.merging import COMPILED_WHOLE, MergedCall, Merger
+from nearfield.adapters.moments import Moments, Now
 from nearfield.adapters.processor import SparseProcessor, refuse_to_copy, sparse_processor
 from nearfield.adapters.spec import (
     CROSS_ATTENTION,
@@ -33,7 +34,10 @@ from nearfield.adapters.spec import (
     parameter_names,
 )
 from nearfield.adapters.steps import Steps
+from nearfield.geometry import Geometry
+from nearfield.merging import Regions
 from nearfield.methods import Hilbert, Method, Reader, TimedReader
+from nearfield.methods.merging import Merged, full_reader
 from nearfield.parallel import Ranks
 from nearfield.parallel.model import Share, SplitModel, SplitReader
 from nearfield.plan import Plan
@@ -72,7 +76,9 @@ class Layer:
         sees_text: whether its sequence holds the text.
         dense: why it stays dense, or None.
         processor: what was found in it.
-        installed: what was put there; the same if it stays dense.
+        installed: what was put there; the same if it stays as it was.
+        group: of the merged block it lies in; None if that is not merged.
+        path: its name in the region.
     """
 
     index: int | None
@@ -82,6 +88,8 @@ class Layer:
     dense: str | None
     processor: Any
     installed: Any
+    group: int | None = None
+    path: str = ""
 
     @property
     def is_sparse(self) -> bool:
@@ -89,7 +97,7 @@ class Layer:
 
     @property
     def is_ours(self) -> bool:
-        """Whether a processor was put in: also in dense layers, where tokens are split over ranks."""
+        """Whether a processor was put in: also in dense layers, where tokens are split over ranks or merged."""
         return self.installed is not self.processor
 
 
@@ -100,6 +108,8 @@ class Ready:
     Args:
         readers: what each layer reads, in the order of layers; None where it is dense.
         dense_reader: what dense steps read where tokens are split over ranks.
+        weighing: what each layer reads in dense steps, or where it is dense, if merged keys have a bias.
+        regions: how image tokens are merged; None where they are not.
         derived: for which batches, and whether for training, plans have derived what they keep.
     """
 
@@ -108,6 +118,8 @@ class Ready:
     ordering: Ordering | Share
     readers: tuple[Reader | None, ...]
     dense_reader: Reader | None = None
+    weighing: tuple[Reader | None, ...] = ()
+    regions: Regions | None = None
     derived: set[tuple[int, bool]] = field(default_factory=set)
 
 
@@ -116,6 +128,7 @@ class Call(NamedTuple):
 
     ready: Ready | None = None
     is_dense_step: bool = False
+    merged: MergedCall | None = None
 
 
 class Region:
@@ -155,6 +168,9 @@ class Region:
         self._call = Call()
         self._paused = Call()
         self._backward = _NO_BACKWARD
+        self.merger: Merger | None = None
+        if isinstance(method, Merged):
+            self.merger = Merger(module, spec, method, impl, self.is_inside)
         self._places = [(move, find(module, move.place)) for move in spec.moves]
         for move, places in self._places:
             if not places:
@@ -201,10 +217,12 @@ class Region:
         processor = attention.get_processor()
         heads = attention.heads, attention.inner_dim // attention.heads
         is_split = self.ranks is not None and index is not None
-        stays = reason is not None and not is_split
+        group = None if self.merger is None or index is None else self.merger.group_of(name)
+        is_merged = self.merger is not None and group is not None and self.merger.needs_processors
+        stays = reason is not None and not is_split and not is_merged
         installed = processor if stays else sparse_processor(processor, self, self.impl, heads)
         full_name = f"{self.name}.{name}" if self.name else name
-        return Layer(index, full_name, attention, sees_text, reason, processor, installed)
+        return Layer(index, full_name, attention, sees_text, reason, processor, installed, group, name)
 
     def install(self) -> None:
         for layer in self.layers:
@@ -215,8 +233,8 @@ class Region:
             self.module.register_forward_pre_hook(self._entered, with_kwargs=True),
             self.module.register_forward_hook(self._left, always_call=True),
         ]
-        goes_by_steps = self.is_timed or self.method.num_dense_steps(_MANY_STEPS)
-        if self.is_timed or (self.steps.needs_timestep and goes_by_steps):
+        remembers = self.is_timed or self.merger is not None
+        if remembers or (self.steps.needs_timestep and self.method.num_dense_steps(_MANY_STEPS)):
             hook = _CallHook(self, self._moments, parameter_names(self.root))
             self._handles.append(self.root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         if self.is_timed and self.module is self.root:
@@ -224,6 +242,11 @@ class Region:
         for move, places in self._places:
             for _, module in places if move.place else []:
                 self._handles.append(self._hook(module, move))
+        if self.merger is not None:
+            processors = {
+                layer.path: (layer.installed, layer.sees_text) for layer in self.layers if layer.is_ours
+            }
+            self._handles += self.merger.install(processors)
 
     def _hook(self, module: nn.Module, move: Move) -> RemovableHandle:
         if move.is_argument:
@@ -243,6 +266,8 @@ class Region:
         self._forget()
         self._kept.clear()
         self._call, self._paused, self._is_active = Call(), Call(), False
+        if self.merger is not None:
+            self.merger.remove()
         self.steps = Steps()
         self._moments = Moments(self.steps, self._forget)
         self._grids = GridReader(self.steps.is_in_loop)
@@ -262,11 +287,11 @@ class Region:
         else:
             self._get_ready(located, arguments.get(self.spec.sample))
         self.is_dense_step = self._is_dense_step()
-        if self.is_timed:
-            self._tell_moment()
+        if self.is_timed or self.merger is not None:
+            self._tell_moment(arguments.get(self.spec.sample))
         self._is_active, self.is_recomputing = True, False
         if not torch.compiler.is_compiling():
-            self._call = Call(self.ready, self.is_dense_step)
+            self._call = self._state()
         if self.ranks is not None and self.ready is not None and not self.steps.is_in_loop():
             self._check_sample(first_tensor(arguments.get(self.spec.sample)), self.ranks)
         for move in self.spec.moves:
@@ -295,6 +320,8 @@ class Region:
         """Also called when the call raised; then there is no output."""
         self._is_active = False
         self._moved = None
+        if self.merger is not None:
+            self.merger.end()
         if torch.compiler.is_compiling():
             return  # what torch.compile computes again it does not compute with our hooks
         for tensor in _tensors_in(output):
@@ -322,6 +349,8 @@ class Region:
 
     def _check_ready(self, located: Located | str, sample: Tensor) -> None:
         """Nothing can be looked up while torch.compile traces the whole model."""
+        if self.merger is not None:
+            raise ValueError(COMPILED_WHOLE)
         if self.ready is None or located != self.ready.located:
             raise ValueError(_NOT_READY)
         if sample.device != self.ready.device:
@@ -333,19 +362,40 @@ class Region:
         step = self.steps.now()
         return step is not None and step.place < self.method.num_dense_steps(step.total)
 
-    def _tell_moment(self) -> None:
+    def _tell_moment(self, samples: Any) -> None:
         """Say to what remembers where the loop stands, and let it forget what is over."""
         if torch.compiler.is_compiling():
             raise ValueError(_NOT_WHOLE)
-        now = self._moments.advance()
-        if now.is_new:
+        now = self._now()
+        if now is not None and now.is_new:
             self._forget()
+        if self.merger is not None:
+            regions = None if self.ready is None else self.ready.regions
+            located = None if self.ready is None else self.ready.located
+            if self.merger.begin(regions, located, len(samples), now and now.moment):
+                self._forget_lists()
+        if now is None:
+            return
         for reader in self._timed_readers(self.ready):
             reader.at(now.moment)
             if now.is_first:
                 reader.tally.clear()
 
+    def _now(self) -> Now | None:
+        """None where nothing tells the step, and only maps depend on it: those are made anew then."""
+        if self.is_timed:
+            return self._moments.advance()
+        try:
+            return self._moments.advance()
+        except ValueError:
+            return None
+
     def _forget(self) -> None:
+        self._forget_lists()
+        if self.merger is not None:
+            self.merger.forget()
+
+    def _forget_lists(self) -> None:
         for ready in self._kept.values():
             for reader in self._timed_readers(ready):
                 reader.forget()
@@ -374,7 +424,7 @@ class Region:
         self.is_inside()  # ends a backward pass that raised
         if self._backward != _current_backward():
             self._backward = _current_backward()
-            self._paused = Call(self.ready, self.is_dense_step)
+            self._paused = self._state()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_left)
         self._continue(call)
         self._is_active = self.is_recomputing = True
@@ -385,8 +435,13 @@ class Region:
         self._is_active = self.is_recomputing = False
         self._backward = _NO_BACKWARD
 
+    def _state(self) -> Call:
+        return Call(self.ready, self.is_dense_step, None if self.merger is None else self.merger.call)
+
     def _continue(self, call: Call) -> None:
         self.is_dense_step = call.is_dense_step
+        if self.merger is not None:
+            self.merger.call = call.merged
         if call.ready is not self.ready:
             self._hand_out(call.ready)
 
@@ -441,24 +496,39 @@ class Region:
 
     def make_ready(self, located: Located, device: torch.device) -> Ready:
         kinds = {layer.sees_text for layer in self.layers if layer.is_sparse} or {True}
-        geometries = {sees: located.geometry(self.spec.text_first, sees) for sees in kinds}
-        ordering, *others = (
-            self.method.ordering(geometry, device=device) for geometry in geometries.values()
-        )
+        whole = {sees: located.geometry(self.spec.text_first, sees) for sees in (True, False)}
+        ordering, *others = (self.method.ordering(whole[sees], device=device) for sees in kinds)
         if not all(torch.equal(other.order, ordering.order) for other in others):
             wrong_value("method", "order images alike with and without text", self.method)
-        readers = [
-            self.method.reader(
-                geometries[layer.sees_text], layer.index, heads=layer.attention.heads, device=device
-            )
-            if layer.is_sparse and layer.index is not None
-            else None
-            for layer in self.layers
-        ]
-        ready = Ready(located, device, ordering, tuple(readers))
+        regions, short = self._merged(whole)
+        readers: list[Reader | None] = []
+        weighing: list[Reader | None] = []
+        for layer in self.layers:
+            geometry = (whole if layer.group is None else short)[layer.sees_text]
+            reader = None
+            if layer.is_sparse and layer.index is not None:
+                reader = self.method.reader(geometry, layer.index, heads=layer.attention.heads, device=device)
+            readers.append(reader)
+            is_weighed = layer.group is not None and regions is not None and self._weighs
+            weighing.append(full_reader(geometry.num_tokens, str(device)) if is_weighed else None)
+        ready = Ready(located, device, ordering, tuple(readers), None, tuple(weighing), regions)
         for reader in self._timed_readers(ready):
             reader.among(self.num_sparse_layers)
         return ready if self.ranks is None else self._split(ready, self.ranks)
+
+    def _merged(self, whole: dict[bool, Geometry]) -> tuple[Regions | None, Mapping[bool, Geometry]]:
+        """How image tokens are merged, and the geometries of what is left; the same ones if nothing is merged."""
+        if not isinstance(self.method, Merged):
+            return None, whole
+        regions = self.method.regions(whole[True])
+        if regions.num_merged == regions.num_tokens:
+            return None, whole
+        return regions, {sees: self.method.shortened(geometry, regions) for sees, geometry in whole.items()}
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether merged keys have a bias, which only our own attention adds."""
+        return isinstance(self.method, Merged) and self.method.merge.size_bias
 
     def _split(self, ready: Ready, ranks: Ranks) -> Ready:
         """The same for the share of one rank. Dense layers read all, wherever it is."""
@@ -481,7 +551,7 @@ class Region:
         state = batch, torch.is_grad_enabled()
         if state in ready.derived:
             return
-        for reader, layer in zip(ready.readers, self.layers, strict=True):
+        for reader, layer in zip(ready.readers + ready.weighing, 2 * self.layers, strict=True):
             for plan in plans_of(reader):
                 for part in (plan, plan.transpose()) if torch.is_grad_enabled() else (plan,):
                     if part.device.type == "cuda":
@@ -495,7 +565,8 @@ class Region:
             if isinstance(layer.installed, SparseProcessor):
                 reader = ready.readers[number] if ready else None
                 layer.installed.reader = _Remembering(self, reader) if reader and self.is_timed else reader
-                layer.installed.dense_reader = ready.dense_reader if ready else None
+                weighing = ready.weighing[number] if ready and ready.weighing else None
+                layer.installed.dense_reader = weighing or (ready.dense_reader if ready else None)
 
     # -- moving tokens -------------------------------------------------------------------------------------------
 
@@ -538,7 +609,7 @@ class _CallHook:
         arguments = Arguments(self.names, args, kwargs)
         if "timestep" in self.names:
             self.region.steps.timestep = arguments.get("timestep")
-        if self.region.is_timed:
+        if self.region.is_timed or self.region.merger is not None:
             text = arguments.get(self.region.spec.conditioning)
             self.moments.conditioned_on(None if text is None else first_tensor(text))
 

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nearfield.adapters.region import Ready, Region, plans_of
+from nearfield.adapters.merging import Block
+from nearfield.adapters.region import Layer, Ready, Region, plans_of
 from nearfield.adapters.spec import Located, Move
 from nearfield.adapters.steps import Steps
 from nearfield.attend import explain_choice
 from nearfield.methods import Method
+from nearfield.methods.merging import Merged
 from nearfield.parallel import Shapes
 from nearfield.parallel.model import SplitReader
 from nearfield.plan import Plan
@@ -48,8 +50,10 @@ def _model_lines(
     lines = [
         _changed_words(regions),
         *_layer_lines(regions),
+        *_block_lines(regions),
         _step_words(method, steps),
-        *_refresh_lines(method, steps),
+        *_refresh_lines(_attention(method), steps),
+        *_map_lines(method, steps),
         *_dense_call_lines(regions),
     ]
     known = [(region, place) for region, place in parts if place is not None]
@@ -58,9 +62,18 @@ def _model_lines(
     return lines + _geometry_lines(known, method, steps, origin)
 
 
-def _method_words(method: Method) -> str:
+def _attention(method: Any) -> Any:
+    """What decides who reads whom, among merged tokens or all; None if everyone reads everyone."""
+    return method.attention if isinstance(method, Merged) else method
+
+
+def _method_words(method: Any) -> str:
     """The method with the fields that were set."""
     value: Any = method
+    if isinstance(method, Merged):
+        return " | ".join(
+            _method_words(part) for part in (method.merge, method.attention) if part is not None
+        )
     if not is_dataclass(value):
         return str(value)
     values = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
@@ -69,13 +82,13 @@ def _method_words(method: Method) -> str:
 
 
 def _changed_words(regions: Sequence[Region]) -> str:
-    sparse = sum(layer.is_sparse for region in regions for layer in region.layers)
+    changed = sum(layer.is_ours for region in regions for layer in region.layers)
     places: dict[str, list[str]] = {"enter": [], "leave": []}
     for move in regions[0].spec.moves:
         places[move.way].append(_place_words(move))
     number = f" of each of {len(regions)} {regions[0].spec.region}" if regions[0].spec.region else ""
     enter, leave = (", ".join(names) for names in places.values())
-    return f"changed: {sparse} attention processors; tokens enter at {enter} and leave at {leave}{number}"
+    return f"changed: {changed} attention processors; tokens enter at {enter} and leave at {leave}{number}"
 
 
 def _place_words(move: Move) -> str:
@@ -93,17 +106,49 @@ def _layer_lines(regions: Sequence[Region]) -> list[str]:
         if layer.dense is not None:
             reasons.setdefault(layer.dense, []).append(layer.name)
     for reason, names in reasons.items():
-        shown = ", ".join(names[:_NAMED]) + (
-            f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        )
-        lines.append(f"  dense, {reason}: {shown}")
+        lines.append(f"  dense, {reason}: {_some(names)}")
     return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _block_lines(regions: Sequence[Region]) -> list[str]:
+    """Which blocks run on merged tokens."""
+    mergers = [(region, region.merger) for region in regions if region.merger is not None]
+    blocks = [(region, block) for region, merger in mergers for block in merger.blocks]
+    if not blocks:
+        return []
+    merged = sum(block.group is not None for _, block in blocks)
+    groups = sum(merger.num_groups for _, merger in mergers)
+    lines = [f"blocks: {merged} on merged tokens, which share {groups} maps; {len(blocks) - merged} on all"]
+    others = [
+        f"{region.name}.{block.name}" if region.name else block.name
+        for region, block in blocks
+        if block.group is None
+    ]
+    return lines + ([f"  on all tokens, skip_blocks: {_some(others)}"] if others else [])
+
+
+def _map_lines(method: Method, steps: Steps) -> list[str]:
+    """When tokens are merged anew."""
+    if not isinstance(method, Merged):
+        return []
+    destinations, shares = method.merge.refresh
+    if steps.scheduler is None:
+        return ["maps: made anew in every call; without a scheduler nothing says that a loop goes on"]
+    return [
+        f"maps: destinations made anew every {destinations} steps, shares every {shares},"
+        f" for each branch of guidance ({type(steps.scheduler).__name__})"
+    ]
 
 
 def _step_words(method: Method, steps: Steps) -> str:
     scheduler = steps.scheduler
     if not method.num_dense_steps(1000):
-        return "steps: all sparse"
+        return "steps: all merged" if _attention(method) is None else "steps: all sparse"
     if scheduler is None:
         return "steps: all sparse; without a scheduler no step is known to be a first one (pass `scheduler=`)"
     total = steps.total()
@@ -134,7 +179,7 @@ def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
 
 
 class _Pairs(NamedTuple):
-    """Pairs read in sparse layers, pairs there are in them, pairs in all self-attention layers; times heads.
+    """Pairs read in sparse or merged layers, pairs there are in them, pairs in all self-attention layers; times heads.
 
     `read` is None where that is not known before calls.
     """
@@ -151,7 +196,7 @@ class _Pairs(NamedTuple):
 def _geometry_lines(
     known: Sequence[tuple[Region, Located]], method: Method, steps: Steps, origin: str
 ) -> list[str]:
-    lines, pairs = [], _Pairs()
+    lines, pairs, work = [], _Pairs(), _Work()
     shown: set[Located] = set()
     choice = ""
     for region, located in known:
@@ -165,13 +210,15 @@ def _geometry_lines(
             lines += _split_lines(region, ready)
             shown.add(located)
         pairs = pairs.plus(_pairs(region, ready))
+        work = work.plus(_work(region, ready))
         choice = choice or _choice_words(region, ready)
     tallies = [tally for region, _ in known for tally in _tallies(region)]
     return [
         *lines,
-        *_memory_lines(known, method),
+        *_memory_lines(known, _attention(method)),
         *_achieved_lines(tallies, method),
         *_speed_lines(pairs, method, steps),
+        *_work_lines(work),
         *filter(None, [choice]),
     ]
 
@@ -217,12 +264,82 @@ def _pairs(region: Region, ready: Ready) -> _Pairs:
         heads = layer.attention.heads
         there = geometry.num_tokens**2 * heads
         if reader is None or not layer.is_sparse:
-            pairs = pairs.plus(_Pairs(0, 0, there))
+            left = _num_pairs(layer, ready) * heads
+            pairs = pairs.plus(_Pairs(left, there, there) if left < there else _Pairs(0, 0, there))
         else:
             known = reader.num_pairs
             read = _read_so_far(reader, there) if known is None else known * heads
             pairs = pairs.plus(_Pairs(read, there, there))
     return pairs
+
+
+def _num_pairs(layer: Layer, ready: Ready) -> int:
+    """Of a layer where everyone reads everyone, perhaps after merging."""
+    image = ready.located.num_image_tokens
+    if layer.group is not None and ready.regions is not None:
+        image = ready.regions.num_merged
+    return (image + (ready.located.text if layer.sees_text else ready.located.tail)) ** 2
+
+
+class _Work(NamedTuple):
+    """Multiplications in blocks that can merge, by weights and in attention: as it is, and with all tokens."""
+
+    products: int = 0
+    all_products: int = 0
+    attention: int = 0
+    all_attention: int = 0
+
+    def plus(self, other: "_Work") -> "_Work":
+        return _Work(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+def _work(region: Region, ready: Ready) -> _Work:
+    work = _Work()
+    if region.merger is None:
+        return work
+    for block in region.merger.blocks:
+        full = left = _products(block, ready.located.text, ready.located.num_image_tokens)
+        if ready.regions is not None and block.group is not None:
+            left = _products(block, ready.located.text, ready.regions.num_merged)
+        work = work.plus(_Work(left, full))
+    for layer, reader in zip(region.layers, ready.readers, strict=True):
+        if layer.index is not None:
+            geometry = ready.located.geometry(region.spec.text_first, layer.sees_text)
+            known = None if reader is None else reader.num_pairs
+            read = _num_pairs(layer, ready) if known is None else known
+            each = 2 * layer.attention.inner_dim  # a query times a key, a weight times a value
+            work = work.plus(_Work(0, 0, read * each, geometry.num_tokens**2 * each))
+    return work
+
+
+def _products(block: Block, text: int, image: int) -> int:
+    """Multiplications by weights in a block, for so many tokens of text and image."""
+    facts, total = block.facts, 0
+    for name, module in block.module.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        tokens = text + image if facts.kind == "single" else image
+        if _is_part(name, facts.text_parts):
+            tokens = text
+        elif _is_part(name, facts.once_parts):
+            tokens = 1
+        total += module.weight.numel() * tokens
+    return total
+
+
+def _is_part(name: str, parts: Sequence[str]) -> bool:
+    return any(f"{name}.".startswith(f"{part}.") for part in parts)
+
+
+def _work_lines(work: _Work) -> list[str]:
+    if not work.all_products:
+        return []
+    whole = work.all_products + work.all_attention
+    left = work.products + work.attention
+    return [
+        f"matrix products of all blocks: {work.products / work.all_products:.1%}; with the pairs"
+        f" {left / whole:.1%} of the operations, at most {whole / left:.2f}x faster"
+    ]
 
 
 def _read_so_far(reader: Any, there: int) -> float | None:
@@ -296,9 +413,10 @@ def _speed_lines(pairs: _Pairs, method: Method, steps: Steps) -> list[str]:
     if pairs.read is None:
         return ["pairs: chosen at calls by queries and keys, so not known before them"]
     share = pairs.read / pairs.there
+    where = "sparse and merged" if isinstance(method, Merged) else "sparse"
     in_model = (pairs.whole - pairs.there + pairs.read) / pairs.whole
     lines = [
-        f"pairs: {share:.1%} in sparse layers; attention at most {1 / share:.2f}x faster there,"
+        f"pairs: {share:.1%} in {where} layers; attention at most {1 / share:.2f}x faster there,"
         f" {1 / in_model:.2f}x with the dense layers"
     ]
     total = steps.total() if method.num_dense_steps(1000) else None

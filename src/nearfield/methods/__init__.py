@@ -12,6 +12,7 @@ from nearfield.methods.fine import FineGrained
 from nearfield.methods.hilbert import Hilbert, HilbertAttention, hilbert_attention
 from nearfield.methods.linear import SparseLinear, SparseLinearAttention
 from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
+from nearfield.methods.merging import Merge, Merged
 from nearfield.predict import Tally
 from nearfield.tokenmap import Ordering
 
@@ -24,6 +25,8 @@ __all__ = [
     "HilbertAttention",
     "LogLinear",
     "LogLinearAttention",
+    "Merge",
+    "Merged",
     "Method",
     "Reader",
     "SparseLinear",

@@ -30,7 +30,7 @@ from nearfield._checks import (
 )
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend, merge
-from nearfield.geometry import Geometry, Span
+from nearfield.geometry import Geometry, Shortened, Span
 from nearfield.plan import Plan, check_block
 from nearfield.tiling import Curve, Segment, Shared
 from nearfield.tokenmap import Ordering
@@ -164,6 +164,20 @@ class Hilbert:
             far = _far_field(_geometric(self), geometry, layer % self.cycle, *sizes)
         return HilbertReader(near, far)
 
+    # -- among merged tokens -------------------------------------------------------------------------------------
+
+    def pieces(self, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
+        """Of every image, how many tokens are shared and how many are not: the two are not to be merged."""
+        _check_geometry(geometry)
+        segments = tiling.segments_of(geometry, self.curve, self.shared, self.shared_tokens)
+        lengths = ((segment.num_shared, len(segment.order) - segment.num_shared) for segment in segments)
+        return tuple(tuple(length for length in pair if length) for pair in lengths)
+
+    @property
+    def weighs_image_keys(self) -> bool:
+        """Whether a bias on image tokens counts wherever they are read: summaries know nothing of it."""
+        return self.far is None
+
     # -- when it applies -----------------------------------------------------------------------------------------
 
     def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
@@ -186,8 +200,9 @@ class Hilbert:
         lines = [f"{geometry}: {geometry.num_tokens} tokens"]
         for grid, segment in zip(geometry.images, layout.segments, strict=True):
             sides = "x".join(map(str, grid))
-            lines.append(f"  {sides} along {self._curve_words(grid)}")
-            lines.append(f"    shared: {self._shared_words(grid, segment)}")
+            is_line = isinstance(geometry, Shortened)
+            lines.append(f"  {sides} along {'what was merged' if is_line else self._curve_words(grid)}")
+            lines.append(f"    shared: {self._shared_words(None if is_line else grid, segment)}")
             lines.append(f"    tiles: {_tile_words(layout, segment, self.cycle)}")
             if self.far is not None:
                 lines.append(f"    far field: {self._far_words(geometry, layout, segment, k_block)}")
@@ -209,10 +224,11 @@ class Hilbert:
         spans = [span for span in _far_spans(layout, geometry, k_block) if span[0] in range(*segment.ring)]
         return f"{sum(len(_windows(span, self.far)) for span in spans)} summaries of {self.far} tokens"
 
-    def _shared_words(self, grid: tuple[int, ...], segment: Segment) -> str:
+    def _shared_words(self, grid: tuple[int, ...] | None, segment: Segment) -> str:
+        """`grid` is None where tokens are merged: nobody asked for so many."""
         if self.shared == "none":
             return "none"
-        wanted = tiling.default_shared(grid) if self.shared_tokens is None else self.shared_tokens
+        wanted = segment.num_shared if grid is None else self.shared_tokens or tiling.default_shared(grid)
         rounded = "" if wanted == segment.num_shared else f" (asked for {wanted}; rounded to whole blocks)"
         manner = "read all and are read by all" if self.share == "two-way" else "are read by all"
         return f"{segment.num_shared} tokens, {self.shared}, {manner}{rounded}"
@@ -420,7 +436,9 @@ def _layout(method: Hilbert, geometry: Geometry, q_block: int) -> _Layout:
     segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
     tiles = method.tiles or _DEFAULT_TILES
     if method.tile_size is not None:
-        start, stop = segments[0].ring
+        whole = geometry.whole if isinstance(geometry, Shortened) else None
+        # Tiles of merged tokens cover as much of the image.
+        start, stop = segments[0].ring if whole is None else _layout(method, whole, q_block).segments[0].ring
         tiles = max(1, round((stop - start) / method.tile_size))
     return _Layout(segments, tiles, unit)
 

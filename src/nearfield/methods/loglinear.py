@@ -98,6 +98,11 @@ class LogLinear:
         del layer, heads, device  # every layer and head chooses for itself
         return LogLinearReader(self, geometry)
 
+    @property
+    def weighs_image_keys(self) -> bool:
+        """Whether a bias on image tokens counts wherever they are read: choosing and summaries know nothing of it."""
+        return False
+
     def num_levels(self, num_queries: int, num_keys: int) -> int:
         """Pooled levels for so many tokens; each has at least one of either."""
         length = min(num_queries, num_keys)

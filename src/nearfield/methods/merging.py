@@ -8,20 +8,24 @@ run of a Hilbert curve: a compact patch of the image that lies in one piece, so 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from nearfield import curves
+from nearfield import curves, planning, tiling
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
-from nearfield._types import Impl
-from nearfield.geometry import Geometry, Grid
+from nearfield._types import Attended, Impl
+from nearfield.attend import attend
+from nearfield.geometry import Geometry, Grid, Shortened
 from nearfield.merging import Group, Merging, Regions, merging_of
+from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
 Region = Literal["run", "window", "global"]
-Kind = Literal["joint", "single"]
+Kind = Literal["joint", "single", "plain"]
+Pieces = tuple[tuple[int, ...], ...]
+"""For each image, how many tokens of its order may be merged with each other, one piece after another."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Merge:
             infinity gives it to one.
         refresh: after how many denoising steps destinations are chosen anew, and after how many the shares.
         groups: how many consecutive blocks use one map; "auto": all of a kind.
-        skip_blocks: how many of the first joint blocks and of the first single blocks are not merged.
+        skip_blocks: how many of the first joint blocks and of the first single blocks are not merged. Models that have
+            neither (UNets, PixArt) merge in all.
         size_bias: merged keys count as often as they have tokens: the log of that is added to the logits.
     """
 
@@ -80,10 +85,18 @@ class Merge:
         _check_geometry(geometry)
         return _ordering(self.region, self.region_size, geometry, str(device))
 
-    def regions(self, geometry: Geometry) -> Regions:
-        """How the image tokens are cut in that order, each image by itself, and how many of each region are left."""
+    def regions(self, geometry: Geometry, pieces: Pieces | None = None) -> Regions:
+        """How the image tokens are cut in that order, each image by itself, and how many of each region are left.
+
+        Args:
+            pieces: of another order of the tokens, the runs that are not to be mixed. All but the last piece of an
+                image keep as many tokens as let the next one begin on a multiple of a block.
+        """
         _check_geometry(geometry)
-        return _regions(self.region, self.region_size, self.ratio, geometry)
+        if pieces is not None and self.region == "window":
+            hint = 'Use region="run": a run of a curve is a compact patch, too.'
+            wrong_value("region", "not be 'window' in an order made for attention", repr(self.region), hint)
+        return _regions(self.region, self.region_size, self.ratio, geometry, pieces)
 
     def merging(
         self,
@@ -104,6 +117,12 @@ class Merge:
         if features.shape[1] != regions.num_tokens:
             rule = f"have the {regions.num_tokens} image tokens of the geometry ({geometry})"
             wrong_value("features", rule, shape_of(features))
+        return self.map_of(features, regions, destinations=destinations, impl=impl)
+
+    def map_of(
+        self, features: Tensor, regions: Regions, *, destinations: Tensor | None = None, impl: Impl = "auto"
+    ) -> Merging:
+        """The same, for regions that are known."""
         sharpness = float(self.sharpness)
         return merging_of(features, regions, sharpness=sharpness, destinations=destinations, impl=impl)
 
@@ -114,13 +133,13 @@ class Merge:
     # -- where and when --------------------------------------------------------------------------------------------
 
     def block_group(self, kind: Kind, block: int) -> int | None:
-        """Which group the n-th joint or single block belongs to; None: it is not merged.
+        """Which group the n-th block of a kind belongs to; None: it is not merged.
 
         A map is made at the first block of a group and serves all of it.
         """
         check_member("kind", kind, get_args(Kind))
         check_int("block", block, at_least=0)
-        place = block - self.skip_blocks[get_args(Kind).index(kind)]
+        place = block - dict(zip(get_args(Kind), (*self.skip_blocks, 0), strict=True))[kind]
         if place < 0:
             return None
         return 0 if self.groups == "auto" else place // self.groups
@@ -133,10 +152,16 @@ class Merge:
 
     # -- words -----------------------------------------------------------------------------------------------------
 
+    def __or__(self, attention: Any) -> "Merged":
+        """Merge, and let merged tokens read as another method says: `Merge() | Hilbert()`."""
+        return Merged(self, attention)
+
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         """What the fields come to on a geometry: regions, and how many tokens are left."""
         del device  # regions are the same on all
-        regions = self.regions(geometry)
+        return self.describe_regions(geometry, self.regions(geometry))
+
+    def describe_regions(self, geometry: Geometry, regions: Regions) -> str:
         left = f"{regions.num_merged} of {regions.num_tokens} image tokens are left"
         lines = [f"{geometry}: {geometry.num_tokens} tokens; {left}"]
         lines += [f"  {_group_words(self.region, group)}" for group in regions.groups]
@@ -157,6 +182,129 @@ def _group_words(region: Region, group: Group) -> str:
     if group.num_regions == 1:
         return f"1 {noun} of {tokens}: {group.num_left} left"
     return f"{group.num_regions} {noun}s of {tokens}: {group.num_left} left of each"
+
+
+# -- together with sparse attention --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Merge, then read: what `merge | attention` gives.
+
+    Tokens stand in the order that the attention wants, and are merged inside its runs. What is left of an image is a
+    shorter line in the same order, along which the attention reads; blocks that are not merged read among all tokens.
+
+    Args:
+        merge: which tokens become one.
+        attention: who reads whom, a method such as `Hilbert()`; None: everyone reads everyone.
+    """
+
+    merge: Merge
+    attention: Any = None
+
+    def __post_init__(self) -> None:
+        if self.attention is None:
+            return
+        if not hasattr(self.attention, "reader") or isinstance(self.attention, type):
+            wrong_type("attention", "be a method such as nearfield.Hilbert()", repr(self.attention))
+        if self.merge.region == "window":
+            hint = 'Use region="run": a run of a curve is a compact patch, too.'
+            wrong_value("region", "not be 'window' together with attention along a curve", "'window'", hint)
+        if self.merge.size_bias and not getattr(self.attention, "weighs_image_keys", True):
+            name = type(self.attention).__name__
+            hint = "It reads summaries of image tokens, which do not count how many were merged."
+            wrong_value("size_bias", f"be False together with {name} as it is set", True, hint)
+
+    @property
+    def dense_layers(self) -> Any:
+        return getattr(self.attention, "dense_layers", ())
+
+    @property
+    def needs_moment(self) -> bool:
+        """Whether readers remember from call to call."""
+        return getattr(self.attention, "needs_moment", False)
+
+    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
+        """The order of the image tokens: that of the attention, if there is one."""
+        ordering: Ordering = (self.attention or self.merge).ordering(geometry, device=device)
+        return ordering
+
+    def regions(self, geometry: Geometry) -> Regions:
+        """How the image tokens are cut in that order, and how many of each region are left."""
+        if self.attention is None:
+            return self.merge.regions(geometry)
+        pieces = getattr(self.attention, "pieces", _images)(geometry)
+        return self.merge.regions(geometry, pieces)
+
+    def shortened(self, geometry: Geometry, regions: Regions | None = None) -> Shortened:
+        """What is left of the tokens, as a geometry of its own."""
+        regions = regions or self.regions(geometry)
+        return Shortened.of(geometry, tuple(zip(regions.lengths, regions.counts, strict=True)))
+
+    def reader(
+        self,
+        geometry: Geometry,
+        layer: int = 0,
+        *,
+        heads: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Any:
+        """What a layer needs to attend, among all tokens or, for a geometry that is `shortened`, merged ones."""
+        if self.attention is None:
+            return full_reader(geometry.num_tokens, str(device))
+        return self.attention.reader(geometry, layer, heads=heads, device=device)
+
+    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
+        """Why a layer reads everything there is, or None."""
+        if self.attention is None:
+            return "everyone reads everyone"
+        reason: str | None = self.attention.dense_layer_reason(layer, num_layers)
+        return reason
+
+    def num_dense_steps(self, num_steps: int) -> int:
+        """How many of the first denoising steps have dense attention. Tokens are merged in all."""
+        return 0 if self.attention is None else int(self.attention.num_dense_steps(num_steps))
+
+    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
+        """What is merged, and what the attention is among merged tokens."""
+        regions = self.regions(geometry)
+        merged = self.merge.describe_regions(geometry, regions)
+        if self.attention is None:
+            return merged
+        return f"{merged}\n{self.attention.describe(self.shortened(geometry, regions), device=device)}"
+
+
+def _images(geometry: Geometry) -> Pieces:
+    """Every image in one piece."""
+    return tuple((math.prod(grid),) for grid in geometry.images)
+
+
+class FullReader(NamedTuple):
+    """Everyone reads everyone: for keys that have a bias."""
+
+    plan: Plan
+
+    @property
+    def num_pairs(self) -> int:
+        return self.plan.num_queries * self.plan.num_keys
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_bias: Tensor | None = None,
+        scale: float | None = None,
+        impl: Impl = "auto",
+    ) -> Attended:
+        return attend(query, key, value, self.plan, key_bias=key_bias, scale=scale, impl=impl)
+
+
+@lru_cache(maxsize=64)
+def full_reader(num_tokens: int, device: str) -> FullReader:
+    with torch.inference_mode(False):
+        return FullReader(planning.full(num_tokens, num_tokens, device=device))
 
 
 # -- checks --------------------------------------------------------------------------------------------------------
@@ -197,16 +345,36 @@ def _ordering(region: Region, size: int, geometry: Geometry, device: str) -> Ord
 
 
 @lru_cache(maxsize=64)
-def _regions(region: Region, size: int, ratio: float, geometry: Geometry) -> Regions:
-    lengths: list[int] = []
-    for grid in geometry.images:
-        if region == "window":
-            lengths += _windows(grid, size)[1]
-        else:
-            tokens = math.prod(grid)
+def _regions(region: Region, size: int, ratio: float, geometry: Geometry, pieces: Pieces | None) -> Regions:
+    if region == "window":
+        lengths = [length for grid in geometry.images for length in _windows(grid, size)[1]]
+        return Regions(tuple(lengths), tuple(_num_left(length, ratio) for length in lengths))
+    lengths, counts = [], list[int]()
+    start = geometry.text if geometry.text_first else 0
+    for image in pieces or _images(geometry):
+        for number, tokens in enumerate(image):
             step = tokens if region == "global" else size
-            lengths += [min(step, tokens - start) for start in range(0, tokens, step)]
-    return Regions(tuple(lengths), tuple(_num_left(length, ratio) for length in lengths))
+            runs = [min(step, tokens - begin) for begin in range(0, tokens, step)]
+            left = [_num_left(length, ratio) for length in runs]
+            if ratio and number < len(image) - 1:
+                unit = tiling.shared_unit(sum(left))
+                left = _adjusted(left, runs, tiling.aligned_count(sum(left), start, start + tokens, unit))
+            lengths, counts, start = lengths + runs, counts + left, start + sum(left)
+    return Regions(tuple(lengths), tuple(counts))
+
+
+def _adjusted(counts: list[int], lengths: list[int], total: int) -> list[int]:
+    """Counts as even as before that add up to `total`, or come as close as they can."""
+    counts = list(counts)
+    step = 1 if total > sum(counts) else -1
+    while sum(counts) != total:
+        before = sum(counts)
+        for number, length in enumerate(lengths):
+            if sum(counts) != total and 1 <= counts[number] + step <= length:
+                counts[number] += step
+        if sum(counts) == before:
+            break
+    return counts
 
 
 def _num_left(length: int, ratio: float) -> int:

@@ -1,0 +1,348 @@
+"""Blocks on merged tokens: hooks around the blocks of a region, and the maps they share.
+
+A block adds what it computes to its tokens. So a merged one becomes
+
+    x + leave(block(enter(x)) - enter(x))
+
+The residual stream keeps all tokens, everything inside the block (attention, cross-attention, MLP, norms) runs on few,
+and no part of the block is written here again. Text is never merged.
+
+The first block of a group makes the map, the others use it. Which maps of the last step still serve is decided at the
+region's entrance: a call continues the last one of its branch (guidance makes several calls per step), one or more
+steps later in the same loop. Where that is not known, maps are made anew.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nearfield._checks import wrong_value
+from nearfield._types import Impl, Moment
+from nearfield.adapters.blocks import BLOCKS, ROTARY, TOKENS, Blocks, Rows
+from nearfield.adapters.processor import Extras, SparseProcessor
+from nearfield.adapters.spec import Arguments, Located, Spec, find, parameter_names
+from nearfield.merging import Regions
+from nearfield.methods.merging import Merged
+
+_REMEMBERED = 4
+
+# Hooks of diffusers that leave the tokens of a block alone.
+_HARMLESS_HOOKS = {
+    "group_offloading",
+    "lazy_prefetch_group_offloading",
+    "layer_execution_tracker",
+    "layerwise_casting",
+    "peft_autocast_disable",
+}
+
+COMPILED_WHOLE = (
+    "`method` must not merge where torch.compile traces the whole model: which maps still serve is looked up at its"
+    " entrance. Use `compile_repeated_blocks`, which compiles blocks alone."
+)
+
+
+class Block(NamedTuple):
+    """One block of a region.
+
+    Args:
+        group: blocks with one number use one map; None: it is not merged.
+    """
+
+    name: str
+    module: nn.Module
+    facts: Blocks
+    group: int | None
+
+
+class Made(NamedTuple):
+    """What a group needs in one call.
+
+    Args:
+        tokens: the map.
+        rows: rotary rows of text and merged tokens, `[B, 1, tokens, head_dim]`.
+        bias: on keys, with the text and without it, `[B, 1, tokens]`.
+    """
+
+    tokens: Any
+    rows: Rows | None
+    bias: tuple[Tensor, Tensor] | None
+
+    def extras(self, sees_text: bool) -> Extras | None:
+        """What attention has to add."""
+        bias = None if self.bias is None else self.bias[0 if sees_text else 1]
+        return None if self.rows is None and bias is None else Extras(self.rows, bias)
+
+
+class MergedCall:
+    """One call of a region: what it starts with, and the maps that were made in it."""
+
+    def __init__(
+        self, regions: Regions, located: Located, known: Sequence[Any], keeps_shares: bool, num_groups: int
+    ) -> None:
+        self.regions, self.located = regions, located
+        self.known, self.keeps_shares = tuple(known), keeps_shares
+        """Maps of an earlier step, group by group: for their destinations, or whole."""
+        self.made: list[Made | None] = [None] * num_groups
+
+
+class _Last(NamedTuple):
+    """The last call of some kind, and its step."""
+
+    place: int
+    call: MergedCall
+
+
+class Merger:
+    """The merged blocks of one region."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: Spec,
+        method: Merged,
+        impl: Impl,
+        is_inside: Callable[[], bool],
+    ) -> None:
+        if spec.model not in BLOCKS:
+            wrong_value("target", f"be, or have, one of {', '.join(BLOCKS)} to merge tokens in", spec.model)
+        self.spec, self.method, self.impl = spec, method, impl
+        self.is_inside = is_inside
+        self.blocks = tuple(_grouped(module, BLOCKS[spec.model], method))
+        self.num_groups = 1 + max(
+            (block.group for block in self.blocks if block.group is not None), default=-1
+        )
+        self.call: MergedCall | None = None
+        self._hooks: list[_BlockHook] = []
+        self._last: OrderedDict[Any, _Last] = OrderedDict()
+        self._begun: tuple[Any, _Last] | None = None
+        self._renewed_at = -1
+
+    @property
+    def needs_processors(self) -> bool:
+        """Whether attention has to know of merged tokens: where they rotate, or have sizes."""
+        return self.method.merge.size_bias or any(facts.rows for facts in BLOCKS[self.spec.model])
+
+    def group_of(self, name: str) -> int | None:
+        """The group of the block that a module lies in."""
+        for block in self.blocks:
+            if name.startswith(f"{block.name}."):
+                return block.group
+        return None
+
+    def install(self, processors: Mapping[str, tuple[SparseProcessor, bool]]) -> list[RemovableHandle]:
+        """Hooks for all merged blocks. Args: processors: by name, and whether they see the text."""
+        handles: list[RemovableHandle] = []
+        for block in self.blocks:
+            if block.group is None:
+                continue
+            inside = [value for name, value in processors.items() if name.startswith(f"{block.name}.")]
+            hook = _BlockHook(self, block, inside)
+            self._hooks.append(hook)
+            # torch.compile leaves hooks alone: it compiles what lies between them.
+            before, after = torch.compiler.disable(hook.before), torch.compiler.disable(hook.after)
+            handles.append(block.module.register_forward_pre_hook(before, with_kwargs=True))
+            # First of all: tokens are parted before they leave the order of the region.
+            handles.append(block.module.register_forward_hook(after, prepend=True))
+        return handles
+
+    def remove(self) -> None:
+        self._hooks, self.call, self._begun = [], None, None
+        self.forget()
+
+    def forget(self) -> None:
+        """Another generation begins: no map of the last one serves."""
+        self._last.clear()
+        self._renewed_at = -1
+
+    # -- a call --------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, regions: Regions | None, located: Located | None, batch: int, moment: Moment | None
+    ) -> bool:
+        """Tokens enter. Which maps of an earlier step still serve? None without a moment, which is not known then.
+
+        Args:
+            regions: None if nothing is merged in this call.
+
+        Returns:
+            Whether this is the first call of a step at which destinations are chosen anew.
+        """
+        self.call = self._begun = None
+        if regions is None or located is None:
+            return False
+        self._check_blocks()
+        known: Sequence[Any] = (None,) * self.num_groups
+        keeps_shares = False
+        if moment is not None:
+            # Calls of one kind: with the same text (guidance has several), and as many samples and tokens.
+            kind = moment.branch, batch, regions
+            last = self._last.get(kind)
+            if last is not None and last.place < moment.place:  # in the same step again it is another loop
+                old, new = (self.method.merge.refresh_phase(place) for place in (last.place, moment.place))
+                if old[0] == new[0]:
+                    known = [None if made is None else made.tokens for made in last.call.made]
+                    keeps_shares = old[1] == new[1]
+        self.call = MergedCall(regions, located, known, keeps_shares, self.num_groups)
+        if moment is None:
+            return False
+        self._begun = kind, _Last(moment.place, self.call)
+        is_renewed = all(tokens is None for tokens in known) and moment.place != self._renewed_at
+        self._renewed_at = moment.place if is_renewed else self._renewed_at
+        return is_renewed
+
+    def end(self) -> None:
+        """Tokens have left, or the call raised."""
+        for hook in self._hooks:
+            hook.forget()
+        if self._begun is None:
+            return
+        kind, last = self._begun
+        self._last[kind] = last
+        self._last.move_to_end(kind)
+        while len(self._last) > _REMEMBERED:
+            self._last.popitem(last=False)
+        self._begun = None
+
+    def _check_blocks(self) -> None:
+        for block in self.blocks:
+            registry = getattr(block.module, "_diffusers_hook", None)
+            names = set(getattr(registry, "_hook_order", ())) - _HARMLESS_HOOKS
+            if names and block.group is not None:
+                hint = "It would keep merged tokens for a step that merges others."
+                wrong_value(
+                    block.name, "have no cache of diffusers where tokens are merged", sorted(names)[0], hint
+                )
+
+    # -- a block -------------------------------------------------------------------------------------------------
+
+    def make(self, call: MergedCall, group: int, image: Tensor, rotary: Rows | None) -> Made:
+        """The map of a group, from the tokens that enter its first block. No gradient goes through the choice."""
+        known = call.known[group]
+        with torch.no_grad():
+            tokens = known
+            if known is None or not call.keeps_shares:
+                destinations = None if known is None else known.destinations
+                made = self.method.merge.map_of(
+                    image.detach(), call.regions, destinations=destinations, impl=self.impl
+                )
+                tokens = made.to(image.dtype)
+            rows = None if rotary is None else self._rows(tokens, rotary, call.located)
+            bias = self._bias(tokens, call.located) if self.method.merge.size_bias else None
+        return Made(tokens, rows, bias)
+
+    def _rows(self, tokens: Any, rotary: Rows, located: Located) -> Rows:
+        assert self.spec.text_first  # as in all models that rotate the text with the image
+        batch = len(tokens.destinations)
+
+        def at(table: Tensor) -> Tensor:
+            text, image = table[: located.text], table[located.text :]
+            joint = torch.cat([text.expand(batch, -1, -1), tokens.at_destinations(image)], dim=1)
+            return joint[:, None]
+
+        return Rows(at(rotary.cos), at(rotary.sin))
+
+    def _bias(self, tokens: Any, located: Located) -> tuple[Tensor, Tensor]:
+        image: Tensor = tokens.key_bias.float()
+        text = image.new_zeros(*image.shape[:2], located.text)
+        joint = torch.cat([text, image] if self.spec.text_first else [image, text], dim=2)
+        return joint, image
+
+
+class _BlockHook:
+    """Merges what enters a block, and parts what leaves it."""
+
+    def __init__(
+        self, merger: Merger, block: Block, processors: Sequence[tuple[SparseProcessor, bool]]
+    ) -> None:
+        assert block.group is not None
+        self.merger, self.facts, self.group, self.processors = merger, block.facts, block.group, processors
+        self.names = parameter_names(block.module)
+        self._inside: _Inside | None = None
+
+    def forget(self) -> None:
+        """No tokens are inside, also if the block raised."""
+        self._inside = None
+        for processor, _ in self.processors:
+            processor.extras = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self.merger.call
+        if call is None or not self.merger.is_inside():
+            return None
+        arguments = Arguments(self.names, args, kwargs)
+        tokens = arguments.get(TOKENS)
+        text = call.located.text if self.facts.holds_text else 0
+        image = tokens[:, text:]
+        made = call.made[self.group]
+        if made is None:
+            rotary = self.facts.rows(arguments.get(ROTARY)) if self.facts.rows else None
+            made = call.made[self.group] = self.merger.make(call, self.group, image, rotary)
+        with _in_full_precision(tokens):
+            short = made.tokens.enter(image)
+        if text:
+            short = torch.cat([tokens[:, :text], short], dim=1)
+        arguments.set(TOKENS, short)
+        if self.facts.rows:  # attention rotates by rows of its own, which differ from sample to sample
+            arguments.set(ROTARY, None)
+        for name in self.facts.per_token:
+            entries = arguments.get(name)
+            if entries is not None:
+                arguments.set(name, entries.gather(1, made.tokens.destinations))
+        for processor, sees_text in self.processors:
+            processor.extras = made.extras(sees_text)
+        self._inside = _Inside(tokens, short, made.tokens, text)
+        return tuple(arguments.args), arguments.kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        inside = self._inside
+        if inside is None:
+            return None
+        self.forget()
+        result = output if self.facts.result is None else output[self.facts.result]
+        image = inside.parted(result)
+        if self.facts.result is None:
+            return image
+        parts = list(output)
+        parts[self.facts.result] = image
+        return tuple(parts)
+
+
+class _Inside(NamedTuple):
+    """What a block was called with: all tokens, those that are left, the map between them, and the text before them."""
+
+    full: Tensor
+    short: Tensor
+    tokens: Any
+    text: int
+
+    def parted(self, result: Tensor) -> Tensor:
+        """All tokens, with what the block added to those that are left."""
+        with _in_full_precision(self.full):
+            added = self.tokens.leave((result - self.short)[:, self.text :])
+            image = self.full[:, self.text :] + added
+        if image.dtype == torch.float16:  # as blocks do
+            image = image.clip(-65504, 65504)
+        return torch.cat([result[:, : self.text], image], dim=1) if self.text else image
+
+
+def _in_full_precision(tokens: Tensor) -> AbstractContextManager[Any]:
+    """Autocast would round the tokens that go around a block."""
+    kind = tokens.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _grouped(module: nn.Module, kinds: Sequence[Blocks], method: Merged) -> Iterator[Block]:
+    """The blocks of a region; groups of all kinds are numbered in one row."""
+    first = 0
+    for facts in kinds:
+        found = [
+            method.merge.block_group(facts.kind, place) for place in range(len(find(module, facts.path)))
+        ]
+        for (name, block), group in zip(find(module, facts.path), found, strict=True):
+            yield Block(name, block, facts, None if group is None else first + group)
+        first += 1 + max((group for group in found if group is not None), default=-1)

@@ -1,0 +1,289 @@
+"""`apply` with merged tokens, on tiny models of the real classes.
+
+The oracle knows nothing of hooks, maps or processors. It runs the stock blocks in raster order, one sample at a time:
+tokens are merged by loops over regions, the block is given the rotary rows of the destinations as an ordinary argument,
+and what it adds is handed back token by token.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests import tiny_models
+from tests.test_adapters import assert_differ, assert_same, double, geometries, run
+from tests.tiny_models import MODELS, TEXT, Grid
+from torch import Tensor, nn
+from torch.nn import functional
+
+import nearfield
+from nearfield import Geometry, Hilbert, Merge
+from nearfield.methods.merging import Merged
+from nearfield.reference import locate as reference
+
+NAMES = ("flux", "flux2", "sd3", "qwen", "sdxl", "pixart")
+HARD = Merge(sharpness=math.inf, region_size=16, skip_blocks=(1, 1))
+ALL = Merge(region_size=16, skip_blocks=(0, 0))
+SPARSE = Hilbert(tiles=4, shared_tokens=16, dense_layers=0, dense_steps=0)
+
+
+# -- the oracle ----------------------------------------------------------------------------------------------------
+
+
+def blocks_of(name: str, model: Any) -> list[tuple[str, list[nn.Module]]]:
+    """Blocks of each kind, in the order they run; a UNet has a list for every transformer."""
+    if name == "sdxl":
+        parts = [model.down_blocks, [model.mid_block], model.up_blocks]
+        transformers = [
+            transformer
+            for part in parts
+            for block in part
+            for transformer in getattr(block, "attentions", None) or []
+        ]
+        return [("plain", list(transformer.transformer_blocks)) for transformer in transformers]
+    kinds = [("plain" if name == "pixart" else "joint", list(model.transformer_blocks))]
+    if name.startswith("flux"):
+        kinds.append(("single", list(model.single_transformer_blocks)))
+    return kinds
+
+
+class Oracle:
+    """Stock blocks on tokens that were merged by hand."""
+
+    def __init__(self, name: str, method: Merged, whole: Geometry) -> None:
+        self.name, self.method, self.merge, self.whole = name, method, method.merge, whole
+        order, lengths = method.ordering(whole).order, list(method.regions(whole).lengths)
+        self.regions = list(zip(order.split(lengths), method.regions(whole).counts, strict=True))
+        self.maps: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self.sizes: Tensor | None = None
+        self.layer = 0
+
+    def map_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Destinations, and which part of every token goes to which: `[merged]` and `[merged, tokens]`."""
+        chosen, shares = [], []
+        for ids, count in self.regions:
+            mine = tokens[ids]
+            picked = reference.locate(
+                mine[None, None], torch.tensor([len(ids)]), torch.tensor([count]), count
+            )
+            destinations = ids[picked[0, 0].long()]
+            cosines = functional.cosine_similarity(tokens[destinations][:, None], mine[None], dim=-1)
+            if count == len(ids):  # a region that keeps all its tokens is left alone
+                part = (ids[:, None] == ids).to(tokens.dtype)
+            elif math.isinf(self.merge.sharpness):
+                for row, destination in enumerate(destinations):
+                    cosines[row, ids == destination] = 2.0
+                part = functional.one_hot(cosines.argmax(0), count).T.to(tokens.dtype)
+            else:
+                part = (self.merge.sharpness * cosines).softmax(0)
+            everywhere = torch.zeros(count, len(tokens), dtype=tokens.dtype)
+            everywhere[:, ids] = part
+            chosen.append(destinations)
+            shares.append(everywhere)
+        return torch.cat(chosen), torch.cat(shares)
+
+    def block(
+        self, block: nn.Module, forward: Callable[..., Any], key: tuple[int, int] | None, layer: int
+    ) -> Any:
+        names = inspect.signature(type(block).forward)
+
+        def one(arguments: dict[str, Any], sample: int) -> Any:
+            tokens = arguments["hidden_states"][0]
+            text = TEXT if len(tokens) > self.whole.num_image_tokens else 0
+            assert key is not None
+            if (*key, sample) not in self.maps:
+                self.maps[(*key, sample)] = self.map_of(tokens[text:].detach())
+            destinations, shares = self.maps[(*key, sample)]
+            self.sizes = shares.sum(1)
+            short = torch.cat([tokens[:text], shares @ tokens[text:] / self.sizes[:, None]])
+            rotary = arguments.get("image_rotary_emb")
+            if rotary is not None and self.name == "qwen":
+                rotary = (rotary[0][destinations], rotary[1])
+            elif rotary is not None:
+                rows = torch.cat([torch.arange(TEXT), TEXT + destinations])
+                rotary = tuple(table[rows] for table in rotary)
+            extra = {} if rotary is None else {"image_rotary_emb": rotary}
+            output = forward(**arguments | {"hidden_states": short[None]} | extra)
+            self.sizes = None
+            parts = list(output) if isinstance(output, tuple) else [None, output]
+            added = parts[1][0] - short
+            parts[1] = torch.cat([parts[1][0, :text], tokens[text:] + shares.T @ added[text:]])[None]
+            return parts
+
+        def merged(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(names.bind(block, *args, **kwargs).arguments)
+            del arguments["self"]
+            self.layer = layer
+            if key is None:
+                return forward(**arguments)
+            batch = len(arguments["hidden_states"])
+            samples = [
+                one(
+                    {
+                        name: value[sample : sample + 1] if isinstance(value, Tensor) else value
+                        for name, value in arguments.items()
+                    },
+                    sample,
+                )
+                for sample in range(batch)
+            ]
+            text, image = (
+                None if parts[0] is None else torch.cat(parts) for parts in zip(*samples, strict=True)
+            )
+            is_single_result = self.name in ("sdxl", "pixart") or (self.name == "flux2" and text is None)
+            return image if is_single_result else (text, image)
+
+        return merged
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Sizes as a bias, and the pairs that the method lists: among merged tokens, or all."""
+        bias = torch.zeros(1, 1, 1, key.shape[2], dtype=torch.float64)
+        if attn_mask is not None:
+            bias = (
+                bias.masked_fill(~attn_mask, -torch.inf)
+                if attn_mask.dtype == torch.bool
+                else bias + attn_mask
+            )
+        if query.shape[2] == key.shape[2]:
+            if self.sizes is not None and self.merge.size_bias:
+                start = 0 if self.name == "sd3" else key.shape[2] - len(self.sizes)
+                bias = bias.clone()
+                bias[..., start : start + len(self.sizes)] += self.sizes.log()
+            if self.method.attention is not None:
+                geometry = self.whole
+                if self.sizes is not None:
+                    geometry = self.method.shortened(geometry)
+                plan = self.method.attention.plan(geometry, self.layer, heads=query.shape[1])
+                mask = plan.to_mask()
+                if self.sizes is None:  # among all tokens, which are here in raster order
+                    place = torch.arange(geometry.num_tokens)
+                    start = geometry.image_spans[0][0]
+                    inverse = self.method.ordering(geometry).inverse
+                    place[start : start + len(inverse)] = start + inverse
+                    mask = mask[:, :, place][:, :, :, place]
+                bias = bias.masked_fill(~mask, -torch.inf)
+        return DENSE(query, key, value, bias.to(query.dtype), **kwargs)
+
+
+DENSE = functional.scaled_dot_product_attention
+
+
+@contextmanager
+def by_hand(name: str, model: Any, method: Any, whole: Geometry) -> Iterator[None]:
+    """The stock model with blocks on tokens that are merged by hand."""
+    method = method if isinstance(method, Merged) else Merged(method)
+    oracle = Oracle(name, method, whole)
+    changed, layer = [], 0
+    for kind_number, (kind, blocks) in enumerate(blocks_of(name, model)):
+        for place, block in enumerate(blocks):
+            group = method.merge.block_group(kind, place)
+            key = None if group is None else (kind_number, group)
+            block.forward = oracle.block(block, block.forward, key, layer)
+            changed.append(block)
+            layer += 1
+    functional.scaled_dot_product_attention = oracle.attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = DENSE
+        for block in changed:
+            del block.forward
+
+
+def geometry_of(name: str, grid: Grid, references: tuple[Grid, ...] = ()) -> Geometry:
+    return max(geometries(name, grid, 1, references).values(), key=lambda layout: layout.num_tokens)
+
+
+def check(name: str, method: Any, grid: Grid, batch: int, references: tuple[Grid, ...] = ()) -> None:
+    make, inputs_of = MODELS[name]
+    extra = (references,) if references else ()
+    model, inputs = make().double(), double(inputs_of(grid, batch, *extra))
+    stock = run(model, inputs)
+    with by_hand(name, model, method, geometry_of(name, grid, references)):
+        expected = run(model, inputs)
+    with nearfield.apply(model, method):
+        found = run(model, inputs)
+    assert_same(found, expected)
+    assert_differ(found, stock)
+
+
+# -- what is computed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hard_assignment_is_that_made_by_hand(name: str) -> None:
+    check(name, HARD, (9, 14), 2)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "sdxl"])
+def test_soft_shares_and_sizes_are_those_made_by_hand(name: str) -> None:
+    check(name, Merge(0.4, region="window", region_size=16, skip_blocks=(0, 1), size_bias=True), (12, 10), 2)
+
+
+def test_groups_of_blocks_have_maps_of_their_own() -> None:
+    check("flux", Merge(region="global", groups=2, skip_blocks=(0, 0)), (6, 8), 1)
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen"])
+def test_reference_images_are_merged_by_themselves(name: str) -> None:
+    check(name, HARD, (9, 8), 2, ((7, 11), (4, 4)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratio_zero_is_the_stock_model(name: str) -> None:
+    """In another order of tokens, whose sums differ in the last bits; in the same order, bit for bit."""
+    make, inputs_of = MODELS[name]
+    model, inputs = make(), inputs_of((9, 14), 2)
+    stock = run(model, inputs)
+    with nearfield.apply(model, Merge(ratio=0, skip_blocks=(0, 0))):
+        assert (run(model, inputs) - stock).abs().max() <= 1e-5 * stock.abs().max()
+    with nearfield.apply(model, Merge(ratio=0, region="global", skip_blocks=(0, 0))):
+        assert torch.equal(run(model, inputs), stock)
+    with nearfield.apply(model, ALL):
+        assert_differ(run(model, inputs), stock)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "sdxl"])
+def test_samples_do_not_see_each_other(name: str) -> None:
+    make, inputs_of = MODELS[name]
+    model, two = make().double(), double(inputs_of((9, 8), 2))
+    with nearfield.apply(model, HARD):
+        together = run(model, two)
+        for sample in range(2):
+            one = {
+                key: value[sample : sample + 1]
+                if isinstance(value, Tensor) and key not in ("img_ids", "txt_ids")
+                else value
+                for key, value in two.items()
+            }
+            if "added_cond_kwargs" in two:
+                one["added_cond_kwargs"] = {
+                    key: value[sample : sample + 1] for key, value in two["added_cond_kwargs"].items()
+                }
+            assert_same(run(model, one), together[sample : sample + 1])
+
+
+def test_equal_tokens_of_an_image_lose_nothing() -> None:
+    """Every token is like its neighbours, so merging them changes nothing but where they are."""
+    model = tiny_models.sd3(dual=()).double()
+    inputs = double(tiny_models.sd3_inputs((8, 8)))
+    inputs["hidden_states"] = torch.ones_like(inputs["hidden_states"])
+    model.pos_embed.pos_embed.zero_()
+    stock = run(model, inputs)
+    with nearfield.apply(model, Merge(0.75, region_size=16, skip_blocks=(0, 0), size_bias=True)):
+        assert_same(run(model, inputs), stock)
+
+
+# -- with sparse attention -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen", "sdxl"])
+@pytest.mark.parametrize("share", ["two-way", "keys"])
+def test_attention_reads_along_the_shorter_curve(name: str, share: Any) -> None:
+    attention = Hilbert(tiles=4, shared_tokens=16, share=share, dense_layers=0, dense_steps=0)
+    check(name, Merge(0.5, region_size=16, skip_blocks=(1, 1), size_bias=True) | attention, (12, 14), 2)
