@@ -285,6 +285,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(graphs: Any) -> None:
 # -- with sparse attention -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:LogLinear is made for models that are trained with it")
 @pytest.mark.parametrize(
     "attention",
     [
