@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> None:
-    """The overview, the same for a grid of odd sides, the Hilbert method, and bars for every committed result."""
+    """The overview, the same for a grid of odd sides, the Hilbert method, and bars or lines for committed results."""
     demo.draw(IMAGES / "overview.png", demo.preset_for((64, 64)), tiles=16)
     demo.draw(IMAGES / "any-grid.png", demo.preset_for((45, 80)), tiles=9)
     method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16), layers=range(4))
@@ -30,6 +30,9 @@ def main() -> None:
             gpus = document["machine"]["gpus"]
             name = gpus[0]["name"] if gpus else document["machine"]["cpu"]["name"]
             draw(IMAGES / f"{path.stem}.png", document["results"], name)
+    for path in sorted(RESULTS.glob("recall-*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        plots.recall_lines(IMAGES / f"{path.stem}.png", document["results"], document["source"]["kind"])
     for picture in sorted(IMAGES.glob("*.png")):
         print(f"{picture.relative_to(ROOT)}  {picture.stat().st_size / 1024:.0f} KiB")
 

@@ -308,6 +308,51 @@ def fidelity_lines(path: Path, records: Sequence[dict[str, Any]], title: str) ->
     _save(figure, path)
 
 
+def recall_lines(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
+    """The share of weights that is kept against the share of pairs, a line for each pattern; chosen by means dashed.
+
+    Records hold `pattern`, `by`, `tiles`, `kept` and `recall`; those of several samples are averaged.
+    """
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7.2, 5.0))
+    names = list(dict.fromkeys(record["pattern"] for record in records))
+    for place, name in enumerate(names):
+        colour = INK if place == 0 else _wheel((place - 1) / max(1, len(names) - 1) * 0.75)
+        for by in dict.fromkeys(record["by"] for record in records if record["pattern"] == name):
+            groups: dict[int, list[dict[str, Any]]] = {}
+            for record in records:
+                if (record["pattern"], record["by"]) == (name, by):
+                    groups.setdefault(record["tiles"], []).append(record)
+            points = sorted((_mean_of(group, "kept"), _mean_of(group, "recall")) for group in groups.values())
+            is_estimate = by == "means"
+            axis.plot(
+                *zip(*points, strict=True),
+                marker="o",
+                markersize=3.5,
+                color=colour,
+                linestyle=":" if is_estimate else "-",
+                linewidth=1.0 if is_estimate else 1.5,
+                label=None if is_estimate else name,
+            )
+    axis.set_xscale("log", base=2)
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_formatter(lambda value, _: f"{value:.0%}" if value >= 0.1 else f"{value:.1%}")
+    axis.set_xlabel("pairs read", color=MUTED)
+    axis.set_ylabel("weight of full attention that is kept", color=MUTED)
+    axis.plot([], [], color=MUTED, linestyle=":", label="chosen by means")
+    axis.legend(frameon=False, fontsize=9)
+    _thin_spines(axis)
+    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def _mean_of(records: Sequence[dict[str, Any]], name: str) -> float:
+    return float(sum(record[name] for record in records)) / len(records)
+
+
 def _divergence(record: dict[str, Any]) -> tuple[float, float, float]:
     if "fidelity" in record:
         value = record["fidelity"]["divergence"]

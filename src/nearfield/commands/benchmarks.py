@@ -16,7 +16,7 @@ from nearfield.bench import (
     presets,
     quality_cases,
 )
-from nearfield.commands import retrieval_benchmark
+from nearfield.commands import recall_benchmark, retrieval_benchmark
 from nearfield.commands.arguments import (
     FAILED,
     GRAINS,
@@ -54,6 +54,7 @@ def add_commands(commands: Any) -> None:
     _add_bench_model(benchmarks)
     _add_bench_pixel(benchmarks)
     _add_bench_quality(benchmarks)
+    recall_benchmark.add_command(benchmarks)
     retrieval_benchmark.add_command(benchmarks)
 
 
