@@ -7,15 +7,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from nearfield import Hilbert, cli, kernels
+from nearfield.adapters import processor
 from nearfield.bench import flux_model, model, model_report
 from nearfield.bench.check import Checked, relative_error
-from nearfield.bench.model import CEILING, OURS, REORDERING, ModelBench, ModelResult, WithoutAttention
+from nearfield.bench.model import (
+    CEILING,
+    MERGING,
+    OURS,
+    REORDERING,
+    SELECTING,
+    ModelBench,
+    ModelResult,
+    WithoutAttention,
+)
 from nearfield.bench.model_cases import SIZES, ModelCase, Size
 from nearfield.bench.timing import Effort, Timing, measure
 
@@ -192,6 +203,64 @@ def test_every_variant_is_measured_and_the_model_left_as_it_was(bench: ModelBenc
     assert 0 < result.density < 1
     assert "sparse" in result.summary
     assert [block.attn.processor for block in bench.model.single_transformer_blocks] == before
+
+
+@pytest.fixture(scope="module", params=["merge", "merge+hilbert"])
+def merging_bench(request: pytest.FixtureRequest) -> ModelBench:
+    return ModelBench(
+        replace(TINY, layers=(2, 2), method=request.param, merge_fields={"region_size": 16}), CPU, LITTLE
+    )
+
+
+def test_merging_is_measured_with_its_parts(merging_bench: ModelBench) -> None:
+    assert merging_bench.check(SMALL).passed
+    before = copy.deepcopy(merging_bench.model)
+    result = merging_bench.run(SMALL)
+    assert result.status == "ok", result.note
+    assert set(result.timings) == {"sdpa", OURS, CEILING, REORDERING, SELECTING, MERGING}
+    assert "blocks: 2 on merged tokens, which share 2 maps; 2 on all" in result.summary
+    assert result.density is not None
+    if merging_bench.case.method == "merge":
+        assert result.density == pytest.approx((48 + 32) ** 2 / (96 + 32) ** 2)
+    else:  # a few more shared tokens, so that the curve begins on a whole block
+        assert 0 < result.density < 0.5
+    inputs = merging_bench._arguments(SMALL)
+    with torch.no_grad():
+        assert torch.equal(before(**inputs).sample, merging_bench.model(**inputs).sample)
+
+
+def test_wrong_merging_fails_the_check(merging_bench: ModelBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = processor._rotated
+    is_ours = [False]
+
+    def wrongly(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        is_ours[0] = not is_ours[0]
+        return turned(x, cos, sin if is_ours[0] else -sin)
+
+    monkeypatch.setattr(processor, "_rotated", wrongly)
+    output = merging_bench._output
+    runs = iter(range(10))
+
+    def run_last_one_wrongly(*args: Any) -> torch.Tensor:
+        if next(runs) < 4:  # stock, eager, everything, plain
+            with monkeypatch.context() as patch:
+                patch.setattr(processor, "_rotated", turned)
+                return output(*args)
+        return output(*args)
+
+    monkeypatch.setattr(merging_bench, "_output", run_last_one_wrongly)
+    assert not merging_bench.check(SMALL).passed
+
+
+def test_time_for_maps_is_spread_over_the_steps_they_serve() -> None:
+    case = ModelCase("flux1", None, tiny=False, fields={}, method="merge")
+    times = {"cudnn": 100.0, OURS: 60.0, CEILING: 90.0, REORDERING: 0.1, SELECTING: 5.0, MERGING: 1.0}
+    timings = {name: Timing(time, time, time, 3) for name, time in times.items()}
+    result = ModelResult(case, Size(1024, 1024), "ok", tokens=4608, density=0.3, timings=timings)
+    assert result.speed_up == pytest.approx(100 / 61)
+    assert result.merging_share == pytest.approx(2 / 61)
+    assert result.reached
+    assert "3.3% of a step (target: at most 3%, missed)" in model_report.results_table([result])
 
 
 def test_on_a_gpu_both_dense_attentions_are_measured(bench: ModelBench) -> None:

@@ -4,8 +4,8 @@ Everything runs in one process, in turns, on the same random weights and inputs.
 image is used to check that what will be timed is right; a wrong answer gets no figure.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from nearfield import Geometry, Hilbert, apply
+from nearfield import Geometry, Hilbert, Merge, apply
 from nearfield._types import Impl
-from nearfield.bench import flux_model
+from nearfield.bench import flux_model, merging_parts
 from nearfield.bench.check import Checked, relative_error
 from nearfield.bench.model_cases import ModelCase, Size
 from nearfield.bench.timing import Effort, Timing, measure
 
 OURS, CEILING, REORDERING = "nearfield", "no attention", "reordering"
+SELECTING, MERGING = "making maps", "merging"
+PARTS = (CEILING, REORDERING, SELECTING, MERGING)
 _CHECKED_TOKENS = 4096
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 
@@ -55,7 +57,7 @@ class ModelResult:
 
     @property
     def dense(self) -> dict[str, Timing]:
-        others = (OURS, CEILING, REORDERING)
+        others = (OURS, *PARTS)
         return {name: timing for name, timing in self.timings.items() if name not in others}
 
     @property
@@ -66,7 +68,22 @@ class ModelResult:
         """How many times as fast as the step called `name` the one called `of` is."""
         if name not in self.timings or of not in self.timings:
             return None
-        return self.timings[name].median / self.timings[of].median
+        return self.timings[name].median / (self.timings[of].median + self._selecting(of))
+
+    def _selecting(self, step: str) -> float:
+        """What making maps adds to a step, spread over the steps for which they serve; the timed ones find theirs."""
+        if step != OURS or SELECTING not in self.timings:
+            return 0.0
+        every = Merge(**self.case.merging_fields()).refresh[1]
+        return self.timings[SELECTING].median / every
+
+    @property
+    def merging_share(self) -> float | None:
+        """Time spent on making maps, merging and parting, over the step."""
+        if MERGING not in self.timings:
+            return None
+        merging, selecting = self.timings[MERGING].median, self._selecting(OURS)
+        return (merging + selecting) / (self.timings[OURS].median + selecting)
 
     @property
     def speed_up(self) -> float | None:
@@ -111,10 +128,14 @@ class ModelBench:
         """Is what will be timed right? The budget is twice what eager attention changes in the stock model.
 
         With one tile every token reads every other, so the output must be the stock model's: tokens, rotary table and
-        text stand where they should. With the method itself it must be what plain torch makes of the same lists.
+        text stand where they should. With the method itself it must be what plain torch makes of the same lists, and
+        of the same destinations: rounding would change the choice. That one is compared by itself.
         """
         arguments = self._arguments(size)
         method = self._method(size)
+        if self.case.merges:
+            merging_parts.check_choice(Merge(**self.case.merging_fields()), self._geometry(size), self.device)
+            method = merging_parts.with_fixed_destinations(method)
         every = Hilbert(tiles=1, shared="none", dense_layers=0, dense_steps=0)
         stock = self._output(arguments, nullcontext)
         eager = self._output(arguments, partial(sdpa_kernel, SDPBackend.MATH))
@@ -145,6 +166,12 @@ class ModelBench:
             step = partial(self.model, **arguments, return_dict=False)
             functions: dict[str, Callable[[], object]] = dict.fromkeys(contexts, step)
             functions[REORDERING] = self._reordering(method, size, arguments)
+            if self.case.merges:
+                loop = merging_parts.Loop()
+                contexts = {**contexts, OURS: self._merged(method, loop)}
+                functions[OURS] = merging_parts.next_step(loop, step)
+                parts = merging_parts.Parts(method, self._geometry(size), self.model, self.device, self.dtype)
+                functions |= {SELECTING: parts.select, MERGING: parts.merge}
             timings = measure(functions, self.device, self.effort, contexts)
         with apply(self.model, method, impl=self.impl) as handle:
             if not bool(torch.isfinite(self._output(arguments, nullcontext)).all()):
@@ -161,8 +188,24 @@ class ModelBench:
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
         )
 
-    def _method(self, size: Size) -> Hilbert:
-        return Hilbert(**self.case.method_fields(size))
+    def _method(self, size: Size) -> Any:
+        hilbert = Hilbert(**self.case.method_fields(size))
+        if not self.case.merges:
+            return hilbert
+        merge = Merge(**self.case.merging_fields())
+        return merge if self.case.method == "merge" else merge | hilbert
+
+    def _merged(self, method: Any, loop: Any) -> Callable[[], AbstractContextManager[Any]]:
+        """The method in a loop in which maps never get old; where attention is dense, that of cuDNN."""
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            backend = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if self.device.type == "cuda" else nullcontext()
+            kept = merging_parts.with_kept_maps(method)
+            with backend, apply(self.model, kept, scheduler=loop, impl=self.impl):
+                yield
+
+        return context
 
     def _geometry(self, size: Size) -> Geometry:
         return Geometry(size.grid, text=self.case.text)
@@ -170,7 +213,7 @@ class ModelBench:
     def _arguments(self, size: Size) -> dict[str, Tensor]:
         return flux_model.inputs(self.case, self.model, size, self.device, self.dtype)
 
-    def _contexts(self, method: Hilbert) -> Contexts:
+    def _contexts(self, method: Any) -> Contexts:
         """Every way to run the step."""
         dense: dict[str, Callable[[], AbstractContextManager[Any]]] = {"sdpa": nullcontext}
         if self.device.type == "cuda":
@@ -179,7 +222,7 @@ class ModelBench:
         return {**dense, OURS: partial(apply, self.model, method, impl=self.impl), CEILING: WithoutAttention}
 
     def _reordering(
-        self, method: Hilbert, size: Size, arguments: dict[str, Tensor]
+        self, method: Any, size: Size, arguments: dict[str, Tensor]
     ) -> Callable[[], tuple[Tensor, ...]]:
         """What is moved in a step: latents and their places at the entrance, hidden states before the output."""
         ordering = method.ordering(self._geometry(size), device=self.device)
@@ -188,13 +231,17 @@ class ModelBench:
         states = torch.randn(1, size.tokens, width, device=self.device, dtype=self.dtype)
         return lambda: (ordering.enter(latents), ordering.enter(places, dim=0), ordering.leave(states))
 
-    def _density(self, method: Hilbert, size: Size) -> float:
+    def _density(self, method: Any, size: Size) -> float:
+        """Pairs that a sparse or merged layer reads, of all there are."""
         geometry = self._geometry(size)
+        if self.case.merges:
+            return merging_parts.density(method, geometry)
         heads = self.model.config.num_attention_heads
         readers = [
             method.reader(geometry, layer, heads=heads, device=self.device) for layer in range(method.cycle)
         ]
-        return sum(reader.num_pairs for reader in readers) / (len(readers) * geometry.num_tokens**2)
+        pairs: int = sum(reader.num_pairs for reader in readers)
+        return pairs / (len(readers) * geometry.num_tokens**2)
 
 
 def check_size(sizes: Sequence[Size]) -> Size:

@@ -4,18 +4,25 @@ This file imports nothing of weight, so the command line can name the models bef
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MODELS = ("flux1",)
+METHODS = ("hilbert", "merge", "merge+hilbert")
 SIZES = ((1024, 1024), (2048, 2048), (4096, 4096))
 TINY_SIZES = ((256, 256),)
 PIXELS_PER_TOKEN = 16
 FULL_LAYERS = (19, 38)
 _TINY_LAYERS = (2, 3)
 
-# Speed-up of a step over the best dense one, keys-only sharing, one H200, all layers.
-TARGETS = {1024: 1.10, 2048: 1.45, 4096: 3.05}
+# Speed-up of a step over the best dense one, keys-only sharing, one H200, all layers; half of the tokens merged.
+TARGETS = {
+    "hilbert": {1024: 1.10, 2048: 1.45, 4096: 3.05},
+    "merge": {1024: 1 / 0.7},
+    "merge+hilbert": {2048: 2.0, 4096: 4.2},
+}
+# Of a step, at most so much for making maps, merging and parting.
+MERGING_SHARE = 0.03
 _MANY_TOKENS = 65536
 
 
@@ -45,13 +52,21 @@ class ModelCase:
     Args:
         layers: double-stream and single-stream blocks; None for those of the model.
         tiny: a few narrow layers instead of the real width.
-        fields: fields of the method that were asked for; the others depend on the size.
+        fields: fields of the Hilbert method that were asked for; the others depend on the size.
+        method: one of METHODS.
+        merge_fields: fields of Merge that were asked for.
     """
 
     model: str
     layers: tuple[int, int] | None
     tiny: bool
     fields: dict[str, Any]
+    method: str = "hilbert"
+    merge_fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def merges(self) -> bool:
+        return "merge" in self.method
 
     @property
     def is_whole(self) -> bool:
@@ -79,8 +94,13 @@ class ModelCase:
             fields |= {"tiles": 64, "shared_tokens": 256}
         return fields | self.fields
 
+    def merging_fields(self) -> dict[str, Any]:
+        """Fields of Merge: its defaults. A model of few layers leaves out only the first of each kind."""
+        few = {} if self.layers is None and not self.tiny else {"skip_blocks": (1, 1)}
+        return few | self.merge_fields
+
     def target(self, size: Size) -> float | None:
         """What to reach, for the whole model and the method it was set for."""
-        if not self.is_whole or self.fields or size.height != size.width:
+        if not self.is_whole or self.fields or self.merge_fields or size.height != size.width:
             return None
-        return TARGETS.get(size.height)
+        return TARGETS[self.method].get(size.height)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from nearfield.bench.check import Checked
-from nearfield.bench.model import CEILING, OURS, REORDERING, ModelResult
-from nearfield.bench.model_cases import ModelCase
+from nearfield.bench.model import CEILING, MERGING, OURS, REORDERING, SELECTING, ModelResult
+from nearfield.bench.model_cases import MERGING_SHARE, ModelCase
 from nearfield.bench.report import check_record, table
 
 
@@ -26,8 +26,18 @@ def results_table(results: Sequence[ModelResult]) -> str:
     lines = [table([headings, *(_cells(result, dense) for result in results)])]
     if any(result.ceiling for result in results):
         lines.append("ceiling: the speed-up over the best dense step if attention cost nothing")
+    lines += [_merging_words(result) for result in results if result.merging_share is not None]
     lines += [f"{result.size}: {result.status}: {result.note}" for result in results if result.status != "ok"]
     return "\n".join(lines)
+
+
+def _merging_words(result: ModelResult) -> str:
+    selecting, merging = (result.timings[name].median for name in (SELECTING, MERGING))
+    verdict = "reached" if result.merging_share <= MERGING_SHARE else "missed"  # type: ignore[operator]
+    return (
+        f"{result.size}: maps take {selecting:.2f} ms where they are made, merging and parting {merging:.2f} ms:"
+        f" {result.merging_share:.1%} of a step (target: at most {MERGING_SHARE:.0%}, {verdict})"
+    )
 
 
 def _cells(result: ModelResult, dense: Sequence[str]) -> list[str]:
@@ -71,6 +81,9 @@ def _record(result: ModelResult) -> dict[str, Any]:
         "grid": list(result.size.grid),
         "tokens": result.tokens,
         "method": result.case.method_fields(result.size),
+        "method_name": result.case.method,
+        "merge": result.case.merging_fields() if result.case.merges else None,
+        "merging_share": result.merging_share,
         "status": result.status,
         "note": result.note,
         "density": result.density,

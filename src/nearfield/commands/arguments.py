@@ -119,6 +119,21 @@ def integer(argument: str, least: int, most: int = 2**24) -> Callable[[str], int
     return parse
 
 
+def share(argument: str) -> Callable[[str], float]:
+    """A number from 0 on, below 1."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < 1:
+            wrong(argument, "be a number from 0 on, below 1", repr(text))
+        return value
+
+    return parse
+
+
 def member(argument: str, allowed: Sequence[Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         for value in allowed:

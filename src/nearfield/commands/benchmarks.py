@@ -33,6 +33,7 @@ from nearfield.commands.arguments import (
     output_file,
     pixels,
     preset_name,
+    share,
     show_help_without_command,
     two_layers,
     wrong,
@@ -172,7 +173,19 @@ def _bench_model(arguments: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = ("tiles", "share", "shared_tokens", "far", "interleave")
     fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    case = model_cases.ModelCase(arguments.model, arguments.layers, arguments.tiny, fields)
+    if arguments.method == "merge" and fields:
+        name = next(iter(fields)).replace("_", "-")
+        wrong(f"--{name}", "be left out with `--method merge`", next(iter(fields.values())))
+    merge_names = ("ratio", "region_size")
+    merge_fields = {
+        name: getattr(arguments, name) for name in merge_names if getattr(arguments, name) is not None
+    }
+    if arguments.method == "hilbert" and merge_fields:
+        name = next(iter(merge_fields)).replace("_", "-")
+        wrong(f"--{name}", "be left out with `--method hilbert`", next(iter(merge_fields.values())))
+    case = model_cases.ModelCase(
+        arguments.model, arguments.layers, arguments.tiny, fields, arguments.method, merge_fields
+    )
     default = model_cases.TINY_SIZES if arguments.tiny else model_cases.SIZES
     sizes = [model_cases.Size(*size) for size in arguments.sizes or default]
     effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
@@ -422,10 +435,11 @@ def _add_bench_model(benchmarks: Any) -> None:
         benchmarks,
         "model",
         _bench_model,
-        "time one denoising step of a real architecture with random weights: dense, with the Hilbert method, and"
-        " with no attention at all",
+        "time one denoising step of a real architecture with random weights: dense, with a method, and with no"
+        " attention at all",
         "  nearfield bench model --tiny\n  nearfield bench model --sizes 1024,2048,4096 --json model.json\n"
-        "  nearfield bench model --layers 2+4 --sizes 1024 --share two-way --tiles 4",
+        "  nearfield bench model --layers 2+4 --sizes 1024 --share two-way --tiles 4\n"
+        "  nearfield bench model --sizes 2048 --method merge+hilbert --ratio 0.5",
     )
     parser.add_argument(
         "--model",
@@ -444,6 +458,25 @@ def _add_bench_model(benchmarks: Any) -> None:
         "--layers", type=two_layers, metavar="N+N", help="fewer layers: double-stream + single-stream blocks"
     )
     parser.add_argument("--tiny", action="store_true", help="a few narrow layers and a small image")
+    parser.add_argument(
+        "--method",
+        type=member("--method", model_cases.METHODS),
+        default="hilbert",
+        metavar="NAME",
+        help=f"one of {', '.join(model_cases.METHODS)} (default hilbert)",
+    )
+    parser.add_argument(
+        "--ratio",
+        type=share("--ratio"),
+        metavar="X",
+        help="share of the image tokens that is merged away (default 0.5)",
+    )
+    parser.add_argument(
+        "--region-size",
+        type=integer("--region-size", 1),
+        metavar="N",
+        help="tokens that merge among themselves",
+    )
     add_method_fields(parser)
     parser.add_argument(
         "--impl",

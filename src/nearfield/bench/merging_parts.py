@@ -1,0 +1,124 @@
+"""What `bench model` needs where tokens are merged: a loop in which maps serve, and the parts that are timed apart."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearfield import Geometry, Merge
+from nearfield._types import Impl
+from nearfield.merging import Merging, Regions
+from nearfield.methods.merging import Kind, Merged
+
+_FOREVER = 2**30
+
+
+class Loop:
+    """A denoising loop, as far as `apply` asks: every timed step is a later one."""
+
+    def __init__(self) -> None:
+        self.step_index = 0
+        self.timesteps = range(_FOREVER)
+
+
+def next_step(loop: Loop, step: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        loop.step_index += 1
+        return step()
+
+    return run
+
+
+def with_kept_maps(method: Merge | Merged) -> Merged:
+    """The same, but maps never get old."""
+    method = _merged(method)
+    return replace(method, merge=replace(method.merge, refresh=(_FOREVER, _FOREVER)))
+
+
+@dataclass(frozen=True)
+class _Fixed(Merge):
+    """Destinations that do not depend on tokens: rounding cannot change them."""
+
+    def map_of(
+        self, features: Tensor, regions: Regions, *, destinations: Tensor | None = None, impl: Impl = "auto"
+    ) -> Merging:
+        places = torch.cat(
+            [
+                (
+                    group.starts(features.device) + _spread(group.length, group.num_left, features.device)
+                ).flatten()
+                for group in regions.groups
+            ]
+        )
+        fixed = places.expand(len(features), -1)
+        return super().map_of(features, regions, destinations=fixed, impl=impl)
+
+
+def _spread(length: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device) * length // count
+
+
+def with_fixed_destinations(method: Merge | Merged) -> Merged:
+    method = _merged(method)
+    return replace(method, merge=_Fixed(**asdict(method.merge)))
+
+
+def check_choice(merge: Merge, geometry: Geometry, device: torch.device) -> None:
+    """The kernel chooses what the reference does."""
+    tokens = torch.randn(1, geometry.num_image_tokens, 64, device=device)
+    chosen, expected = (merge.merging(tokens, geometry, impl=impl) for impl in ("auto", "reference"))
+    if not torch.equal(chosen.destinations, expected.destinations):
+        raise RuntimeError("the kernel that chooses destinations does not choose those of the reference")
+
+
+def density(method: Merge | Merged, geometry: Geometry) -> float:
+    """Pairs that a layer in a merged block reads, of all there are."""
+    method = _merged(method)
+    short = method.shortened(geometry)
+    pairs = method.reader(short, 0, heads=1).num_pairs
+    return float(pairs / geometry.num_tokens**2)
+
+
+class Parts:
+    """Making the maps of a step, and merging and parting in all of its blocks, without the blocks."""
+
+    def __init__(
+        self,
+        method: Merge | Merged,
+        geometry: Geometry,
+        model: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.merge_method = _merged(method).merge
+        self.regions = _merged(method).regions(geometry)
+        joint = self._groups("joint", len(model.transformer_blocks))
+        single = self._groups("single", len(model.single_transformer_blocks))
+        self.num_blocks, self.num_maps = len(joint + single), len(set(joint)) + len(set(single))
+        width = model.config.num_attention_heads * model.config.attention_head_dim
+        self.tokens = torch.randn(1, self.regions.num_tokens, width, device=device, dtype=dtype)
+        self.map = self._made()
+
+    def _groups(self, kind: Kind, blocks: int) -> list[int]:
+        """The group of each block that is merged."""
+        groups = (self.merge_method.block_group(kind, block) for block in range(blocks))
+        return [group for group in groups if group is not None]
+
+    def _made(self) -> Merging:
+        return self.merge_method.map_of(self.tokens, self.regions).to(self.tokens.dtype)
+
+    def select(self) -> list[Merging]:
+        return [self._made() for _ in range(self.num_maps)]
+
+    def merge(self) -> Tensor:
+        tokens = self.tokens
+        for _ in range(self.num_blocks):
+            short = self.map.enter(tokens)
+            tokens = tokens + self.map.leave(short - short)
+        return tokens
+
+
+def _merged(method: Merge | Merged) -> Merged:
+    return Merged(method) if isinstance(method, Merge) else method
