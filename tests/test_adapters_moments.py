@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import nearfield
-from nearfield import BlockTopK, FineGrained, Geometry
+from nearfield import BlockTopK, FineGrained, Geometry, Merge
 
 LAYERS = 2
 FINE = FineGrained(16, 2, threshold="1/N", refresh=(0.0, 0.5))
@@ -475,6 +475,18 @@ def test_two_models_of_a_pipeline_share_its_steps() -> None:
         summaries = handle.summary().split("FluxTransformer2DModel")
     assert "attention calls full" in summaries[1]
     assert "attention calls full" not in summaries[2]
+
+
+def test_lists_of_merged_tokens_go_with_their_maps() -> None:
+    """Tokens that are merged anew are others, in every branch."""
+    pipe = pipe_of()
+    merge = Merge(0.5, region_size=16, skip_blocks=(0, 0), refresh=(3, 3))
+    method = FineGrained(16, 2, threshold="1/N", refresh=(0.0,))
+    with nearfield.apply(pipe, merge | method) as handle:
+        pipe(**call_of(6, **guidance()))
+        # At steps 0 and 3, in two branches.
+        assert f"{4 * LAYERS} of {12 * LAYERS} attention calls full" in handle.summary()
+    assert method.refreshes(6) == [0]
 
 
 def test_memory_bound_is_held(oracle: Callable[..., Tensor]) -> None:

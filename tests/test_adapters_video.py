@@ -55,6 +55,24 @@ def test_sparse_is_the_masked_stock_model(
     assert_differ(expected, stock)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        Hilbert(tiles=4, shared="centre", shared_tokens=16, share="keys", dense_layers=0, dense_steps=0),
+        Hilbert(tiles=3, shared="distributed", shared_tokens=16, cycle=2, dense_layers=0, dense_steps=0),
+    ],
+    ids=["centre", "distributed"],
+)
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "hunyuan_i2v"])
+def test_shared_regions_of_videos(name: str, method: Hilbert, oracle: Callable[..., Tensor]) -> None:
+    model, inputs = made(name, (4, 6, 8))
+    geometry = geometry_of(name, (4, 6, 8))
+    expected = oracle(model, inputs, method, {geometry.num_tokens: geometry})
+    with nearfield.apply(model, method):
+        assert_same(run(model, inputs), expected)
+    assert_differ(expected, run(model, inputs))
+
+
 @pytest.mark.parametrize("name", VIDEO_MODELS)
 def test_remove_leaves_no_trace(name: str) -> None:
     model, inputs = made(name, (3, 4, 5))
