@@ -41,9 +41,7 @@ def load_folder(folder: str | Path, device: torch.device | str, dtype: torch.dty
 
 def _loaded(folder: Path, device: torch.device | str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     options |= {"local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
