@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nearfield.plan import Plan
 from nearfield.quality.results import QualityRow, pareto_front
+from nearfield.tuning import Trial, front
 
 INK, MUTED, FAINT = "#22262e", "#6b7280", "#e3e6eb"
 SHARED, SHARED_KEYS, SHADE, FAR = "#4b5563", "#8b93a1", "#d3d7de", "#b5545c"
@@ -272,6 +273,30 @@ def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
     _front_axes(axis, [row.fid or 0.0 for row in measured], {row.samples for row in measured})
     _legend(pyplot, axis, colours, [f"tuning: {kind}" for kind in kinds])
     axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def tuning_front(path: Path, trials: Sequence[Trial], limit: float) -> None:
+    """Pairs kept against distance to dense pictures: every trial a point, those that none beats joined by a line."""
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    searched = [trial for trial in trials if trial.purpose == "search"]
+    best = front(searched)
+    figure, axis = pyplot.subplots(figsize=(7.2, 4.6))
+    axis.step([t.lpips for t in best], [t.pairs_kept for t in best], where="post", color=MUTED, linewidth=1)
+    for trial in searched:
+        colour = _BAR_COLOURS[0] if trial.lpips <= limit else MUTED
+        axis.plot(trial.lpips, trial.pairs_kept, "o", color=colour, markersize=7 if trial in best else 4.5)
+    axis.axvline(limit, color=INK, linewidth=1, linestyle="--")
+    axis.set_xlabel("LPIPS to dense (dashed: the limit)", color=MUTED)
+    axis.set_ylabel("pairs kept, over all layers and steps", color=MUTED)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.grid(color=FAINT, linewidth=0.8)
+    axis.set_axisbelow(True)
+    _thin_spines(axis)
+    axis.set_title("What was tried", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
     figure.tight_layout()
     _save(figure, path)
 

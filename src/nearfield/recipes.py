@@ -5,15 +5,17 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from nearfield._checks import wrong_type, wrong_value
-from nearfield.methods import BlockTopK, FineGrained, Hilbert, LogLinear, Method
+from nearfield.methods import BlockTopK, FineGrained, Hilbert, LogLinear, Merge, Merged, Method
 
 FORMAT = 1
-_METHODS: dict[str, Any] = {cls.__name__: cls for cls in (Hilbert, LogLinear, FineGrained, BlockTopK)}
+_METHODS: dict[str, Any] = {
+    cls.__name__: cls for cls in (Hilbert, LogLinear, FineGrained, BlockTopK, Merge, Merged)
+}
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,8 @@ class Recipe:
 
     def as_document(self) -> dict[str, Any]:
         """What `read` reads. Fields that have their defaults are left out."""
-        value: Any = self.method
-        given = {
-            part.name: getattr(value, part.name)
-            for part in fields(value)
-            if getattr(value, part.name) != part.default
-        }
-        return {
-            "format": FORMAT,
-            "kind": "nearfield recipe",
-            "method": type(self.method).__name__,
-            "fields": given,
-            "model": self.model,
-            "measured": dict(self.measured),
-        }
+        facts = {"model": self.model, "measured": dict(self.measured)}
+        return {"format": FORMAT, "kind": "nearfield recipe", **_document_of(self.method), **facts}
 
 
 def read(source: str | Path | Mapping[str, Any]) -> Recipe:
@@ -60,17 +50,46 @@ def read(source: str | Path | Mapping[str, Any]) -> Recipe:
     if not isinstance(document, Mapping) or document.get("format") != FORMAT or "method" not in document:
         hint = "`nearfield tune` writes recipes."
         wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
+    method = _method_in(document)
+    return Recipe(method, str(document.get("model", "")), document.get("measured", {}))
+
+
+def recipe_of(value: Any) -> Recipe:
+    """What `apply` was given as a method: one, a recipe, or the file of one."""
+    if isinstance(value, str | Path):
+        return read(value)
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, Merge):
+        return Recipe(Merged(value))
+    if not hasattr(value, "reader") or isinstance(value, type):
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        wrong_type("method", "be a method such as nearfield.Hilbert()", name)
+    return Recipe(value)
+
+
+def _document_of(method: Any) -> dict[str, Any]:
+    given = {part.name: getattr(method, part.name) for part in fields(method)}
+    given = {part.name: given[part.name] for part in fields(method) if given[part.name] != part.default}
+    nested = {name: _document_of(value) if is_dataclass(value) else value for name, value in given.items()}
+    return {"method": type(method).__name__, "fields": nested}
+
+
+def _method_in(document: Mapping[str, Any]) -> Any:
     name, given = document["method"], document.get("fields", {})
     if name not in _METHODS:
         wrong_value("recipe", f"name a method of {', '.join(_METHODS)}", repr(name))
-    method = _METHODS[name]
-    known = {part.name for part in fields(method)}
+    known = {part.name for part in fields(_METHODS[name])}
     unknown = sorted(set(given) - known)
     if unknown:
         wrong_value("recipe", f"hold fields of {name} ({', '.join(sorted(known))})", ", ".join(unknown))
-    # JSON has no tuples, and no method has lists.
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    return Recipe(method(**values), str(document.get("model", "")), document.get("measured", {}))
+    return _METHODS[name](**{key: _value_in(value) for key, value in given.items()})
+
+
+def _value_in(value: Any) -> Any:
+    if isinstance(value, Mapping) and "method" in value:
+        return _method_in(value)
+    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and no method has lists
 
 
 def _loaded(path: Path) -> Any:
@@ -86,15 +105,3 @@ def _words(document: object) -> str:
     if isinstance(document, Mapping):
         return f"format {document.get('format')!r} and method {document.get('method')!r}"
     return type(document).__name__
-
-
-def method_of(value: Any) -> tuple[Method, Recipe | None]:
-    """What `apply` was given as a method: one, a recipe, or the file of one."""
-    if isinstance(value, str | Path):
-        value = read(value)
-    if isinstance(value, Recipe):
-        return value.method, value
-    if not hasattr(value, "reader") or isinstance(value, type):
-        name = value.__name__ if isinstance(value, type) else type(value).__name__
-        wrong_type("method", "be a method such as nearfield.Hilbert()", name)
-    return value, None

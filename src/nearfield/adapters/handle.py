@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
@@ -16,19 +17,20 @@ from nearfield.adapters.region import Layer, Region, check_parallel
 from nearfield.adapters.spec import Located, Pixels, Spec, find
 from nearfield.adapters.specs import SPECS, spec_of
 from nearfield.adapters.steps import Steps
-from nearfield.adapters.summary import summary
+from nearfield.adapters.summary import pairs_kept, summary
 from nearfield.geometry import Grid
 from nearfield.methods import Method
-from nearfield.methods.merging import Merge, Merged
+from nearfield.methods.merging import Merge
 from nearfield.parallel import Ranks
 from nearfield.parallel.model import check_splittable
+from nearfield.recipes import Recipe, recipe_of
 
 _COMPONENTS = ("transformer", "transformer_2", "unet")
 
 
 def apply(
     target: Any,
-    method: Method | Merge,
+    method: Method | Merge | Recipe | str | Path,
     *,
     scheduler: Any = None,
     impl: Impl = "auto",
@@ -40,7 +42,8 @@ def apply(
 
     Args:
         target: a pipeline, or one of its models.
-        method: who reads whom, such as `Hilbert()`; `Merge()` merges tokens, and `Merge() | Hilbert()` does both.
+        method: who reads whom, such as `Hilbert()`; `Merge()` merges tokens, and `Merge() | Hilbert()` does both. Or a
+            recipe of `nearfield tune`, or its file.
         scheduler: says which denoising step is being computed, so that the first steps can stay dense. A pipeline
             has one; without any, no step is dense.
         impl: passed on to `attend`.
@@ -50,12 +53,11 @@ def apply(
     Returns:
         A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
     """
-    if isinstance(method, Merge):
-        method = Merged(method)
-    if not hasattr(method, "reader") or isinstance(method, type):
-        wrong_type("method", "be a method such as nearfield.Hilbert()", _name_of(method))
+    recipe = recipe_of(method)
+    method = recipe.method
     check_member("impl", impl, get_args(Impl))
     models = _models_of(target)
+    recipe.check_model(models[0])
     ranks = None if mesh is None else _checked_ranks(mesh, models, method, impl)
     steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
     if getattr(method, "needs_moment", False):
@@ -101,6 +103,12 @@ class Handle:
         self.ranks = ranks
         """Those that tokens are split over; it counts what this one sent."""
         self._models, self._regions, self._steps = tuple(models), tuple(regions), steps
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers of the (first) model that a method may make sparse, those that stay dense included."""
+        mine = [region for region in self._regions if region.root is self._models[0]]
+        return sum(layer.index is not None for region in mine for layer in region.layers)
 
     def remove(self) -> None:
         """Restore what was there. Calling it again does nothing."""
@@ -180,6 +188,14 @@ class Handle:
             else:
                 places.append(region.ready.located if region.ready else None)
         return summary(self._models, self._regions, places, self.method, self._steps, origin)
+
+    def pairs_kept(self) -> float | None:
+        """The share of all pairs of tokens that calls like the last one read, over all layers and denoising steps.
+
+        None where that is not known: before the first call, or where queries and keys decide.
+        """
+        self._forget_removed()
+        return pairs_kept(self._regions, self.method, self._steps)
 
     def __enter__(self) -> "Handle":
         return self

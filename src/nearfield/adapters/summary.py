@@ -188,6 +188,10 @@ class _Pairs(NamedTuple):
     there: int = 0
     whole: int = 0
 
+    def in_model(self, read: float) -> float:
+        """The share of all pairs that is read, where sparse layers read so many."""
+        return (self.whole - self.there + read) / self.whole
+
     def plus(self, other: "_Pairs") -> "_Pairs":
         read = None if self.read is None or other.read is None else self.read + other.read
         return _Pairs(read, self.there + other.there, self.whole + other.whole)
@@ -414,16 +418,35 @@ def _speed_lines(pairs: _Pairs, method: Method, steps: Steps) -> list[str]:
         return ["pairs: chosen at calls by queries and keys, so not known before them"]
     share = pairs.read / pairs.there
     where = "sparse and merged" if isinstance(method, Merged) else "sparse"
-    in_model = (pairs.whole - pairs.there + pairs.read) / pairs.whole
     lines = [
         f"pairs: {share:.1%} in {where} layers; attention at most {1 / share:.2f}x faster there,"
-        f" {1 / in_model:.2f}x with the dense layers"
+        f" {1 / pairs.in_model(pairs.read):.2f}x with the dense layers"
     ]
     total = steps.total() if method.num_dense_steps(1000) else None
     if total is not None:
-        dense = method.num_dense_steps(total) / total
-        lines.append(f"  with dense steps {1 / (dense + (1 - dense) * in_model):.2f}x over all {total} steps")
+        over_steps = _over_steps(pairs.in_model(pairs.read), method, total)
+        lines.append(f"  with dense steps {1 / over_steps:.2f}x over all {total} steps")
     return lines
+
+
+def _over_steps(share: float, method: Method, total: int) -> float:
+    """A share of pairs in sparse steps, over all steps."""
+    dense = method.num_dense_steps(total) / total
+    return dense + (1 - dense) * share
+
+
+def pairs_kept(regions: Sequence[Region], method: Method, steps: Steps) -> float | None:
+    """The share of all pairs that calls like the last one read, over all layers and steps; None before the first."""
+    pairs = _Pairs()
+    for region in regions:
+        if region.ready is None:
+            return None
+        pairs = pairs.plus(_pairs(region, region.ready))
+    if pairs.read is None or not pairs.whole:
+        return None
+    total = steps.total() if method.num_dense_steps(1000) else None
+    share = pairs.in_model(pairs.read)
+    return share if total is None else _over_steps(share, method, total)
 
 
 def _choice_words(region: Region, ready: Ready) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from nearfield.demo.generate import Run, Sampler
+    from nearfield.demo.sampler import OnStep
 
 _PIXELS, _ON_SHEET = 8, 8
 _LORA_OFF = "none"
@@ -34,43 +35,17 @@ def add_commands(commands: Any) -> None:
         "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare\n"
         "  torchrun --nproc-per-node 4 -m -- nearfield generate --size 2048 --num 1",
     )
-    parser.add_argument(
-        "--size", type=_size, metavar="N", help="pixels: N or HxW (default: what the model was trained at)"
-    )
     add_method(parser, "hilbert")
     parser.add_argument(
         "--compare", action="store_true", help="make the dense model's pictures, too, and compare"
     )
-    for name, least, most, default, words in (
-        ("--steps", 1, 1000, 20, "denoising steps"),
-        ("--seed", 0, 2**31, 0, "of the noise"),
-        ("--num", 1, 10**6, 4, "pictures"),
-        ("--first", 0, 10**6, 0, "number of the first picture of the seed"),
-        ("--batch", 1, 4096, 4, "pictures at a time"),
-    ):
-        parser.add_argument(
-            name,
-            type=integer(name, least, most),
-            default=default,
-            metavar="N",
-            help=f"{words} (default {default})",
-        )
-    parser.add_argument(
-        "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
-    )
-    parser.add_argument("--prompt", metavar="TEXT", help="what to draw; for --model")
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FILE",
-        help="a model of `nearfield train demo` (default: the embedded one)",
-    )
+    add_pictures(parser, steps=20, num=4)
+    add_model(parser)
     parser.add_argument(
         "--lora",
         metavar="FILE",
         help="a LoRA of `nearfield distill` for the sparse pictures, or none (default: the embedded model's)",
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
     parser.add_argument(
         "--images", type=Path, metavar="DIR", help="also write every picture to DIR/dense and DIR/METHOD"
     )
@@ -86,6 +61,42 @@ def add_commands(commands: Any) -> None:
     )
 
 
+def add_pictures(parser: argparse.ArgumentParser, *, steps: int, num: int) -> None:
+    """Which pictures are made, and how."""
+    parser.add_argument(
+        "--size", type=_size, metavar="N", help="pixels: N or HxW (default: what the model was trained at)"
+    )
+    for name, least, most, default, words in (
+        ("--steps", 1, 1000, steps, "denoising steps"),
+        ("--seed", 0, 2**31, 0, "of the noise"),
+        ("--num", 1, 10**6, num, "pictures"),
+        ("--first", 0, 10**6, 0, "number of the first picture of the seed"),
+        ("--batch", 1, 4096, 4, "pictures at a time"),
+    ):
+        parser.add_argument(
+            name,
+            type=integer(name, least, most),
+            default=default,
+            metavar="N",
+            help=f"{words} (default {default})",
+        )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Whose pictures they are."""
+    parser.add_argument(
+        "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="what to draw; for --model")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="a model of `nearfield train demo` (default: the embedded one)",
+    )
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     method = method_of(arguments)
     _check(arguments)
@@ -93,11 +104,12 @@ def _generate(arguments: argparse.Namespace) -> int:
         from nearfield.demo import generate, pictures
 
         with mesh_of_ranks(chosen_device(arguments.device)) as mesh:
-            pipeline, sample = _prepared(arguments, method, is_silent=not _speaks(mesh))
+            on_step = _step_bar(arguments) if _speaks(mesh) else None
+            pipeline, sample = prepared(arguments, _lora(arguments, method), on_step=on_step)
             runs = _runs(arguments, pipeline, sample, method, mesh)
             if not _speaks(mesh):
                 return OK
-        records = generate.compared(runs, _measures(arguments, runs))
+        records = generate.compared(runs, measures(arguments.device, runs[0].images) if len(runs) > 1 else {})
         shown = [run._replace(images=run.images[:_ON_SHEET]) for run in runs]
         if arguments.images:
             for run, name in zip(runs, _folder_names(arguments), strict=True):
@@ -121,28 +133,33 @@ def _check(arguments: argparse.Namespace) -> None:
     if num_ranks() > 1 and arguments.method == "dense":
         hint = "Only sparse attention is split over ranks."
         wrong("--method", "be another than dense under torchrun", "dense", hint)
+    check_model(arguments)
+    if arguments.compare and arguments.method == "dense":
+        wrong("--compare", "compare dense with another `--method`", "dense")
+    if arguments.lora and arguments.lora != _LORA_OFF and not Path(arguments.lora).is_file():
+        wrong("--lora", "name a file that is there", repr(arguments.lora))
+
+
+def check_model(arguments: argparse.Namespace) -> None:
+    """What was said of the model goes together."""
     if arguments.model and arguments.weights:
         wrong("--weights", "be left out with `--model`", str(arguments.weights))
     if bool(arguments.model) != bool(arguments.prompt):
         wrong("--prompt", "be given with `--model`, and only there", repr(arguments.prompt))
     if arguments.model and arguments.first:
         wrong("--first", "be left out with `--model`", arguments.first, "Use another --seed.")
-    if arguments.compare and arguments.method == "dense":
-        wrong("--compare", "compare dense with another `--method`", "dense")
-    for name, path in (("--weights", arguments.weights), ("--lora", arguments.lora)):
-        if path and str(path) != _LORA_OFF and not Path(path).is_file():
-            wrong(name, "name a file that is there", repr(str(path)))
+    if arguments.weights and not arguments.weights.is_file():
+        wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
 
 
-def _prepared(
-    arguments: argparse.Namespace, method: Any, *, is_silent: bool = False
+def prepared(
+    arguments: argparse.Namespace, lora: Path | None = None, *, on_step: "OnStep | None" = None
 ) -> tuple[Any, "Sampler"]:
     """The pipeline, and what makes its pictures."""
     from nearfield.demo import generate
     from nearfield.demo.sampler import DemoPipeline
 
     device = chosen_device(arguments.device)
-    on_step = None if is_silent else _step_bar(arguments)
     common = {"size": arguments.size, "steps": arguments.steps, "seed": arguments.seed}
     if arguments.model:
         pipeline = generate.open_pipeline(arguments.model, device)
@@ -154,7 +171,6 @@ def _prepared(
         pipeline = DemoPipeline.load(arguments.weights or generate.embedded_weights(), device)
         common |= {"first": arguments.first, "batch": arguments.batch}
         sample = generate.demo_sampler(pipeline, arguments.num, on_step, **common)
-    lora = _lora(arguments, method)
     if lora is not None:
         generate.load_lora(pipeline.transformer, lora)
     return pipeline, sample
@@ -192,15 +208,13 @@ def _runs(
     return runs
 
 
-def _measures(
-    arguments: argparse.Namespace, runs: list["Run"]
+def measures(
+    device_name: str | None, images: "torch.Tensor"
 ) -> dict[str, Callable[["torch.Tensor", "torch.Tensor"], float]]:
-    """Means over pairs of pictures `[num, height, width, 3]`: PSNR, and LPIPS where they are large enough for it."""
-    if len(runs) < 2:
-        return {}
+    """Means over pairs of pictures like `images [num, height, width, 3]`: PSNR, and LPIPS where it applies."""
     from nearfield import quality
 
-    device = chosen_device(arguments.device)
+    device = chosen_device(device_name)
 
     def mean_of(measure: Any) -> Callable[["torch.Tensor", "torch.Tensor"], float]:
         def mean(first: "torch.Tensor", second: "torch.Tensor") -> float:
@@ -210,10 +224,10 @@ def _measures(
 
         return mean
 
-    measures = {"psnr": mean_of(quality.psnr)}
-    if min(runs[0].images.shape[1:3]) >= 64:
-        measures["lpips"] = mean_of(quality.load_lpips(device=device))
-    return measures
+    found = {"psnr": mean_of(quality.psnr)}
+    if min(images.shape[1:3]) >= 64:
+        found["lpips"] = mean_of(quality.load_lpips(device=device))
+    return found
 
 
 def _document(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,193 @@
+"""`nearfield tune`: the boldest fields that keep a model's pictures close to its dense ones, as a recipe."""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfield.commands.arguments import FAILED, OK, command, output_file, wrong
+from nearfield.commands.generating import (
+    add_model,
+    add_pictures,
+    check_model,
+    measures,
+    missing_extras_told,
+    prepared,
+)
+from nearfield.commands.methods import number
+from nearfield.commands.reports import require_drawing
+
+if TYPE_CHECKING:
+    from nearfield.tuning import Figures, Search, Trial
+
+_SETTINGS = ("model", "prompt", "size", "steps", "seed", "num")
+
+
+def add_commands(commands: Any) -> None:
+    parser = command(
+        commands,
+        "tune",
+        _tune,
+        "search the boldest fields that keep a model's pictures close to its dense ones, and write them as a recipe",
+        "  nearfield tune --max-lpips 0.1 --out recipe.json\n"
+        "  nearfield tune --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 2048 --minutes 60",
+    )
+    add_pictures(parser, steps=12, num=2)
+    add_model(parser)
+    parser.add_argument(
+        "--max-lpips",
+        type=number("--max-lpips", least=0.0, is_above=True),
+        default=0.1,
+        metavar="X",
+        help="mean distance to the dense pictures that is allowed (default 0.1)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=number("--minutes", least=0.0, is_above=True),
+        metavar="X",
+        help="stop after so long; run again to go on",
+    )
+    parser.add_argument(
+        "--out",
+        type=output_file("--out"),
+        default="recipe.json",
+        metavar="FILE",
+        help="the recipe (default recipe.json); trials are kept beside it, in FILE.trials",
+    )
+    parser.add_argument(
+        "--png", type=output_file("--png", ".png"), metavar="FILE", help="draw pairs kept against distance"
+    )
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    check_model(arguments)
+    if arguments.png:
+        require_drawing("--png")
+    with missing_extras_told():
+        search, model = _search(arguments)
+        ends = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+        is_done = search.run(lambda: ends is None or time.monotonic() < ends)
+    _show_front(search)
+    if arguments.png:
+        from nearfield import plots
+
+        plots.tuning_front(Path(arguments.png), search.trials, arguments.max_lpips)
+        print(f"wrote {arguments.png}")
+    if not is_done:
+        print("time is up; run the same command again to go on")
+    return _write_recipe(arguments, search, model)
+
+
+def _search(arguments: argparse.Namespace) -> tuple["Search", str]:
+    """Makes the dense pictures, reads what an earlier run has found, and says every trial; also names the model."""
+    from nearfield import apply, tuning
+    from nearfield.demo import generate
+
+    pipeline, sample = prepared(arguments)
+    dense = generate.run_dense(sample, pipeline.transformer)
+    distance = measures(arguments.device, dense.images).get("lpips")
+    if distance is None:
+        wrong("--size", "be at least 64 pixels, for LPIPS", arguments.size)
+
+    def evaluate(method: Any) -> "Figures":
+        with apply(pipeline, method) as handle:
+            images, seconds = sample()
+            kept = handle.pairs_kept()
+        assert kept is not None  # the method decides, not queries and keys
+        run = generate.Run("", images, seconds)
+        return tuning.Figures(distance(dense.images, images), kept, run.seconds_per_step)
+
+    path = _trials_path(arguments)
+    settings = {name: getattr(arguments, name) for name in _SETTINGS} | {"weights": _weights(arguments)}
+    search = tuning.Search(
+        evaluate,
+        _num_layers(pipeline),
+        dense.seconds_per_step,
+        arguments.max_lpips,
+        known=_known(path, settings),
+        on_trial=lambda trial: _keep(path, settings, search, trial),
+    )
+    print(f"dense: {dense.seconds_per_step:.3f} s per step; {len(search.trials)} trials are known")
+    return search, type(pipeline.transformer).__name__
+
+
+def _num_layers(pipeline: Any) -> int:
+    from nearfield import Hilbert, apply
+
+    with apply(pipeline, Hilbert()) as handle:
+        return handle.num_layers
+
+
+def _weights(arguments: argparse.Namespace) -> str | None:
+    return str(arguments.weights) if arguments.weights else None
+
+
+def _trials_path(arguments: argparse.Namespace) -> Path:
+    return Path(f"{arguments.out}.trials")
+
+
+def _known(path: Path, settings: dict[str, Any]) -> "list[Trial]":
+    """Trials of an earlier run with the same pictures."""
+    from nearfield import tuning
+
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document["settings"] != json.loads(json.dumps(settings)):
+        wrong(
+            "--out",
+            "name another file, or be used with the settings it was begun with",
+            str(path),
+            f"Those are {document['settings']}.",
+        )
+    return tuning.from_records(document["trials"])
+
+
+def _keep(path: Path, settings: dict[str, Any], search: "Search", trial: "Trial") -> None:
+    from nearfield import tuning
+    from nearfield.quality.results import write_json
+
+    write_json(path, {"settings": settings, "trials": tuning.as_records(search.trials)})
+    print(_line(trial, search), flush=True)
+
+
+def _line(trial: "Trial", search: "Search") -> str:
+    mark = " " if trial.lpips <= search.max_lpips else "x"
+    words = ", ".join(f"{name}={value!r}" for name, value in trial.fields.items())
+    figures = f"LPIPS {trial.lpips:.4f}  {trial.pairs_kept:6.1%} of the pairs  {trial.speed_up:5.2f}x"
+    return f"{mark} {figures}  {trial.purpose}: {words}"
+
+
+def _show_front(search: "Search") -> None:
+    from nearfield import tuning
+
+    searched = [trial for trial in search.trials if trial.purpose == "search"]
+    print("what nothing else beats, from the closest to the boldest:")
+    for trial in tuning.front(searched):
+        print(_line(trial, search))
+
+
+def _write_recipe(arguments: argparse.Namespace, search: "Search", model: str) -> int:
+    from nearfield import recipes
+    from nearfield.quality.results import write_json
+
+    best = search.best
+    if best is None:
+        nearest = min((trial.lpips for trial in search.trials), default=float("nan"))
+        print(f"no recipe: nothing keeps within LPIPS {arguments.max_lpips:g}; the nearest is {nearest:.4f}")
+        return FAILED
+    measured = {
+        "lpips": best.lpips,
+        "pairs_kept": best.pairs_kept,
+        "speed_up": best.speed_up,
+        **{name: getattr(arguments, name) for name in _SETTINGS},
+    }
+    recipe = recipes.read({"format": recipes.FORMAT, "method": "Hilbert", "fields": best.fields})
+    recipe = replace(recipe, model=model, measured=measured)
+    write_json(Path(arguments.out), recipe.as_document())
+    print(
+        f"wrote {arguments.out}: {best.pairs_kept:.1%} of the pairs, {best.speed_up:.2f}x, LPIPS {best.lpips:.4f}"
+    )
+    return OK
