@@ -172,8 +172,8 @@ MUTANTS = {
     ),
     "the transpose forgets the order of its sort": Mutant(
         PLAN,
-        "torch.gather(torch.where(used, row, 0), -1, source)",
-        "torch.where(used, row, 0)",
+        "(ordered % self.num_rows)",
+        "(cell % self.num_rows)",
         "lists_per_head_and_batch",
     ),
     "the transpose keeps unused slots": Mutant(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.attending import NEEDS_TRITON
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -185,6 +186,19 @@ def test_compiled_as_one_graph_it_learns_the_same(attention: str, graphs: Any) -
     assert graphs() == 1
     for one, two in zip(gradients[0], gradients[2], strict=True):
         torch.testing.assert_close(one, two)
+
+
+@NEEDS_TRITON
+def test_the_kernels_compile_as_one_graph(graphs: Any, device: torch.device) -> None:
+    """As on a GPU: pooling, choosing and reading are operators, nothing is decided while tracing."""
+    model = lively("loglinear", {"topk": 2}).float().to(device)
+    layer: Any = model.body.layers[0]
+    layer.attention.impl = "triton"
+    images, level = (x.float().to(device)[:1] for x in call(8, 6))
+    compiled = torch.compile(model.body, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(model(images, level, compiled), model(images, level))
+    assert graphs() == 1
 
 
 # -- pictures and files --------------------------------------------------------------------------------------------

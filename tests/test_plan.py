@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nearfield import planning
 from nearfield.plan import BLOCKS, Plan
 
 GARBAGE = (-7, 0, 1_000_000)
@@ -138,6 +139,19 @@ def test_transpose_exchanges_the_roles(example):
 def test_transpose_twice_is_the_same_plan(example):
     plan, _ = example
     assert plan.transpose().transpose() == plan
+
+
+def test_transpose_of_lists_too_large_for_32_bits(monkeypatch):
+    plans = [
+        planning.topk(torch.rand(2, 3, 5, 7), 3, q_block=16, k_block=16, num_queries=70, num_keys=100)
+        for _ in range(2)
+    ]
+    narrow = [plan.transpose() for plan in plans]
+    monkeypatch.setattr("nearfield.plan._INT32", 0)
+    for plan, want in zip(plans, narrow, strict=True):
+        plan._derived.clear()
+        assert plan.transpose() == want
+        assert plan.transpose().blocks.dtype == torch.int32
 
 
 def test_transpose_is_made_once():

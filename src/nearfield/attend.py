@@ -7,6 +7,7 @@ tensors. Its gradient is the operator `nearfield::attend_backward` over the same
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from numbers import Real
 from typing import Any, NamedTuple, cast, get_args
 
@@ -54,7 +55,6 @@ def attend(
     """
     _check_call(query, key, value, plan, impl)
     _refuse_forward_mode(query, key, value, key_bias)
-    batch, heads = query.shape[:2]
     if key_bias is not None:
         key_bias = _expanded_bias(key_bias, query, key)
     if positions is not None:
@@ -63,21 +63,11 @@ def attend(
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (query, key, value, key_bias)
     )
-    transposed = plan.transpose() if wants_gradient else None
-    order, transposed_order = None, None
-    if query.is_cuda and impl not in ("grouped", "reference"):
-        order = plan.longest_first(batch, heads)
-        transposed_order = transposed.longest_first(batch, key.shape[1]) if transposed else None
     out, lse = torch.ops.nearfield.attend(
         query,
         key,
         value,
-        plan.offsets,
-        plan.blocks,
-        order,
-        transposed.offsets if transposed else None,
-        transposed.blocks if transposed else None,
-        transposed_order,
+        *_all_lists(plan, query, key, wants_gradient, impl),
         key_bias,
         positions.query if positions else None,
         positions.key if positions else None,
@@ -133,6 +123,56 @@ def gradients(
         plan._extent, plan.q_block, plan.k_block, _checked_scale(scale, query), impl,
     )  # fmt: skip
     return Gradients(to_query, to_key, to_value, None if bias is None else to_bias)
+
+
+class Part(NamedTuple):
+    """Keys and values beside others, and who reads them; see `attend` for each."""
+
+    key: Tensor
+    value: Tensor
+    plan: Plan
+    key_bias: Tensor | None = None
+
+
+def attend_together(
+    query: Tensor, parts: Sequence[Part], *, scale: float | None = None, impl: Impl = "auto"
+) -> Attended:
+    """Every query reads what several plans list, each among keys of its own, in one softmax.
+
+    The same as attending to each part and merging the results. But where kernels run, the whole is differentiated at
+    once: with the `lse` of all parts the gradients of one do not depend on the others, so nothing is kept, and nothing
+    computed, for having merged.
+    """
+    if impl in ("grouped", "reference") or (impl == "auto" and not query.is_cuda):
+        attended = (
+            attend(query, part.key, part.value, part.plan, key_bias=part.key_bias, scale=scale, impl=impl)
+            for part in parts
+        )
+        return reduce(merge, attended)
+    lists: list[Tensor | None] = []
+    biases: dict[int, Tensor] = {}
+    for number, part in enumerate(parts):
+        _check_call(query, part.key, part.value, part.plan, impl)
+        _refuse_forward_mode(query, part.key, part.value, part.key_bias)
+        bias = None if part.key_bias is None else _expanded_bias(part.key_bias, query, part.key)
+        leaves = (query, part.key, part.value, bias)
+        wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+        lists += _all_lists(part.plan, query, part.key, wants_gradient, impl)
+        if bias is not None:
+            biases[number] = bias
+    out, lse = torch.ops.nearfield.attend_together(
+        query,
+        [part.key for part in parts],
+        [part.value for part in parts],
+        lists,
+        list(biases.values()),
+        list(biases),
+        [part.plan._extent for part in parts],
+        [size for part in parts for size in (part.plan.q_block, part.plan.k_block)],
+        _checked_scale(scale, query),
+        impl,
+    )
+    return Attended(out, lse)
 
 
 class Choice(NamedTuple):
@@ -217,7 +257,21 @@ def _implementation(name: str) -> Any:
     return grouped if name == "grouped" else kernels.load(name)
 
 
-# -- the operator ------------------------------------------------------------------------------------------------
+# -- the operators -----------------------------------------------------------------------------------------------
+
+
+def _all_lists(
+    plan: Plan, query: Tensor, key: Tensor, wants_gradient: bool, impl: str
+) -> tuple[Tensor | None, ...]:
+    """A plan as it crosses an operator: lists and starting order, its own and its transpose's."""
+    transposed = plan.transpose() if wants_gradient else None
+    order, transposed_order = None, None
+    if query.is_cuda and impl not in ("grouped", "reference"):
+        batch, heads = query.shape[:2]
+        order = plan.longest_first(batch, heads)
+        transposed_order = transposed.longest_first(batch, key.shape[1]) if transposed else None
+    lists = transposed.offsets if transposed else None, transposed.blocks if transposed else None
+    return plan.offsets, plan.blocks, order, *lists, transposed_order
 
 
 def _rebuilt_plan(
@@ -371,6 +425,134 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor
 
 
 _attend.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+# -- several parts -------------------------------------------------------------------------------------------------
+
+_LISTS = 6  # as `_all_lists` gives them
+
+
+def _rebuilt_parts(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    biased: Sequence[int],
+    sizes: Sequence[int],
+) -> list[Part]:
+    parts = []
+    for number, (key, value) in enumerate(zip(keys, values, strict=True)):
+        bias = biases[biased.index(number)] if number in biased else None
+        offsets, blocks, order, *transposed = lists[_LISTS * number : _LISTS * (number + 1)]
+        assert offsets is not None
+        assert blocks is not None
+        q_block, k_block = sizes[2 * number : 2 * number + 2]
+        plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block)
+        parts.append(Part(key, value, plan, bias))
+    return parts
+
+
+@torch.library.custom_op("nearfield::attend_together", mutates_args=())
+def _attend_together(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],  # of the parts that have one, whose numbers are `biased`
+    biased: Sequence[int],
+    extents: Sequence[Tensor],
+    sizes: Sequence[int],
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    results = list[Attended]()
+    for part, extent in zip(
+        _rebuilt_parts(query, keys, values, lists, biases, biased, sizes), extents, strict=True
+    ):
+        _check_sizes(extent, query, part.key)
+        choice = explain_choice(query, part.key, part.plan, key_bias=part.key_bias, impl=cast(Impl, impl))
+        module = _implementation(choice.impl)
+        with _undisturbed(query):
+            results.append(
+                module.attend_forward(query, part.key, part.value, part.plan, part.key_bias, None, scale)
+            )
+    merged = reduce(merge, results)
+    return merged.out, merged.lse
+
+
+@_attend_together.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=_lse_dtype(query))
+
+
+@torch.library.custom_op("nearfield::attend_together_backward", mutates_args=())
+def _attend_together_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    biased: Sequence[int],
+    sizes: Sequence[int],
+    scale: float,
+    impl: str,
+) -> list[Tensor]:
+    """The gradients of the query, of all keys, of all values, and of the biases."""
+    parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
+    for part in parts:
+        explain_choice(
+            query, part.key, part.plan, key_bias=part.key_bias, backward=True, impl=cast(Impl, impl)
+        )
+    with _undisturbed(query):
+        backward = kernels.load("triton").attend_together_backward
+        grad_query, others = backward(grad_out, grad_lse, query, parts, out, lse, scale)
+    of_keys, of_values, of_biases = zip(*others, strict=True)
+    return [grad_query, *of_keys, *of_values, *(gradient for gradient in of_biases if gradient is not None)]
+
+
+@_attend_together_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    *_: Any,
+) -> list[Tensor]:
+    of_biases = [lse.new_empty(bias.shape) for bias in biases]
+    return [torch.empty_like(query), *map(torch.empty_like, keys), *map(torch.empty_like, values), *of_biases]
+
+
+def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, keys, values, lists, biases, biased, _, *statics = inputs
+    ctx.save_for_backward(query, *output, *keys, *values, *biases, *lists)
+    ctx.counts, ctx.statics = (len(keys), len(biases)), (biased, *statics)
+
+
+def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    query, out, lse, *rest = ctx.saved_tensors
+    parts, biased = ctx.counts
+    ends = parts, 2 * parts, 2 * parts + biased
+    keys, values, biases, lists = (
+        rest[start:stop] for start, stop in zip((0, *ends), (*ends, None), strict=True)
+    )
+    grad_query, *others = torch.ops.nearfield.attend_together_backward(
+        grad_out, grad_lse, query, out, lse, keys, values, lists, biases, *ctx.statics
+    )
+    of_keys, of_values, of_biases = others[: ends[0]], others[ends[0] : ends[1]], others[ends[1] :]
+    return grad_query, of_keys, of_values, None, of_biases, None, [None] * parts, None, None, None
+
+
+_attend_together.register_autograd(_differentiate_parts, setup_context=_save_parts)
 
 
 def _lse_dtype(query: Tensor) -> torch.dtype:

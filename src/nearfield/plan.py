@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
 
+_INT32 = 2**31
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 """Permitted block sizes. 192 is three warpgroups of 64 rows on Hopper; below 16 is meant for the grain of keys."""
 
@@ -175,14 +176,21 @@ class Plan:
         return self._derive("transpose", self._transposed)
 
     def _transposed(self) -> "Plan":
+        batch, heads, capacity = self.blocks.shape
         row, used = self.entry_rows()
         column = torch.where(used, self.blocks, self.num_columns)
-        # A stable sort keeps the rows of one column ascending, so the result is again a valid plan.
-        ordered, source = torch.sort(column, dim=-1, stable=True)
-        batch, heads = self.blocks.shape[:2]
-        columns = torch.arange(self.num_columns + 1, device=self.device, dtype=torch.int32)
-        offsets = torch.searchsorted(ordered, columns.expand(batch, heads, -1).contiguous(), out_int32=True)
-        blocks = torch.gather(torch.where(used, row, 0), -1, source)
+        # List, column and row in one number, and one sort of them all: sorting many lists takes a GPU many launches.
+        per_list = (self.num_columns + 1) * self.num_rows
+        wide = torch.int32 if batch * heads * per_list < _INT32 else torch.int64
+        first = torch.arange(batch * heads, device=self.device, dtype=wide) * per_list
+        row = torch.where(used, row, 0).to(wide)
+        cell = column.to(wide) * self.num_rows + row + first.view(batch, heads, 1)
+        ordered = torch.sort(cell.flatten()).values
+        columns = torch.arange(self.num_columns + 1, device=self.device, dtype=wide) * self.num_rows
+        starts = torch.searchsorted(ordered, first[:, None] + columns, out_int32=True)
+        starts -= torch.arange(batch * heads, device=self.device, dtype=torch.int32)[:, None] * capacity
+        offsets = starts.view(batch, heads, -1)
+        blocks = (ordered % self.num_rows).to(torch.int32).view(batch, heads, capacity)
         return Plan(offsets, blocks, self.k_block, self.q_block, self.num_keys, self.num_queries, check=False)
 
     def longest_first(self, batch: int, heads: int) -> Tensor | None:

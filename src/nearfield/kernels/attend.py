@@ -9,11 +9,11 @@ from torch import Tensor
 
 from nearfield._types import Positions
 from nearfield.kernels import is_interpreted
-from nearfield.kernels.backward import attend_backward
+from nearfield.kernels.backward import attend_backward, attend_together_backward
 from nearfield.kernels.forward import attend_forward
 from nearfield.plan import Plan
 
-__all__ = ["attend_backward", "attend_forward", "unsupported"]
+__all__ = ["attend_backward", "attend_forward", "attend_together_backward", "unsupported"]
 
 
 def unsupported(

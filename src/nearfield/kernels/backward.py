@@ -4,6 +4,8 @@ Every gradient is summed by one program, in the order of its list. There are no 
 bits. The price is that weights are computed in both passes.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -369,6 +371,28 @@ def attend_backward(
     statistics = _row_statistics(grad_out, grad_lse, out, lse.contiguous())
     inputs = (grad_out, *statistics, query, key, value, plan, key_bias, positions, scale)
     return Gradients(query_gradient(*inputs), *key_gradient(*inputs))
+
+
+def attend_together_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    parts: Sequence[tuple[Tensor, Tensor, Plan, Tensor | None]],
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
+    """The gradients of a softmax over several parts, whose `out` and `lse` these are: each part's by itself."""
+    delta, lse_log2 = _row_statistics(grad_out, grad_lse, out, lse.contiguous())
+    grad_query: Tensor | None = None
+    others = []
+    for key, value, plan, key_bias in parts:
+        inputs = (grad_out, delta, lse_log2, query, key, value, plan, key_bias, None, scale)
+        gradient = query_gradient(*inputs)
+        grad_query = gradient if grad_query is None else grad_query.add_(gradient)
+        others.append(key_gradient(*inputs))
+    assert grad_query is not None
+    return grad_query, others
 
 
 def query_gradient(

@@ -21,10 +21,11 @@ _TOKENS = 256
 @triton.jit
 def _pool_kernel(
     source, means, sums, stride_sb, stride_sh, stride_sn, stride_sd, stride_mb, stride_mh, stride_mn, stride_md,
-    num_heads, num_source, num_means, num_tokens, represents,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    num_heads, num_source, num_means, num_slots, num_tokens, represents,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KEEPS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One level from the one below: sums of BLOCK rows, and what they are per token they stand for."""
+    """One level from the one below: sums of BLOCK rows, and what they are per token they stand for; zero for slots
+    that pad the level."""
     batch_head = tl.program_id(0).to(tl.int64)
     batch = batch_head // num_heads
     head = batch_head % num_heads
@@ -37,13 +38,12 @@ def _pool_kernel(
     )  # fmt: skip
     total = tl.sum(tl.reshape(rows.to(tl.float32), [ROWS, BLOCK, PAD]), 1)
     row = first + tl.arange(0, ROWS)
-    exists = row < num_means
-    store_rows(sums + batch_head * num_means * DIM, row, exists, DIM, 1, total, DIM, PAD)
+    if KEEPS_SUMS:
+        store_rows(sums + batch_head * num_means * DIM, row, row < num_means, DIM, 1, total, DIM, PAD)
     count = tl.minimum(num_tokens - row.to(tl.int64) * represents, represents)
     mean = total / tl.maximum(count, 1).to(tl.float32)[:, None]
-    store_rows(
-        means + batch * stride_mb + head * stride_mh, row, exists, stride_mn, stride_md, mean, DIM, PAD
-    )
+    means += batch * stride_mb + head * stride_mh
+    store_rows(means, row, row < num_slots, stride_mn, stride_md, mean, DIM, PAD)
 
 
 @triton.jit
@@ -86,17 +86,20 @@ def pool_forward(x: Tensor, block: int, levels: int) -> Tensor:
     """See `nearfield.reference.pool`."""
     batch, heads, length, dim = x.shape
     starts = level_starts(length, block, levels)
-    pooled = torch.zeros(batch, heads, starts[-1], dim, device=x.device, dtype=x.dtype)
+    pooled = torch.empty(batch, heads, starts[-1], dim, device=x.device, dtype=x.dtype)
     rows = max(1, _TOKENS // block)
     source = x
     for level in range(1, levels + 1):
         tokens = level_length(length, block, level)
+        slots = starts[level] - starts[level - 1]
         means = pooled[:, :, starts[level - 1] :]
-        sums = torch.empty(batch, heads, tokens, dim, device=x.device, dtype=torch.float32)
-        _pool_kernel[(batch * heads, triton.cdiv(tokens, rows))](
+        sums = means
+        if level < levels:
+            sums = torch.empty(batch, heads, tokens, dim, device=x.device, dtype=torch.float32)
+        _pool_kernel[(batch * heads, triton.cdiv(slots, rows))](
             source, means, sums, *source.stride(), *means.stride(),
-            heads, source.shape[2], tokens, length, block**level,
-            BLOCK=block, ROWS=rows, DIM=dim, PAD=padded(dim), num_warps=4,
+            heads, source.shape[2], tokens, slots, length, block**level,
+            BLOCK=block, ROWS=rows, DIM=dim, PAD=padded(dim), KEEPS_SUMS=level < levels, num_warps=4,
         )  # fmt: skip
         source = sums
     return pooled

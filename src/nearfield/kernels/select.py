@@ -24,7 +24,7 @@ def _select_kernel(
     query, key, parents, chosen,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     num_heads, heads_per_key, num_queries, num_keys, num_groups, num_parents, group, tiles_per_group, count,
-    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     DIM: tl.constexpr, PAD: tl.constexpr, HAS_PARENTS: tl.constexpr, KEEP_OWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -71,9 +71,13 @@ def _select_kernel(
         picked = tl.where(now, 1, picked)
         scores = tl.where(now, -float("inf"), scores)
     place = tl.cumsum(picked, 1) - 1
-    out = chosen + (batch_head * num_queries + row.to(tl.int64)[:, None]) * count + place
+    out = chosen + (batch_head * num_queries + row.to(tl.int64)[:, None]) * count
     ids = tl.broadcast_to(candidate[None, :], [ROWS, CANDIDATES])
-    tl.store(out, ids, mask=picked > 0)
+    tl.store(out + place, ids, mask=picked > 0)
+    # Where there were fewer candidates than wanted.
+    slot = tl.arange(0, SLOTS)[None, :]
+    is_left = (slot >= tl.sum(picked, 1)[:, None]) & (slot < count) & in_group[:, None]
+    tl.store(out + slot, tl.zeros([ROWS, SLOTS], tl.int32) + num_keys, mask=is_left)
 
 
 def unsupported(query: Tensor, num_candidates: int) -> str | None:
@@ -103,12 +107,12 @@ def select(
     candidates = num_keys if parents is None else num_parents * block
     tiles = triton.cdiv(group, _ROWS)
     lanes = max(16, triton.next_power_of_2(candidates))
-    chosen = torch.full((batch, heads, num_queries, count), num_keys, device=query.device, dtype=torch.int32)
+    chosen = torch.empty(batch, heads, num_queries, count, device=query.device, dtype=torch.int32)
     lists = chosen if parents is None else parents.contiguous()
     _select_kernel[(batch * heads * num_groups * tiles,)](
         query, key, lists, chosen, *query.stride(), *key.stride(),
         heads, heads // key.shape[1], num_queries, num_keys, num_groups, num_parents, group, tiles, count,
-        BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS,
+        BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=triton.next_power_of_2(count),
         DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=4 if lanes <= 256 else 8, num_stages=1,

@@ -29,7 +29,7 @@ from nearfield._checks import (
     wrong_value,
 )
 from nearfield._types import Attended, Impl
-from nearfield.attend import attend, merge
+from nearfield.attend import Part, attend, attend_together
 from nearfield.geometry import Geometry, Shortened, Span
 from nearfield.plan import Plan, check_block
 from nearfield.tiling import Curve, Segment, Shared
@@ -285,19 +285,11 @@ class HilbertReader(NamedTuple):
 
         `key_bias` may hide text; bias on image tokens is not carried over into the far field.
         """
-        near = attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
         if self.far is None:
-            return near
-        far = attend(
-            query,
-            self.far.pooled(key),
-            self.far.pooled(value),
-            self.far.plan,
-            key_bias=self.far.bias,
-            scale=scale,
-            impl=impl,
-        )
-        return merge(near, far)
+            return attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
+        near = Part(key, value, self.near, key_bias)
+        far = Part(self.far.pooled(key), self.far.pooled(value), self.far.plan, self.far.bias)
+        return attend_together(query, [near, far], scale=scale, impl=impl)
 
 
 def hilbert_attention(

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from nearfield import dense_parts, planning
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.attend import attend, merge
+from nearfield.attend import Part, attend, attend_together
 from nearfield.geometry import Geometry
 from nearfield.keeping import kept
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
@@ -337,13 +337,13 @@ def _attend(
     scale: float | None,
     impl: Impl,
 ) -> Attended:
-    """Chosen blocks are read by blocks of queries; summaries, which siblings share, by wider ones; merged by `lse`."""
+    """Chosen blocks are read by blocks of queries; summaries, which siblings share, by wider ones."""
     chosen = choose(method, query, key, value, text=text, scale=scale, impl=impl)
-    near = attend(query, key, value, chosen.near, scale=scale, impl=impl)
     if chosen.far is None or chosen.key is None or chosen.value is None:
-        return near
-    far = attend(query, chosen.key, chosen.value, chosen.far, key_bias=chosen.bias, scale=scale, impl=impl)
-    return merge(near, far)
+        return attend(query, key, value, chosen.near, scale=scale, impl=impl)
+    near = Part(key, value, chosen.near)
+    far = Part(chosen.key, chosen.value, chosen.far, chosen.bias)
+    return attend_together(query, [near, far], scale=scale, impl=impl)
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------

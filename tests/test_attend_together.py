@@ -1,0 +1,146 @@
+"""Several parts in one softmax: the same as one dense softmax over all of them, forward and backward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.attending import INF, NEEDS_TRITON, assert_budget, random_bias, random_inputs, random_plan
+from torch import Tensor
+
+from nearfield import attend as attend_function
+from nearfield import planning
+from nearfield.attend import Part, attend_together
+
+IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
+
+
+def call(device: torch.device, key_heads: int = 2, empty_rows: bool = False) -> tuple[Tensor, list[Part]]:
+    """Two parts of different lengths and grains, the second with a bias that hides a key."""
+    query, key, value = random_inputs(2, 2, 40, 40, 16, device=device)
+    _, far_key, far_value = random_inputs(2, 2, 40, 24, 16, device=device, seed=5)
+    key, value, far_key, far_value = (x[:, :key_heads] for x in (key, value, far_key, far_value))
+    bias = random_bias(1, 2, 24, device=device)
+    bias[..., 3] = -INF
+    near = random_plan(40, 40, q_block=16, k_block=16, heads=2, empty_rows=empty_rows, device=device)
+    far = random_plan(40, 24, q_block=32, k_block=8, empty_rows=empty_rows, device=device, seed=1)
+    return query, [Part(key, value, near), Part(far_key, far_value, far, bias)]
+
+
+def leaves_of(query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> tuple[list[Tensor], list[Part]]:
+    made = [query.to(dtype).clone().requires_grad_()]
+    fresh = []
+    for part in parts:
+        key, value = (x.to(dtype).clone().requires_grad_() for x in (part.key, part.value))
+        bias = None if part.key_bias is None else part.key_bias.to(dtype).clone().requires_grad_()
+        made += [x for x in (key, value, bias) if x is not None]
+        fresh.append(Part(key, value, part.plan, bias))
+    return made, fresh
+
+
+def results(function: Any, query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> dict[str, Tensor]:
+    leaves, fresh = leaves_of(query, parts, dtype)
+    out, lse = function(leaves[0], fresh)
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(x.shape, generator=generator).to(query.device, dtype) for x in (out, lse)]
+    loss = (out * weights[0]).sum() + (lse.masked_fill(lse == -INF, 0) * weights[1]).sum()
+    names = ["query", "key", "value", "far key", "far value", "bias"]
+    gradients = torch.autograd.grad(loss, leaves)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+def dense(query: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """One softmax over all keys, who reads whom written out."""
+    logits, values = [], []
+    for part in parts:
+        repeats = query.shape[1] // part.key.shape[1]
+        times = part.plan.pair_counts()
+        one = query @ part.key.repeat_interleave(repeats, 1).mT * query.shape[3] ** -0.5
+        one = one if part.key_bias is None else one + part.key_bias[..., None, :]
+        logits.append((one + times.to(one.dtype).log()).masked_fill(times == 0, -INF))
+        values.append(part.value.repeat_interleave(repeats, 1))
+    every = torch.cat(logits, -1)
+    nothing = (every == -INF).all(-1, keepdim=True)
+    weights = torch.softmax(every.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
+    lse = torch.logsumexp(every.masked_fill(nothing, 0), -1).masked_fill(nothing[..., 0], -INF)
+    return weights @ torch.cat(values, 2), lse
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("key_heads", "empty_rows"), [(2, False), (1, False), (2, True)])
+def test_several_parts_are_one_softmax(
+    impl: Any, key_heads: int, empty_rows: bool, device: torch.device
+) -> None:
+    query, parts = call(device, key_heads, empty_rows)
+    exact = results(dense, query, parts, torch.float64)
+    low = results(dense, query, parts, torch.float32)
+    got = results(lambda q, p: attend_together(q, p, impl=impl), query, parts, torch.float32)
+    for name in exact:
+        assert_budget(name, got[name], exact[name], low[name])
+
+
+@NEEDS_TRITON
+def test_one_part_is_attend(device: torch.device) -> None:
+    query, parts = call(device)
+    one = attend_together(query, parts[:1], impl="triton")
+    alone = attend_function(query, parts[0].key, parts[0].value, parts[0].plan, impl="triton")
+    assert torch.equal(one.out, alone.out)
+    assert torch.equal(one.lse, alone.lse)
+
+
+@NEEDS_TRITON
+def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
+    query, parts = call(device)
+
+    def together(query: Tensor, *tensors: Tensor) -> Tensor:
+        near, far = Part(*tensors[:2], parts[0].plan), Part(*tensors[2:4], parts[1].plan, parts[1].key_bias)
+        out, lse = attend_together(query, [near, far], impl="triton")
+        return out.square().sum() + lse.sum()
+
+    tensors = [query, parts[0].key, parts[0].value, parts[1].key, parts[1].value]
+    torch._dynamo.reset()
+    gradients = []
+    for function in (together, torch.compile(together, fullgraph=True, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        gradients.append(torch.autograd.grad(function(*leaves), leaves))
+    for plain, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, compiled)
+    torch._dynamo.reset()
+    lists = [
+        x
+        for part in parts
+        for x in (
+            part.plan.offsets,
+            part.plan.blocks,
+            None,
+            part.plan.transpose().offsets,
+            part.plan.transpose().blocks,
+            None,
+        )
+    ]
+    bias = parts[1].key_bias
+    assert bias is not None
+    torch.library.opcheck(
+        torch.ops.nearfield.attend_together.default,
+        (
+            query.clone().requires_grad_(),
+            [part.key.clone().requires_grad_() for part in parts],
+            [part.value.clone().requires_grad_() for part in parts],
+            lists,
+            [bias.expand(2, -1, -1)],
+            [1],
+            [part.plan._extent for part in parts],
+            [16, 16, 32, 8],
+            0.25,
+            "triton",
+        ),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),  # compiled above
+    )
+
+
+@NEEDS_TRITON
+def test_each_part_is_checked(device: torch.device) -> None:
+    query, parts = call(device)
+    wrong = Part(parts[1].key, parts[1].value, planning.full(40, 23, device=device))
+    with pytest.raises(ValueError, match="`plan` must be made for 40 queries and 24 keys; got 40 and 23"):
+        attend_together(query, [parts[0], wrong], impl="triton")
