@@ -7,16 +7,24 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-TEST_TOOLS := .cache/test-tools
+# What a GPU machine that has torch may lack: of its Python, without what torch itself brings.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := .cache/gpu-wheels
+GPU_TOOLS := .cache/gpu-tools
+GPU_PACKAGES := accelerate annotated-doc annotated-types anyio certifi charset-normalizer click diffusers \
+	execnet filelock fsspec h11 httpcore2 httpx2 huggingface-hub hypothesis idna importlib-metadata iniconfig \
+	lazy-importer markdown-it-py mdurl packaging peft pillow pluggy psutil pydantic pydantic-core pygments pytest \
+	pytest-timeout pytest-xdist pyyaml regex requests rich safetensors shellingham sortedcontainers tokenizers tqdm \
+	transformers truststore typer typing-extensions typing-inspection urllib3 zipp
 GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py
-GPU_ENV := PYTHONPATH=src:$(TEST_TOOLS)
+GPU_ENV := PYTHONPATH=src:$(GPU_TOOLS)
 GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --require-gpu $(GPU_TESTS)
 
 GLUON_TRITONS ?= 3.6.0 3.9.0
 GLUON_STAMPS := $(GLUON_TRITONS:%=.cache/triton-%/.installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench docs test-gpu sanitize-gpu test-tools gluon-compile clean
+.PHONY: help demo test check format bench docs test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,9 +80,15 @@ sanitize-gpu: ## run the GPU tests under compute-sanitizer
 	$(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 		compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTEST)
 
-test-tools: $(STAMP) ## put pytest into .cache/test-tools, to carry to a GPU machine that lacks it
-	rm -rf $(TEST_TOOLS)
-	$(PIP) -c constraints.txt --target $(TEST_TOOLS) pytest
+gpu-wheels: $(STAMP) ## fetch what a GPU machine without network may lack, as wheels to carry there
+	rm -rf $(GPU_WHEELS)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest $(GPU_WHEELS) \
+		--python-version $(GPU_PYTHON) --only-binary=:all: --no-deps -c constraints.txt $(GPU_PACKAGES)
+	du -sh $(GPU_WHEELS)
+
+gpu-tools: ## on that machine: unpack the wheels, for `make test-gpu` and for PYTHONPATH
+	rm -rf $(GPU_TOOLS)
+	$(PYTHON) -c 'import sys, zipfile; [zipfile.ZipFile(w).extractall("$(GPU_TOOLS)") for w in sys.argv[1:]]' $(GPU_WHEELS)/*.whl
 
 clean: ## remove everything the targets made
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
