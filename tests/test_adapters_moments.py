@@ -7,6 +7,7 @@ call, so many calls in a step.
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import accelerate
@@ -500,6 +501,23 @@ def test_memory_bound_is_held(oracle: Callable[..., Tensor]) -> None:
     # 2 layers, 2 heads, 8 blocks of queries, 64 of keys; 2 branches.
     assert f"memory: {2 * 2 * (8 * 8 + 4 * 9) / 1024:.1f} KiB as bits" in told
     assert f"taken: {2 * 2 * 2 * (8 * 8 + 4 * 9) / 1024:.1f} KiB as bits in host memory" in told
+
+
+def test_layers_share_the_memory_allowed() -> None:
+    """All of them together stay below the bound, as lists where those fit and as bits where not."""
+    pipe = pipe_of()
+
+    def taken(**fields: Any) -> list[Any]:
+        with nearfield.apply(pipe, replace(FINE, **fields)) as handle:
+            pipe(**call_of(2))
+            return [reader.most for reader in handle._regions[0].ready.readers]
+
+    free = taken()
+    assert all(set(most) == {"lists"} for most in free)
+    bound = max(most["lists"] for most in free)  # of one layer, where there are two
+    bounded = taken(memory=bound / 2**30)
+    assert all(set(most) == {"bits"} for most in bounded)
+    assert sum(most["bits"] for most in bounded) <= bound
 
 
 def test_blocks_say_what_they_read_and_estimate_what_they_drop() -> None:
