@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import nearfield
 from nearfield import Geometry, Hilbert, Merge
+from nearfield.methods import BipartiteMerge, peers
 from nearfield.methods.merging import Merged
 from nearfield.reference import locate as reference
 
@@ -63,6 +64,8 @@ class Oracle:
 
     def map_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Destinations, and which part of every token goes to which: `[merged]` and `[merged, tokens]`."""
+        if isinstance(self.merge, BipartiteMerge):
+            return self.matched(tokens)
         chosen, shares = [], []
         for ids, count in self.regions:
             mine = tokens[ids]
@@ -84,6 +87,25 @@ class Oracle:
             chosen.append(destinations)
             shares.append(everywhere)
         return torch.cat(chosen), torch.cat(shares)
+
+    def matched(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Image by image, the pairs of a token and the destination it is most like, best pairs first."""
+        owner = list(range(len(tokens)))
+        destinations = peers._random_destinations(self.whole.images, self.merge.stride, self.merge.seed)
+        for ids, count in self.regions:
+            targets = [int(id_) for id_ in ids if destinations[id_]]
+            pairs = []
+            for source in ids.tolist():
+                if source not in targets:
+                    likeness = functional.cosine_similarity(tokens[source], tokens[targets], dim=-1)
+                    pairs.append((-float(likeness.max()), source, targets[int(likeness.argmax())]))
+            for _, source, target in sorted(pairs)[: len(ids) - count]:
+                owner[source] = target
+        kept = sorted(set(owner))
+        shares = torch.zeros(len(kept), len(tokens), dtype=tokens.dtype)
+        for token, target in enumerate(owner):
+            shares[kept.index(target), token] = 1
+        return torch.tensor(kept), shares
 
     def block(
         self, block: nn.Module, forward: Callable[..., Any], key: tuple[int, int] | None, layer: int
@@ -218,6 +240,12 @@ def check(name: str, method: Any, grid: Grid, batch: int, references: tuple[Grid
 @pytest.mark.parametrize("name", NAMES)
 def test_hard_assignment_is_that_made_by_hand(name: str) -> None:
     check(name, HARD, (9, 14), 2)
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_matched_tokens_are_those_matched_by_hand(name: str) -> None:
+    references: tuple[Grid, ...] = ((4, 5),) if name == "flux" else ()
+    check(name, BipartiteMerge(0.6, skip_blocks=(1, 1), size_bias=True), (7, 8), 2, references)
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "sdxl"])

@@ -39,17 +39,15 @@ class Made:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given: list[Tensor | None] = []
         self.found: list[Tensor] = []
-        make = Merge.map_of
+        make = Merge.merging
 
-        def spy(
-            method: Merge, features: Tensor, regions: Any, *, destinations: Any = None, **more: Any
-        ) -> Any:
-            made = make(method, features, regions, destinations=destinations, **more)
+        def spy(method: Merge, *args: Any, destinations: Any = None, **more: Any) -> Any:
+            made = make(method, *args, destinations=destinations, **more)
             self.given.append(destinations)
             self.found.append(made.destinations)
             return made
 
-        monkeypatch.setattr(Merge, "map_of", spy)
+        monkeypatch.setattr(Merge, "merging", spy)
 
     def forget(self) -> None:
         self.given, self.found = [], []

@@ -220,6 +220,78 @@ class Merging:
         return x.movedim(dim, -2)
 
 
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Every token belongs whole to a merged one, anywhere in its image: means by a scatter, and a gather back.
+
+    Args:
+        regions: where tokens are merged.
+        destinations: `[B, merged]` int64: the token that each merged one is named after, ascending.
+        owners: `[B, tokens]` int64: which merged token each one belongs to.
+    """
+
+    regions: Regions
+    destinations: Tensor
+    owners: Tensor
+    sizes: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = torch.zeros(self.destinations.shape, device=self.owners.device)
+        sizes = sizes.scatter_add(1, self.owners, torch.ones_like(self.owners, dtype=sizes.dtype))
+        object.__setattr__(self, "sizes", sizes)
+
+    @property
+    def key_bias(self) -> Tensor:
+        """The log of how many tokens each merged one stands for, `[B, 1, merged]`."""
+        return self.sizes.log()[:, None]
+
+    def to(self, dtype: torch.dtype) -> "Assignment":
+        """Itself: it holds no matrices."""
+        del dtype
+        return self
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Means of the tokens of each merged one, `[B, tokens, C]` to `[B, merged, C]`."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        index = self.owners[..., None].expand_as(wide)
+        sums = wide.new_zeros(len(x), self.regions.num_merged, x.shape[2]).scatter_add(1, index, wide)
+        return (sums / self.sizes[..., None].to(sums.dtype)).to(x.dtype)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Every token gets what its merged one holds."""
+        return y.gather(1, self.owners[..., None].expand(-1, -1, y.shape[2]))
+
+    def at_destinations(self, table: Tensor) -> Tensor:
+        """Rows of a table of all tokens, `[tokens, ...]`, for the merged ones, `[B, merged, ...]`."""
+        return table[self.destinations]
+
+
+def matched(features: Tensor, regions: Regions, is_destination: Tensor) -> Assignment:
+    """Merge the tokens that are most like some destination into it; all others stay as they are.
+
+    Args:
+        features: `[B, tokens, C]`.
+        regions: each keeps its destinations, and as many others as it has to.
+        is_destination: `[tokens]` bool, on the CPU; every region has one at least.
+    """
+    _check_features(features, regions)
+    unit = normalize(features.detach().to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
+    token = torch.arange(regions.num_tokens, device=features.device)
+    owner = token.expand(len(features), -1)
+    start = 0
+    for length, count in zip(regions.lengths, regions.counts, strict=True):
+        mine = is_destination[start : start + length]
+        sources, targets = ((start + some.nonzero().flatten()).to(unit.device) for some in (~mine, mine))
+        best, nearest = (unit[:, sources] @ unit[:, targets].mT).max(dim=2)
+        merged = best.argsort(dim=1, descending=True, stable=True)[:, : length - count]
+        owner = owner.scatter(1, sources[merged], targets[nearest.gather(1, merged)])
+        start += length
+    is_kept = owner == token
+    destinations = torch.where(is_kept, token, regions.num_tokens).sort(dim=1).values[:, : regions.num_merged]
+    slots = is_kept.cumsum(1) - 1
+    return Assignment(regions, destinations, slots.gather(1, owner))
+
+
 # -- making one ----------------------------------------------------------------------------------------------------
 
 

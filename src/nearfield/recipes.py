@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from nearfield._checks import wrong_type, wrong_value
-from nearfield.methods import BlockTopK, FineGrained, Hilbert, LogLinear, Merge, Merged, Method
+from nearfield.methods import (
+    BipartiteMerge,
+    BlockTopK,
+    FineGrained,
+    Hilbert,
+    LogLinear,
+    Merge,
+    Merged,
+    Method,
+    StridedKeys,
+)
 
 FORMAT = 1
 _METHODS: dict[str, Any] = {
-    cls.__name__: cls for cls in (Hilbert, LogLinear, FineGrained, BlockTopK, Merge, Merged)
+    cls.__name__: cls
+    for cls in (Hilbert, LogLinear, FineGrained, BlockTopK, Merge, Merged, BipartiteMerge, StridedKeys)
 }
 
 
@@ -60,7 +71,7 @@ def recipe_of(value: Any) -> Recipe:
         return read(value)
     if isinstance(value, Recipe):
         return value
-    if isinstance(value, Merge):
+    if isinstance(value, Merge | BipartiteMerge):
         return Recipe(Merged(value))
     if not hasattr(value, "reader") or isinstance(value, type):
         name = value.__name__ if isinstance(value, type) else type(value).__name__

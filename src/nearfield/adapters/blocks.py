@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield.methods.merging import Kind
+from nearfield.blockwise import Kind
 
 TOKENS = "hidden_states"
 ROTARY = "image_rotary_emb"
@@ -27,7 +27,7 @@ class Blocks:
 
     Args:
         path: where they are (a pattern as in `Move.place`).
-        kind: as in `Merge.block_group`.
+        kind: as in `blockwise`.
         result: the index of the image tokens in what they return; None if that is all of it.
         holds_text: whether text and image stand in one tensor.
         rows: makes `Rows` of the argument `image_rotary_emb`; None if there is none.

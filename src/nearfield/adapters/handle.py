@@ -21,6 +21,7 @@ from nearfield.adapters.summary import pairs_kept, summary
 from nearfield.geometry import Grid
 from nearfield.methods import Method
 from nearfield.methods.merging import Merge
+from nearfield.methods.peers import BipartiteMerge
 from nearfield.parallel import Ranks
 from nearfield.parallel.model import check_splittable
 from nearfield.recipes import Recipe, recipe_of
@@ -30,7 +31,7 @@ _COMPONENTS = ("transformer", "transformer_2", "unet")
 
 def apply(
     target: Any,
-    method: Method | Merge | Recipe | str | Path,
+    method: Method | Merge | BipartiteMerge | Recipe | str | Path,
     *,
     scheduler: Any = None,
     impl: Impl = "auto",

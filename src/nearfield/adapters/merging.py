@@ -227,8 +227,9 @@ class Merger:
             tokens = known
             if known is None or not call.keeps_shares:
                 destinations = None if known is None else known.destinations
-                made = self.method.merge.map_of(
-                    image.detach(), call.regions, destinations=destinations, impl=self.impl
+                geometry = call.located.geometry(self.spec.text_first, sees_text=True)
+                made = self.method.merging(
+                    image.detach(), geometry, destinations=destinations, impl=self.impl
                 )
                 tokens = made.to(image.dtype)
             rows = None if rotary is None else self._rows(tokens, rotary, call.located)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from nearfield import Geometry, Merge
-from nearfield._types import Impl
-from nearfield.merging import Merging, Regions
-from nearfield.methods.merging import Kind, Merged
+from nearfield.blockwise import Kind
+from nearfield.merging import Merging
+from nearfield.methods.merging import Merged
 
 _FOREVER = 2**30
 
@@ -41,9 +41,8 @@ def with_kept_maps(method: Merge | Merged) -> Merged:
 class _Fixed(Merge):
     """Destinations that do not depend on tokens: rounding cannot change them."""
 
-    def map_of(
-        self, features: Tensor, regions: Regions, *, destinations: Tensor | None = None, impl: Impl = "auto"
-    ) -> Merging:
+    def merging(self, features: Tensor, geometry: Geometry, **more: Any) -> Merging:
+        regions = self.regions(geometry, more.get("pieces"))
         places = torch.cat(
             [
                 (
@@ -52,8 +51,9 @@ class _Fixed(Merge):
                 for group in regions.groups
             ]
         )
-        fixed = places.expand(len(features), -1)
-        return super().map_of(features, regions, destinations=fixed, impl=impl)
+        return super().merging(
+            features, geometry, **more | {"destinations": places.expand(len(features), -1)}
+        )
 
 
 def _spread(length: int, count: int, device: torch.device) -> Tensor:
@@ -92,22 +92,22 @@ class Parts:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.merge_method = _merged(method).merge
-        self.regions = _merged(method).regions(geometry)
+        self.method, self.geometry = _merged(method), geometry
         joint = self._groups("joint", len(model.transformer_blocks))
         single = self._groups("single", len(model.single_transformer_blocks))
         self.num_blocks, self.num_maps = len(joint + single), len(set(joint)) + len(set(single))
         width = model.config.num_attention_heads * model.config.attention_head_dim
-        self.tokens = torch.randn(1, self.regions.num_tokens, width, device=device, dtype=dtype)
+        self.tokens = torch.randn(1, geometry.num_image_tokens, width, device=device, dtype=dtype)
         self.map = self._made()
 
     def _groups(self, kind: Kind, blocks: int) -> list[int]:
         """The group of each block that is merged."""
-        groups = (self.merge_method.block_group(kind, block) for block in range(blocks))
+        groups = (self.method.merge.block_group(kind, block) for block in range(blocks))
         return [group for group in groups if group is not None]
 
     def _made(self) -> Merging:
-        return self.merge_method.map_of(self.tokens, self.regions).to(self.tokens.dtype)
+        made: Merging = self.method.merging(self.tokens, self.geometry).to(self.tokens.dtype)
+        return made
 
     def select(self) -> list[Merging]:
         return [self._made() for _ in range(self.num_maps)]

@@ -13,10 +13,12 @@ from nearfield.methods.hilbert import Hilbert, HilbertAttention, hilbert_attenti
 from nearfield.methods.linear import SparseLinear, SparseLinearAttention
 from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
 from nearfield.methods.merging import Merge, Merged
+from nearfield.methods.peers import BipartiteMerge, StridedKeys
 from nearfield.predict import Tally
 from nearfield.tokenmap import Ordering
 
 __all__ = [
+    "BipartiteMerge",
     "BlockTopK",
     "FineGrained",
     "GatedBlocks",
@@ -31,6 +33,7 @@ __all__ = [
     "Reader",
     "SparseLinear",
     "SparseLinearAttention",
+    "StridedKeys",
     "TimedReader",
     "hilbert_attention",
     "log_linear_attention",

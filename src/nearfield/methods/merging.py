@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from nearfield import curves, planning, tiling
+from nearfield import blockwise, curves, planning, tiling
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
@@ -23,7 +23,6 @@ from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
 Region = Literal["run", "window", "global"]
-Kind = Literal["joint", "single", "plain"]
 Pieces = tuple[tuple[int, ...], ...]
 """For each image, how many tokens of its order may be merged with each other, one piece after another."""
 
@@ -51,7 +50,7 @@ class Merge:
     region_size: int = 64
     sharpness: float = 50.0
     refresh: tuple[int, int] = (10, 5)
-    groups: int | Literal["auto"] = "auto"
+    groups: blockwise.Groups = "auto"
     skip_blocks: tuple[int, int] = (5, 5)
     size_bias: bool = False
 
@@ -68,12 +67,11 @@ class Merge:
         if not self.sharpness > 0:
             wrong_value("sharpness", "be above 0", self.sharpness)
         object.__setattr__(
-            self, "refresh", _checked_pair("refresh", self.refresh, 1, "(destinations, shares)")
+            self, "refresh", blockwise.checked_pair("refresh", self.refresh, 1, "(destinations, shares)")
         )
-        if self.groups != "auto":
-            check_int("groups", self.groups, at_least=1)
+        blockwise.check_groups(self.groups)
         object.__setattr__(
-            self, "skip_blocks", _checked_pair("skip_blocks", self.skip_blocks, 0, "(joint, single)")
+            self, "skip_blocks", blockwise.checked_pair("skip_blocks", self.skip_blocks, 0, "(joint, single)")
         )
         if not isinstance(self.size_bias, bool):
             wrong_type("size_bias", "be True or False", repr(self.size_bias))
@@ -103,26 +101,22 @@ class Merge:
         features: Tensor,
         geometry: Geometry,
         *,
+        pieces: Pieces | None = None,
         destinations: Tensor | None = None,
         impl: Impl = "auto",
     ) -> Merging:
         """The map for image tokens that hold `features`. Never waits for the device.
 
         Args:
-            features: `[B, image tokens, C]`, without the text, in the order of `ordering(geometry)`.
+            features: `[B, image tokens, C]`, without the text, in the order of `ordering(geometry)`, or of `pieces`.
+            pieces: as in `regions`.
             destinations: those of an earlier map, where only the shares are to be renewed.
         """
-        regions = self.regions(geometry)
+        regions = self.regions(geometry, pieces)
         check_tensor("features", features, dims=3, hint="Expected [batch, image tokens, channels].")
         if features.shape[1] != regions.num_tokens:
             rule = f"have the {regions.num_tokens} image tokens of the geometry ({geometry})"
             wrong_value("features", rule, shape_of(features))
-        return self.map_of(features, regions, destinations=destinations, impl=impl)
-
-    def map_of(
-        self, features: Tensor, regions: Regions, *, destinations: Tensor | None = None, impl: Impl = "auto"
-    ) -> Merging:
-        """The same, for regions that are known."""
         sharpness = float(self.sharpness)
         return merging_of(features, regions, sharpness=sharpness, destinations=destinations, impl=impl)
 
@@ -132,23 +126,16 @@ class Merge:
 
     # -- where and when --------------------------------------------------------------------------------------------
 
-    def block_group(self, kind: Kind, block: int) -> int | None:
+    def block_group(self, kind: blockwise.Kind, block: int) -> int | None:
         """Which group the n-th block of a kind belongs to; None: it is not merged.
 
         A map is made at the first block of a group and serves all of it.
         """
-        check_member("kind", kind, get_args(Kind))
-        check_int("block", block, at_least=0)
-        place = block - dict(zip(get_args(Kind), (*self.skip_blocks, 0), strict=True))[kind]
-        if place < 0:
-            return None
-        return 0 if self.groups == "auto" else place // self.groups
+        return blockwise.group_of(kind, block, self.skip_blocks, self.groups)
 
     def refresh_phase(self, step: int) -> tuple[int, int]:
         """Counts the renewals of destinations and shares: what was made in the same phase may be used again."""
-        check_int("step", step, at_least=0)
-        destinations, shares = self.refresh
-        return step // destinations, step // shares
+        return blockwise.phase_of(step, self.refresh)
 
     # -- words -----------------------------------------------------------------------------------------------------
 
@@ -195,11 +182,11 @@ class Merged:
     shorter line in the same order, along which the attention reads; blocks that are not merged read among all tokens.
 
     Args:
-        merge: which tokens become one.
+        merge: which tokens become one: `Merge`, or a method like it.
         attention: who reads whom, a method such as `Hilbert()`; None: everyone reads everyone.
     """
 
-    merge: Merge
+    merge: Any
     attention: Any = None
 
     def __post_init__(self) -> None:
@@ -207,6 +194,8 @@ class Merged:
             return
         if not hasattr(self.attention, "reader") or isinstance(self.attention, type):
             wrong_type("attention", "be a method such as nearfield.Hilbert()", repr(self.attention))
+        if not isinstance(self.merge, Merge):
+            wrong_type("merge", "be a Merge to go together with attention", type(self.merge).__name__)
         if self.merge.region == "window":
             hint = 'Use region="run": a run of a curve is a compact patch, too.'
             wrong_value("region", "not be 'window' together with attention along a curve", "'window'", hint)
@@ -231,10 +220,21 @@ class Merged:
 
     def regions(self, geometry: Geometry) -> Regions:
         """How the image tokens are cut in that order, and how many of each region are left."""
+        regions: Regions = self.merge.regions(geometry, self._pieces(geometry))
+        return regions
+
+    def _pieces(self, geometry: Geometry) -> Pieces | None:
         if self.attention is None:
-            return self.merge.regions(geometry)
-        pieces = getattr(self.attention, "pieces", _images)(geometry)
-        return self.merge.regions(geometry, pieces)
+            return None
+        pieces: Pieces = getattr(self.attention, "pieces", _images)(geometry)
+        return pieces
+
+    def merging(
+        self, features: Tensor, geometry: Geometry, *, destinations: Tensor | None = None, impl: Impl = "auto"
+    ) -> Any:
+        """The map for image tokens that hold `features`, in the order of `ordering`."""
+        pieces = self._pieces(geometry)
+        return self.merge.merging(features, geometry, pieces=pieces, destinations=destinations, impl=impl)
 
     def shortened(self, geometry: Geometry, regions: Regions | None = None) -> Shortened:
         """What is left of the tokens, as a geometry of its own."""
@@ -268,7 +268,7 @@ class Merged:
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         """What is merged, and what the attention is among merged tokens."""
         regions = self.regions(geometry)
-        merged = self.merge.describe_regions(geometry, regions)
+        merged: str = self.merge.describe_regions(geometry, regions)
         if self.attention is None:
             return merged
         return f"{merged}\n{self.attention.describe(self.shortened(geometry, regions), device=device)}"
@@ -320,14 +320,6 @@ def _check_geometry(geometry: object) -> None:
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         wrong_type(name, "be a number", repr(value))
-
-
-def _checked_pair(name: str, pair: object, least: int, meaning: str) -> tuple[int, int]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        wrong_type(name, f"be a pair {meaning}", repr(pair))
-    for value in pair:
-        check_int(name, value, at_least=least)
-    return pair[0], pair[1]
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------
