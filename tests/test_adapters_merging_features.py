@@ -135,6 +135,19 @@ def test_another_size_or_batch_makes_maps_of_its_own(made: Made) -> None:
     assert made.given == [None] * 4
 
 
+def test_the_same_step_again_makes_maps_anew(made: Made) -> None:
+    """Nothing says that the second call is about the same image: a training loop has one step for all."""
+    model, schedule = tiny_models.flux(1, 1), diffusers.FlowMatchEulerDiscreteScheduler()
+    schedule.set_timesteps(8)
+    schedule._step_index = 3
+    inputs = tiny_models.flux_inputs((6, 8))
+    with nearfield.apply(model, ALL, scheduler=schedule):
+        run(model, inputs)
+        run(model, inputs | {"hidden_states": randn(1, 48, 4, seed=8)})
+    assert made.given == [None] * 4
+    assert not torch.equal(made.found[0], made.found[2])
+
+
 # -- training ------------------------------------------------------------------------------------------------------
 
 
