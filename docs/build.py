@@ -33,6 +33,8 @@ def main() -> None:
     for path in sorted(RESULTS.glob("recall-*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         plots.recall_lines(IMAGES / f"{path.stem}.png", document["results"], document["source"]["kind"])
+    document = json.loads((RESULTS / "scaling.json").read_text(encoding="utf-8"))
+    plots.scaling_lines(IMAGES / "scaling.png", document["results"])
     for picture in sorted(IMAGES.glob("*.png")):
         print(f"{picture.relative_to(ROOT)}  {picture.stat().st_size / 1024:.0f} KiB")
 

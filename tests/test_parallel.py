@@ -23,7 +23,7 @@ from tests.splits import (
 from tests.worlds import Failed, World, world_of
 
 from nearfield import Geometry, Hilbert, Plan, planning
-from nearfield.parallel import Shapes, Split, Traffic, bytes_sent
+from nearfield.parallel import Route, Shapes, Split, Traffic, bytes_sent
 from nearfield.parallel.route import Call
 
 # -- splits ------------------------------------------------------------------------------------------------------------
@@ -92,6 +92,10 @@ def read_pairs(call: Call | None, queries: torch.Tensor, keys: torch.Tensor, tot
     total[:, :, queries[:, None], keys[None]] += pairs
 
 
+def calls(route: Route) -> list[Call]:
+    return [call for call in (route.local, route.fetched, route.visited) if call is not None]
+
+
 def all_pairs(plan: Plan, split: Split) -> torch.Tensor:
     """How often each query reads each key, on whatever rank."""
     total = torch.zeros(*plan.blocks.shape[:2], plan.num_queries, plan.num_keys, dtype=torch.int32)
@@ -114,6 +118,21 @@ def test_ranks_read_every_pair_once(name: str, num_ranks: int) -> None:
     if name == "torn by text" and num_ranks == 1:
         num_ranks = 5
     assert torch.equal(all_pairs(case.plan, case.split(num_ranks)), case.plan.pair_counts())
+
+
+@pytest.mark.parametrize("name", ["hilbert", "hilbert, keys", "hilbert, video", "full"])
+def test_pairs_are_counted_per_rank(name: str) -> None:
+    case = CASES[name]
+    traffic = Traffic(case.plan, case.split(4))
+    pairs = traffic.pairs_per_rank()
+    assert sum(pairs) == case.plan.num_pairs
+    routes = [traffic.route(rank) for rank in range(4)]
+    is_whole = all(
+        call.keys.holes is None and call.queries.holes is None for route in routes for call in calls(route)
+    )
+    assert is_whole == (name != "full")
+    if is_whole:
+        assert pairs == [route.num_pairs for route in routes]
 
 
 @settings(max_examples=40)

@@ -378,6 +378,51 @@ def _mean_of(records: Sequence[dict[str, Any]], name: str) -> float:
     return float(sum(record[name] for record in records)) / len(records)
 
 
+def scaling_lines(path: Path, records: Sequence[dict[str, Any]], machine: str = "") -> None:
+    """Bytes per layer and rank against ranks, of nearfield, ring attention and Ulysses; below, computed step times."""
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    cases = list(dict.fromkeys(record["case"] for record in records))
+    figure, axes = pyplot.subplots(2, len(cases), figsize=(3.1 * len(cases), 6), squeeze=False, sharey="row")
+    colours = dict(zip(("nearfield", "ring", "ulysses"), _BAR_COLOURS, strict=False))
+    for (upper, lower), case in zip(axes.T, cases, strict=True):
+        mine = [record for record in records if record["case"] == case]
+        for name, field in (("nearfield", "sent"), ("ring", "ring"), ("ulysses", "ulysses")):
+            points = [
+                (record["ranks"], record[field] / 2**20) for record in mine if record[field] is not None
+            ]
+            upper.plot(*zip(*points, strict=True), "o-", color=colours[name], markersize=3.5, linewidth=1.4)
+        for link, style in zip(mine[0]["step_seconds"], ("-", "--", ":"), strict=False):
+            for name, colour in colours.items():
+                times = [(record["ranks"], record["step_seconds"][link].get(name)) for record in mine]
+                drawn = [point for point in times if point[1] is not None]
+                if drawn:
+                    lower.plot(*zip(*drawn, strict=True), style, color=colour, linewidth=1.3)
+        upper.set_title(case, loc="left", fontsize=10, color=INK, fontweight="bold")
+        if not lower.lines:
+            lower.text(
+                0.5, 0.5, "no kernel times\nmeasured", ha="center", transform=lower.transAxes, color=MUTED
+            )
+        for axis in (upper, lower):
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xticks([record["ranks"] for record in mine], [str(record["ranks"]) for record in mine])
+            _thin_spines(axis)
+        lower.set_xlabel("ranks", color=MUTED)
+    axes[0][0].set_ylabel("MiB sent per layer by the busiest rank (counted)", color=MUTED, fontsize=8)
+    axes[1][0].set_ylabel("seconds per step (computed)", color=MUTED, fontsize=8)
+    links = list(records[0]["step_seconds"])
+    words = "; ".join(
+        f"{style}: {link}" for link, style in zip(links, ("solid", "dashed", "dotted"), strict=False)
+    )
+    handles = [pyplot.Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="lower left", ncols=3, frameon=False, fontsize=9)
+    figure.text(0.99, 0.015, words, ha="right", fontsize=8, color=MUTED)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    _save(figure, path)
+
+
 def _divergence(record: dict[str, Any]) -> tuple[float, float, float]:
     if "fidelity" in record:
         value = record["fidelity"]["divergence"]

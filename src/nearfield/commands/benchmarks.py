@@ -16,7 +16,7 @@ from nearfield.bench import (
     presets,
     quality_cases,
 )
-from nearfield.commands import recall_benchmark, retrieval_benchmark
+from nearfield.commands import recall_benchmark, retrieval_benchmark, scaling_benchmark
 from nearfield.commands.arguments import (
     FAILED,
     GRAINS,
@@ -57,6 +57,7 @@ def add_commands(commands: Any) -> None:
     _add_bench_quality(benchmarks)
     recall_benchmark.add_command(benchmarks)
     retrieval_benchmark.add_command(benchmarks)
+    scaling_benchmark.add_command(benchmarks)
 
 
 def _bench_attend(arguments: argparse.Namespace) -> int:

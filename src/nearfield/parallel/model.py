@@ -133,22 +133,30 @@ class SplitReader:
         return bytes_sent(self.route.traffic, shapes)
 
 
+def even_split(method: Hilbert, geometry: Geometry, num_ranks: int, block: int) -> Split:
+    """Shared tokens and rings cut evenly, the text on all ranks.
+
+    Cuts lie on multiples of the block where shares are large enough.
+    """
+    spans = method.spans(geometry)
+    longest = max(stop - start for start, stop in spans)
+    share = max(longest // num_ranks // _UNITS_PER_SHARE, 1)
+    unit = min(block, 2 ** (share.bit_length() - 1))
+    text = [geometry.text_span] if geometry.text else []
+    return Split.even(spans, num_ranks, unit=unit, replicated=text)
+
+
 class SplitModel:
     """How the tokens of one geometry are split, and what layers read of them then.
 
     Args:
         method: whose order the image tokens stand in.
-        block: of its plans; cuts between ranks lie on multiples of it where shares are large enough.
+        block: of its plans.
     """
 
     def __init__(self, method: Hilbert, geometry: Geometry, block: int, ranks: Ranks) -> None:
         self.ranks, self.block = ranks, block
-        spans = method.spans(geometry)
-        longest = max(stop - start for start, stop in spans)
-        share = max(longest // ranks.size // _UNITS_PER_SHARE, 1)
-        unit = min(block, 2 ** (share.bit_length() - 1))
-        text = [geometry.text_span] if geometry.text else []
-        self.split = Split.even(spans, ranks.size, unit=unit, replicated=text)
+        self.split = even_split(method, geometry, ranks.size, block)
 
     def share(self, ordering: Ordering, geometry: Geometry) -> Share:
         """The tokens of the images alone, which stand in the sequence as in the model's own tensors."""

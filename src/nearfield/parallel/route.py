@@ -138,7 +138,8 @@ class Traffic:
         self.num_ranks = queries.num_ranks
         self._rows = _held_per_block(queries, plan.q_block)
         self._columns = _held_per_block(keys, plan.k_block)
-        self._work_out(_reads(plan))
+        self._reads = _reads(plan)
+        self._work_out(self._reads)
 
     def _work_out(self, reads: Tensor) -> None:
         """For each reader and holder, which columns are sent, which rows travel, and how many tokens that is."""
@@ -183,6 +184,23 @@ class Traffic:
         """How many of everyone's queries each rank merges."""
         ends = [self.num_everyones * rank // self.num_ranks for rank in range(self.num_ranks + 1)]
         return [stop - start for start, stop in pairwise(ends)]
+
+    def pairs_per_rank(self) -> list[int]:
+        """Pairs that each rank computes (of lists that differ between heads, what any of them reads)."""
+        all_keys = _tokens_per_block(self.keys, REPLICATED, self.plan.k_block)
+        all_queries = _tokens_per_block(self.queries, REPLICATED, self.plan.q_block)
+        held = torch.cat([self._columns, all_keys[None]]).double()
+        # How many tokens of each rank a row reads; in the last place, of those that all hold.
+        read = self._reads.double() @ held.T
+        pairs = [int(rows.double() @ read[:, [rank, -1]].sum(1)) for rank, rows in enumerate(self._rows)]
+        for (reader, holder), travels in self._travelling.items():
+            counts = self._rows[reader] * read[:, holder]
+            pairs[reader] += int(counts[~travels].sum())
+            pairs[holder] += int(counts[travels].sum())
+        for rank in range(self.num_ranks):
+            pairs[rank] += int((all_queries * read[:, rank]).sum())
+        pairs[0] += int((all_queries * read[:, -1]).sum())
+        return pairs
 
     @cached_property
     def fingerprint(self) -> str:
@@ -308,6 +326,11 @@ def _held_per_block(split: Split, block: int) -> Tensor:
     return cell[owned].bincount(minlength=split.num_ranks * num_blocks).view(-1, num_blocks)
 
 
+def _tokens_per_block(split: Split, owner: int, block: int) -> Tensor:
+    places = (split.owners == owner).nonzero().flatten()
+    return (places // block).bincount(minlength=-(-split.num_tokens // block))
+
+
 def _wide_rows(pairs: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Which rows travel: those that read most of a rank, if that spares the others' keys often enough."""
     wide = (pairs * keys).sum(dim=1) > _WIDE * keys.sum()
@@ -370,7 +393,9 @@ def _part(
     plan: Plan, entries: tuple[Tensor, Tensor, Tensor], reads: list[_Reads], queries: Slots, keys: Slots
 ) -> Plan:
     """The part of a plan that lies between given slots."""
-    number, row, column = entries
+    rows_here, columns_here = (torch.stack(slots).amax(dim=0) >= 0 for slots in zip(*reads, strict=True))
+    mine = rows_here[entries[1]] & columns_here[entries[2]]
+    number, row, column = (part[mine] for part in entries)
     found = []
     for rows, columns in reads:
         there, here = rows[row], columns[column]

@@ -95,7 +95,17 @@ class Split:
 
     def own(self, rank: int) -> Tensor:
         """The same without what all hold."""
-        return (self.owners == rank).nonzero().flatten()
+        return self._own[rank]
+
+    @cached_property
+    def _own(self) -> list[Tensor]:
+        return [
+            torch.cat(
+                [torch.empty(0, dtype=torch.int64, device="cpu")]
+                + [torch.arange(start, stop, device="cpu") for start, stop in spans]
+            )
+            for spans in self.owned
+        ]
 
     @property
     def fingerprint(self) -> str:
