@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nearfield import Hilbert, LogLinear, apply, cli
 
 GRID = (10, 12)
+VIDEO = (3, 6, 8)
 METHODS = {
     "two-way": Hilbert(tiles=4, shared_tokens=16, dense_layers=1, dense_steps=0),
     "keys": Hilbert(tiles=6, shared_tokens=16, share="keys", dense_layers=0, dense_steps=0),
@@ -54,7 +55,11 @@ def run(mesh: DeviceMesh | None, name: str, references: tuple[tuple[int, int], .
 
 def run_kind(mesh: DeviceMesh | None, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """One call of another class of models."""
-    model, inputs = getattr(tiny_models, kind)(), getattr(tiny_models, f"{kind}_inputs")(GRID, batch=2)
+    if kind in tiny_models.VIDEO_MODELS:
+        make, make_inputs = tiny_models.VIDEO_MODELS[kind]
+        model, inputs = make(), make_inputs(VIDEO, batch=2)
+    else:
+        model, inputs = getattr(tiny_models, kind)(), getattr(tiny_models, f"{kind}_inputs")(GRID, batch=2)
     for name in ("hidden_states", "encoder_hidden_states"):
         inputs[name] = inputs[name].to(dtype)
     with torch.no_grad(), apply(model.to(dtype), METHODS["two-way"], mesh=mesh):

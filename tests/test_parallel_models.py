@@ -51,7 +51,7 @@ def test_reference_images_are_split_too(world: World) -> None:
         assert torch.allclose(one.outs[0], wanted.outs[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["flux2", "qwen", "pixart"])
+@pytest.mark.parametrize("kind", ["flux2", "qwen", "pixart", "wan", "wan_ti2v", "ltx"])
 def test_other_models_are_split(world: World, kind: str) -> None:
     """Wrong by at most twice as much as one process in the same precision."""
     exact = run_kind(None, kind, torch.float64)
