@@ -12,6 +12,7 @@ from torch import Tensor
 
 import nearfield
 from nearfield import Geometry, LogLinear, LogLinearAttention, levels, log_linear_attention, pyramid
+from nearfield.methods.loglinear import choose
 from nearfield.reference import select as reference
 
 INF = float("inf")
@@ -405,6 +406,20 @@ def test_cost_is_log_linear_where_levels_grow_and_quadratic_where_they_do_not() 
     assert all(keys <= 8 * 16 * math.log(n, 16) + 256 for keys, n in zip(growing, lengths, strict=True))
     fixed = [LogLinear(levels=2).keys_per_query(n) for n in lengths]
     assert all(keys == 2 * 8 * 16 + n // 256 for keys, n in zip(fixed, lengths, strict=True))
+
+
+def test_pairs_of_the_lists_grow_with_the_length_times_its_logarithm() -> None:
+    """Counted in the plans themselves: four times the tokens, four times the pairs and as many again for a level."""
+    method = LogLinear(block=4, topk=2)
+    counted = []
+    for length in (256, 1024, 4096):
+        query, key, value = (torch.randn(1, 1, length, 4) for _ in range(3))
+        chosen = choose(method, query, key, value)
+        assert chosen.far is not None
+        pairs = chosen.near.num_pairs + chosen.far.num_pairs
+        assert pairs == length * method.keys_per_query(length)
+        counted.append(pairs // length)
+    assert counted[1] - counted[0] == counted[2] - counted[1] == method.topk * method.block
 
 
 def test_paper_counts_keys_so() -> None:

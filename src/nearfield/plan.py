@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
+from nearfield.keeping import kept
 
 _INT32 = 2**31
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
@@ -182,14 +183,13 @@ class Plan:
         # List, column and row in one number, and one sort of them all: sorting many lists takes a GPU many launches.
         per_list = (self.num_columns + 1) * self.num_rows
         wide = torch.int32 if batch * heads * per_list < _INT32 else torch.int64
-        first = torch.arange(batch * heads, device=self.device, dtype=wide) * per_list
+        cells = _first_cells(batch * heads, self.num_rows, self.num_columns, wide, self.device)
         row = torch.where(used, row, 0).to(wide)
-        cell = column.to(wide) * self.num_rows + row + first.view(batch, heads, 1)
+        cell = torch.add(row, column.to(wide), alpha=self.num_rows) + cells[:, 0].view(batch, heads, 1)
         ordered = torch.sort(cell.flatten()).values
-        columns = torch.arange(self.num_columns + 1, device=self.device, dtype=wide) * self.num_rows
-        starts = torch.searchsorted(ordered, first[:, None] + columns, out_int32=True)
-        starts -= torch.arange(batch * heads, device=self.device, dtype=torch.int32)[:, None] * capacity
-        offsets = starts.view(batch, heads, -1)
+        # Places among all lists may not fit into 32 bits; places in one do.
+        starts = torch.searchsorted(ordered, cells) - _first_slots(batch * heads, capacity, self.device)
+        offsets = starts.to(torch.int32).view(batch, heads, -1)
         blocks = (ordered % self.num_rows).to(torch.int32).view(batch, heads, capacity)
         return Plan(offsets, blocks, self.k_block, self.q_block, self.num_keys, self.num_queries, check=False)
 
@@ -253,6 +253,18 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.layout._replace(capacity=0))
+
+
+@kept
+def _first_cells(lists: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The number of the first cell of every column of every list, `[lists, columns + 1]`."""
+    return torch.arange(lists * (columns + 1), device=device, dtype=dtype).view(lists, -1) * rows
+
+
+@kept
+def _first_slots(lists: int, capacity: int, device: torch.device) -> Tensor:
+    """Where every list begins among all of them, `[lists, 1]`."""
+    return torch.arange(lists, device=device)[:, None] * capacity
 
 
 def _block_sizes(length: int, block: int, device: torch.device) -> Tensor:
