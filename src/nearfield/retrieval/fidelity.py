@@ -78,7 +78,7 @@ def fidelity(model: Any, context: Context, teacher: Teacher) -> Fidelity:
     )
     ours = output.logits[0].float().log_softmax(-1)
     theirs = teacher.log_probabilities
-    divergence = (theirs.exp() * (theirs - ours)).sum(-1)
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1).clamp(min=0)  # below 0 by rounding alone
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return Fidelity(float(divergence.mean()), float(divergence[0]), float(agreement))
 
