@@ -41,16 +41,16 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, **_: Any) -> str:
     """Links as the site has them: one folder of pages, programs as pages of their own."""
-    return LINK.sub(lambda match: f"]({_on_site(match[1], page.file.src_uri)}", markdown)
+    return LINK.sub(lambda match: f"]({_on_site(match[1])}", markdown)
 
 
-def _on_site(link: str, source: str) -> str:
+def _on_site(link: str) -> str:
     link = link.removeprefix("../").removeprefix("docs/")
     if link == "README.md":
         return "start.md"
-    if source in ROOT_PAGES and link.startswith("benchmarks/results"):
+    if link.startswith("benchmarks/results"):
         return "performance.md"  # where the results are tables and pictures
     is_shown = any(Path(link).match(pattern) for pattern in SHOWN)
     return f"{link}.md" if is_shown else link

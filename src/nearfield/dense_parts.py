@@ -31,13 +31,32 @@ def check_steps(steps: object) -> None:
         wrong_value("dense_steps", "be a share from 0 to 1 or a whole number of steps", steps)
 
 
+class DenseParts:
+    """What a method says of these two fields; a frozen dataclass that has them takes it as a base."""
+
+    dense_layers: Layers
+    dense_steps: int | float
+
+    def check_dense_parts(self) -> None:
+        object.__setattr__(self, "dense_layers", checked_layers(self.dense_layers))
+        check_steps(self.dense_steps)
+
+    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
+        """Why a layer stays dense, or None."""
+        return layer_reason(self.dense_layers, layer, num_layers)
+
+    def num_dense_steps(self, num_steps: int) -> int:
+        """How many of `num_steps` denoising steps stay dense."""
+        return steps_of(self.dense_steps, num_steps)
+
+
 def layer_reason(layers: Layers, layer: int, num_layers: int) -> str | None:
     """Why a layer stays dense, or None."""
     named = range(layers) if isinstance(layers, int) else layers
     return f"dense_layers={layers}" if layer in named or layer - num_layers in named else None
 
 
-def num_steps(steps: int | float, total: int) -> int:
+def steps_of(steps: int | float, total: int) -> int:
     """How many of `total` denoising steps stay dense."""
     if isinstance(steps, float) and steps < 1:
         return math.ceil(round(steps * total, 6))  # 0.07 * 100 is a little above 7

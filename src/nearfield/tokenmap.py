@@ -86,3 +86,13 @@ def along(order: CurveOrder, geometry: Geometry, device: str) -> Ordering:
     make = {"hilbert": curves.hilbert, "morton": curves.morton, "raster": curves.raster}[order]
     with torch.inference_mode(False):  # else it could not serve a training step later
         return Ordering.joined([make(grid) for grid in geometry.images]).to(device)
+
+
+class AlongCurve:
+    """What a method says of its field `order`; a frozen dataclass that has it takes it as a base."""
+
+    order: CurveOrder
+
+    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
+        """The order of the image tokens (all images, one after another; the text stays where it is)."""
+        return along(self.order, geometry, str(device))

@@ -7,10 +7,15 @@ from torch import Tensor
 
 from nearfield._types import Attended, Impl, Moment
 from nearfield.geometry import Geometry
-from nearfield.methods.blocks import BlockTopK, GatedBlocks, GatedBlocksAttention
+from nearfield.methods.blocks import BlockTopK
+from nearfield.methods.branches import (
+    GatedBlocks,
+    GatedBlocksAttention,
+    SparseLinear,
+    SparseLinearAttention,
+)
 from nearfield.methods.fine import FineGrained
 from nearfield.methods.hilbert import Hilbert, HilbertAttention, hilbert_attention
-from nearfield.methods.linear import SparseLinear, SparseLinearAttention
 from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
 from nearfield.methods.merging import Merge, Merged
 from nearfield.methods.peers import BipartiteMerge, StridedKeys

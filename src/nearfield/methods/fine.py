@@ -14,14 +14,15 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from nearfield import dense_parts, planning, predict
+from nearfield import planning, predict
 from nearfield._checks import check_member, check_share, wrong_type, wrong_value
 from nearfield._types import Attended, Impl, Moment
 from nearfield.attend import attend
+from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry
 from nearfield.plan import Plan, check_block
 from nearfield.predict import Blocks, Mask, Tally
-from nearfield.tokenmap import CurveOrder, Ordering, along
+from nearfield.tokenmap import AlongCurve, CurveOrder
 
 Predict = Literal["cached", "online"]
 
@@ -29,7 +30,7 @@ _REFRESH = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8)
 
 
 @dataclass(frozen=True)
-class FineGrained:
+class FineGrained(AlongCurve, DenseParts):
     """Key lists from predicted weights.
 
     Args:
@@ -76,12 +77,7 @@ class FineGrained:
         if not isinstance(self.share_branches, bool):
             wrong_type("share_branches", "be True or False", repr(self.share_branches))
         _check_memory(self.memory)
-        object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
-        dense_parts.check_steps(self.dense_steps)
-
-    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
-        """The order of the image tokens (all images, one after another; the text stays where it is)."""
-        return along(self.order, geometry, str(device))
+        self.check_dense_parts()
 
     def reader(
         self,
@@ -112,14 +108,6 @@ class FineGrained:
     def refreshes(self, total: int) -> list[int]:
         """The steps, of `total`, at which lists are made anew."""
         return sorted({min(int(share * total), total - 1) for share in self.refresh})
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        """Why a layer stays dense, or None."""
-        return dense_parts.layer_reason(self.dense_layers, layer, num_layers)
-
-    def num_dense_steps(self, num_steps: int) -> int:
-        """How many of `num_steps` denoising steps stay dense."""
-        return dense_parts.num_steps(self.dense_steps, num_steps)
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         """What the fields come to on a geometry."""

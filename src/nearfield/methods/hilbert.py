@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from nearfield import curves, dense_parts, planning, tiling
+from nearfield import curves, planning, tiling
 from nearfield._checks import (
     check_int,
     check_member,
@@ -30,6 +30,7 @@ from nearfield._checks import (
 )
 from nearfield._types import Attended, Impl
 from nearfield.attend import Part, attend, attend_together
+from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry, Shortened, Span
 from nearfield.plan import Plan, check_block
 from nearfield.tiling import Curve, Segment, Shared
@@ -41,7 +42,7 @@ _DEFAULT_TILES = 16
 
 
 @dataclass(frozen=True)
-class Hilbert:
+class Hilbert(DenseParts):
     """Attention inside sliding tiles of a curve.
 
     Args:
@@ -89,8 +90,7 @@ class Hilbert:
             wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
         if not isinstance(self.interleave, bool):
             wrong_type("interleave", "be True or False", repr(self.interleave))
-        object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
-        dense_parts.check_steps(self.dense_steps)
+        self.check_dense_parts()
 
     # -- who reads whom ------------------------------------------------------------------------------------------
 
@@ -179,14 +179,6 @@ class Hilbert:
         return self.far is None
 
     # -- when it applies -----------------------------------------------------------------------------------------
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        """Why a layer stays dense, or None."""
-        return dense_parts.layer_reason(self.dense_layers, layer, num_layers)
-
-    def num_dense_steps(self, num_steps: int) -> int:
-        """How many of `num_steps` denoising steps stay dense."""
-        return dense_parts.num_steps(self.dense_steps, num_steps)
 
     # -- words ---------------------------------------------------------------------------------------------------
 

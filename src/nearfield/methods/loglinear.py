@@ -21,22 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from nearfield import dense_parts, planning
+from nearfield import planning
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import Part, attend, attend_together
+from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry
 from nearfield.keeping import kept
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
 from nearfield.plan import Plan
 from nearfield.pyramid import check_pooling, pool, select_blocks
-from nearfield.tokenmap import CurveOrder, Ordering, along
+from nearfield.tokenmap import AlongCurve, CurveOrder
 
 _ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
-class LogLinear:
+class LogLinear(AlongCurve, DenseParts):
     """Hierarchical top-k over pooled levels, with the pooled levels read, too.
 
     Args:
@@ -79,12 +80,7 @@ class LogLinear:
         for name in ("exclude_selected", "keep_own"):
             if not isinstance(getattr(self, name), bool):
                 wrong_type(name, "be True or False", repr(getattr(self, name)))
-        object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
-        dense_parts.check_steps(self.dense_steps)
-
-    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
-        """The order of the image tokens (all images, one after another; the text stays where it is)."""
-        return along(self.order, geometry, str(device))
+        self.check_dense_parts()
 
     def reader(
         self,
@@ -126,14 +122,6 @@ class LogLinear:
             for level in range(min(levels, enriched + 1))
         )
         return keys + (lengths[levels] if enriched == levels else 0)
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        """Why a layer stays dense, or None."""
-        return dense_parts.layer_reason(self.dense_layers, layer, num_layers)
-
-    def num_dense_steps(self, num_steps: int) -> int:
-        """How many of `num_steps` denoising steps stay dense."""
-        return dense_parts.num_steps(self.dense_steps, num_steps)
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         """What the fields come to on a geometry: levels, keys per query, pairs."""

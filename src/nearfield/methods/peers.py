@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield import blockwise, dense_parts, planning
+from nearfield import blockwise, planning
 from nearfield._checks import check_int, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
+from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry, Grid
 from nearfield.merging import Assignment, Regions, matched
 from nearfield.plan import Plan
@@ -102,7 +103,7 @@ class BipartiteMerge:
 
 
 @dataclass(frozen=True)
-class StridedKeys:
+class StridedKeys(DenseParts):
     """ToDo (arXiv 2402.13573): all tokens ask, and read the text and every second token of every second row.
 
     Args:
@@ -116,8 +117,7 @@ class StridedKeys:
 
     def __post_init__(self) -> None:
         check_int("stride", self.stride, at_least=1)
-        object.__setattr__(self, "dense_layers", dense_parts.checked_layers(self.dense_layers))
-        dense_parts.check_steps(self.dense_steps)
+        self.check_dense_parts()
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         return along("raster", geometry, str(device))
@@ -133,12 +133,6 @@ class StridedKeys:
         """Which keys a layer reads, and who does."""
         del layer, heads  # all read alike
         return _strided_reader(geometry, self.stride, str(device))
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        return dense_parts.layer_reason(self.dense_layers, layer, num_layers)
-
-    def num_dense_steps(self, num_steps: int) -> int:
-        return dense_parts.num_steps(self.dense_steps, num_steps)
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         keys = len(self.reader(geometry, device=device).keys)
