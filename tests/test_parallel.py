@@ -24,6 +24,7 @@ from tests.worlds import Failed, World, world_of
 
 from nearfield import Geometry, Hilbert, Plan, planning
 from nearfield.parallel import Route, Shapes, Split, Traffic, bytes_sent
+from nearfield.parallel.model import even_split
 from nearfield.parallel.route import Call
 
 # -- splits ------------------------------------------------------------------------------------------------------------
@@ -55,6 +56,10 @@ BAD_SPLITS = {
     ),
     "coarse": (lambda: Split.even([(0, 9)], 4, unit=8), "leave no rank without a token"),
     "backwards": (lambda: Split(9, (((9, 0),),)), "`owned` must hold spans with 0 <= start < stop"),
+    "units": (
+        lambda: Split.even([(0, 9), (9, 12)], 2, unit=[1, 2, 3]),
+        "`unit` must be one number, or one for each of 2 spans; got 3",
+    ),
     "no span": (lambda: Split(9, ((5,),)), r"`owned` must hold spans \(start, stop\) of tokens"),  # type: ignore[arg-type]
     "plan": (
         lambda: Traffic(planning.full(9), Split.even([(0, 8)], 2)),
@@ -193,6 +198,17 @@ def test_tiles_send_a_halo_and_what_is_shared(geometry: Geometry) -> None:
             for other in set(range(num_ranks)) - {rank}:
                 assert (traffic._sent_queries(rank, other) < shared[1]).all()
                 assert traffic.num_queries[rank, other] == own_shared
+
+
+def test_shared_tokens_are_spread_over_many_ranks() -> None:
+    """Whole blocks as long as few ranks are told; many are told by many."""
+    method, geometry = Hilbert(tiles=64, shared_tokens=256, share="keys"), Geometry((128, 128), text=128)
+    shared = method.spans(geometry)[0]
+    held = {}
+    for num_ranks in (4, 64):
+        split = even_split(method, geometry, num_ranks, 64)
+        held[num_ranks] = [int((split.own(rank) < shared[1]).sum()) for rank in range(num_ranks)]
+    assert held == {4: [64] * 4, 64: [4] * 64}
 
 
 def test_bytes_do_not_grow_with_the_image() -> None:

@@ -23,9 +23,8 @@ from nearfield.parallel.split import Split
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
-_UNITS_PER_SHARE = (
-    4  # at least, so that shares differ by a quarter at most; small ones may tear blocks for it
-)
+# At least: shares then differ by a quarter at most. Small ones may tear blocks for it.
+_SHARE_OVER_UNIT = 4
 
 
 class Share:
@@ -136,14 +135,25 @@ class SplitReader:
 def even_split(method: Hilbert, geometry: Geometry, num_ranks: int, block: int) -> Split:
     """Shared tokens and rings cut evenly, the text on all ranks.
 
-    Cuts lie on multiples of the block where shares are large enough.
+    Cuts lie on multiples of the block where shares are large enough. A shared region that has no block for every rank
+    is cut more finely on many: who holds some of it sends it to all others, and that should not be one rank's load.
     """
     spans = method.spans(geometry)
-    longest = max(stop - start for start, stop in spans)
-    share = max(longest // num_ranks // _UNITS_PER_SHARE, 1)
-    unit = min(block, 2 ** (share.bit_length() - 1))
+    share = max(stop - start for start, stop in spans) // num_ranks // _SHARE_OVER_UNIT
+    units = [
+        min(
+            block,
+            _power_of_two(share if stop - start >= block * num_ranks else share // max(num_ranks - 1, 1)),
+        )
+        for start, stop in spans
+    ]
     text = [geometry.text_span] if geometry.text else []
-    return Split.even(spans, num_ranks, unit=unit, replicated=text)
+    return Split.even(spans, num_ranks, unit=units, replicated=text)
+
+
+def _power_of_two(number: int) -> int:
+    """The largest one that is not above a number."""
+    return int(2 ** (max(number, 1).bit_length() - 1))
 
 
 class SplitModel:

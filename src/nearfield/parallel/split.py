@@ -55,18 +55,28 @@ class Split:
 
     @classmethod
     def even(
-        cls, spans: Sequence[Span], num_ranks: int, *, unit: int = 1, replicated: Sequence[Span] = ()
+        cls,
+        spans: Sequence[Span],
+        num_ranks: int,
+        *,
+        unit: int | Sequence[int] = 1,
+        replicated: Sequence[Span] = (),
     ) -> "Split":
         """Each of the spans cut into one piece per rank, as equal as cuts on multiples of `unit` can be.
 
         Args:
             spans: all tokens but the replicated ones.
-            unit: cuts lie on multiples of it in the sequence; the blocks of a plan are then not torn.
+            unit: cuts lie on multiples of it in the sequence; the blocks of a plan are then not torn. One for each
+                span, or one for all.
         """
         check_int("num_ranks", num_ranks, at_least=1)
-        check_int("unit", unit, at_least=1)
+        units = [unit] * len(spans) if isinstance(unit, int) else list(unit)
+        for one in units:
+            check_int("unit", one, at_least=1)
         spans = _checked_spans("spans", spans)
-        pieces = [_cut(span, num_ranks, unit) for span in spans]
+        if len(units) != len(spans):
+            wrong_value("unit", f"be one number, or one for each of {len(spans)} spans", len(units))
+        pieces = [_cut(span, num_ranks, one) for span, one in zip(spans, units, strict=True)]
         owned = tuple(
             tuple(piece[rank] for piece in pieces if piece[rank][0] < piece[rank][1])
             for rank in range(num_ranks)
