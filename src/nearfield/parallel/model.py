@@ -135,18 +135,19 @@ class SplitReader:
 def even_split(method: Hilbert, geometry: Geometry, num_ranks: int, block: int) -> Split:
     """Shared tokens and rings cut evenly, the text on all ranks.
 
-    Cuts lie on multiples of the block where shares are large enough. A shared region that has no block for every rank
-    is cut more finely on many: who holds some of it sends it to all others, and that should not be one rank's load.
+    Cuts lie on multiples of the block where shares are large enough. A two-way shared region that has no block for
+    every rank is cut more finely on many: who holds some of it talks to all others, and that should not be one rank's
+    load. With keys-only sharing that would cost more than it spares: the rows of a torn block read the tiles of all
+    of its tokens, on every rank that holds some.
     """
     spans = method.spans(geometry)
     share = max(stop - start for start, stop in spans) // num_ranks // _SHARE_OVER_UNIT
-    units = [
-        min(
-            block,
-            _power_of_two(share if stop - start >= block * num_ranks else share // max(num_ranks - 1, 1)),
+    units = []
+    for start, stop in spans:
+        is_spread = method.share == "two-way" and stop - start < block * num_ranks
+        units.append(
+            min(block, _power_of_two(share // (num_ranks - 1) if is_spread and num_ranks > 1 else share))
         )
-        for start, stop in spans
-    ]
     text = [geometry.text_span] if geometry.text else []
     return Split.even(spans, num_ranks, unit=units, replicated=text)
 
