@@ -25,6 +25,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
 _LAYOUT_HINT = "Expected [batch, heads, tokens, head_dim]."
 
+# Looked up once: torch.compile does not trace the functions that know.
+_HAS_TRITON = (kernels.triton_version() or (0, 0)) >= kernels.OLDEST_TRITON
+
 
 def attend(
     query: Tensor,
@@ -143,7 +146,7 @@ def attend_together(
     once: with the `lse` of all parts the gradients of one do not depend on the others, so nothing is kept, and nothing
     computed, for having merged.
     """
-    if impl in ("grouped", "reference") or (impl == "auto" and not query.is_cuda):
+    if impl in ("grouped", "reference") or (impl == "auto" and not _suits_kernels(query)):
         attended = (
             attend(query, part.key, part.value, part.plan, key_bias=part.key_bias, scale=scale, impl=impl)
             for part in parts
@@ -173,6 +176,11 @@ def attend_together(
         impl,
     )
     return Attended(out, lse)
+
+
+def _suits_kernels(query: Tensor) -> bool:
+    """Whether kernels can run any call with such queries, backwards, too; plain, for torch.compile to trace."""
+    return _HAS_TRITON and query.is_cuda and query.dtype != torch.float64 and query.shape[-1] <= 128
 
 
 class Choice(NamedTuple):

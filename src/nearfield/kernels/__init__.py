@@ -46,7 +46,10 @@ def unsupported(
 @lru_cache
 def triton_version() -> tuple[int, int] | None:
     """(major, minor) of the installed Triton, or None. Does not import it."""
-    if importlib.util.find_spec("triton") is None:
+    try:
+        if importlib.util.find_spec("triton") is None:
+            return None
+    except ModuleNotFoundError:  # a finder that hides it
         return None
     try:
         version = importlib.metadata.version("triton")
