@@ -23,8 +23,12 @@ GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --require-
 GLUON_TRITONS ?= 3.6.0 3.9.0
 GLUON_STAMPS := $(GLUON_TRITONS:%=.cache/triton-%/.installed)
 
+STUDIO := .cache/studio
+STUDIO_PINS := gradio==6.31.0 pillow==12.3.0
+PACKAGES := -c 'import site; print(site.getsitepackages()[0])'
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench docs test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
+.PHONY: help demo test test-studio check format bench docs test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +45,18 @@ demo: $(STAMP) ## run the demonstration (ARGS="--grid 45x80" for another grid)
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --timeout 300
+
+test-studio: $(STUDIO)/.installed ## run the studio in a headless Chromium (it skips without one)
+	$(STUDIO)/bin/python -m pytest tests/test_studio_page.py
+
+# An environment on top of .venv, not in it: Gradio wants an older Pillow than constraints.txt pins.
+$(STUDIO)/.installed: $(STAMP)
+	rm -rf $(STUDIO)
+	$(PYTHON) -m venv $(STUDIO)
+	$(abspath $(BIN))/python $(PACKAGES) > $$($(STUDIO)/bin/python $(PACKAGES))/base.pth
+	grep -v '^pillow==' constraints.txt > $(STUDIO)/constraints.txt
+	$(STUDIO)/bin/python -m pip install --quiet --disable-pip-version-check -c $(STUDIO)/constraints.txt $(STUDIO_PINS)
+	touch $@
 
 check: $(STAMP) ## lint, formatting, types, import arrows
 	$(BIN)/ruff check .

@@ -74,6 +74,8 @@ OWNERS = {
     "diffusers": ("adapters", "bench", "demo"),
     "transformers": ("retrieval",),
     "matplotlib": ("plots",),
+    "gradio": ("studio",),
+    "starlette": ("studio",),
 }
 FIRST_LEVEL_WITH_EXTRAS = 5
 

@@ -12,7 +12,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from nearfield.commands import benchmarks, generating, inspecting, retrieving, sampling, training, tuning
+from nearfield.commands import (
+    benchmarks,
+    generating,
+    inspecting,
+    retrieving,
+    sampling,
+    serving,
+    training,
+    tuning,
+)
 from nearfield.commands.arguments import (
     CODES,
     FAILED,
@@ -87,7 +96,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     show_help_without_command(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for family in (inspecting, generating, retrieving, sampling, training, tuning, benchmarks):
+    for family in (inspecting, generating, serving, retrieving, sampling, training, tuning, benchmarks):
         family.add_commands(commands)
     _add_quality(commands, words)
     return parser

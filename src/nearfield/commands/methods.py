@@ -62,13 +62,13 @@ def add_method(parser: argparse.ArgumentParser, default: str) -> None:
     )
     parser.add_argument(
         "--dense-layers",
-        type=_dense_layers,
+        type=dense_layers,
         metavar="N",
         help="how many first layers stay dense, or which: 0,4,-1 (default 1; a comma makes it a list: 4,)",
     )
     parser.add_argument(
         "--dense-steps",
-        type=_dense_steps,
+        type=dense_steps,
         metavar="N",
         help="how many first steps stay dense, or, below 1, which share of them (default 0.2)",
     )
@@ -141,18 +141,18 @@ def _levels(text: str) -> int | str:
     return text if text == "auto" else integer("--levels", 1)(text)
 
 
-def _dense_layers(text: str) -> int | tuple[int, ...]:
+def dense_layers(text: str, argument: str = "--dense-layers") -> int | tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     numbers = [part for part in parts if part]
     if not numbers or not all(part.lstrip("-").isdecimal() for part in numbers):
-        wrong("--dense-layers", "be a number, or numbers between commas", repr(text), "Example: 0,4,-1")
+        wrong(argument, "be a number, or numbers between commas", repr(text), "Example: 0,4,-1")
     if len(parts) == 1 and not numbers[0].startswith("-"):
         return int(numbers[0])
     return tuple(map(int, numbers))
 
 
-def _dense_steps(text: str) -> int | float:
-    value = number("--dense-steps", least=0.0)(text)
+def dense_steps(text: str, argument: str = "--dense-steps") -> int | float:
+    value = number(argument, least=0.0)(text)
     return int(value) if value >= 1 or value == 0 else value
 
 

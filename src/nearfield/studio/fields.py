@@ -1,0 +1,100 @@
+"""The methods that the page offers, their fields, and the method that filled-in fields make."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from nearfield import BlockTopK, FineGrained, Hilbert, LogLinear
+from nearfield.commands.arguments import CURVES, ORDERS, SHARED, SHARES, integer
+from nearfield.commands.methods import dense_layers, dense_steps
+from nearfield.methods import Method
+
+Kind = Literal["integer", "optional", "number", "choice", "flag", "text"]
+"""An "optional" integer may be left empty."""
+
+
+class Field(NamedTuple):
+    """One field of a method. An empty one is left to the method."""
+
+    name: str
+    kind: Kind
+    value: Any
+    words: str
+    choices: tuple[str, ...] = ()
+
+
+def _dense(layers: str, steps: str) -> tuple[Field, Field]:
+    return (
+        Field("dense_layers", "text", layers, "how many first layers stay dense, or which: 0,4,-1"),
+        Field("dense_steps", "text", steps, "first steps that stay dense, or, below 1, which share of them"),
+    )
+
+
+_ORDER = Field("order", "choice", "hilbert", "of the tokens", ORDERS)
+
+METHODS: dict[str, tuple[type[Any], tuple[Field, ...]]] = {
+    "hilbert": (
+        Hilbert,
+        (
+            Field("tiles", "integer", 16, "tiles per image"),
+            Field("cycle", "integer", 4, "layers after which the tiles are back"),
+            Field("curve", "choice", "auto", "through the tokens", CURVES),
+            Field("shared", "choice", "centre", "image tokens that everyone reads", SHARED),
+            Field("share", "choice", "two-way", "whether shared tokens read everything, too", SHARES),
+            Field("shared_tokens", "optional", "", "how many of them; empty: as many as suit the size"),
+            Field("far", "optional", "", "tokens per summary of the other tiles; empty: none are read"),
+            Field("interleave", "flag", False, "tiles differ between heads, too"),
+            *_dense("1", "0.2"),
+        ),
+    ),
+    "blocks": (
+        BlockTopK,
+        (
+            Field("keep", "number", 0.25, "share of the blocks that is read"),
+            Field("grain", "integer", 64, "keys per block"),
+            _ORDER,
+            *_dense("1", "0.2"),
+        ),
+    ),
+    "fine": (
+        FineGrained,
+        (
+            Field("mass", "number", 0.9, "share of the weights that the lists shall hold"),
+            Field("grain", "integer", 4, "keys per id"),
+            Field("predict", "choice", "cached", "weights of earlier steps, or online", ("cached", "online")),
+            _ORDER,
+            *_dense("0", "0"),
+        ),
+    ),
+    "loglinear": (
+        LogLinear,
+        (
+            Field("block", "integer", 16, "tokens that are pooled, and chosen, together"),
+            Field("topk", "integer", 8, "blocks that a query chooses at each level"),
+            _ORDER,
+            *_dense("0", "0"),
+        ),
+    ),
+}
+"""Classes of the methods and the fields that can be set here; the others keep their defaults."""
+
+
+def method_of(name: str, values: Mapping[str, Any]) -> Method:
+    """The method that was asked for; wrong fields raise with the library's own message."""
+    maker, offered = METHODS[name]
+    given = {field.name: _parsed(field, values.get(field.name)) for field in offered}
+    made: Method = maker(**{name: value for name, value in given.items() if value is not None})
+    return made
+
+
+def _parsed(field: Field, value: Any) -> Any:
+    if value is None or value == "":
+        return None
+    if field.name == "dense_layers":
+        return dense_layers(str(value), "dense_layers")
+    if field.name == "dense_steps":
+        return dense_steps(str(value), "dense_steps")
+    if field.kind == "optional":
+        return integer(field.name, 1)(str(value).strip())
+    if field.kind == "integer" and float(value).is_integer():
+        return int(value)
+    return value

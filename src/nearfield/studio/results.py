@@ -1,0 +1,122 @@
+"""Committed benchmark results, as tables and as the library's own plots."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nearfield import plots
+from nearfield.quality.results import QualityRow, read_rows
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+"""Where a checkout keeps them; an installed package has none."""
+
+NONE_THERE = (
+    "There are no results here: they are part of a checkout (`benchmarks/results`), not of the installed package. "
+    "`nearfield bench attend --quick` measures this machine."
+)
+_LONGEST = 40
+
+# Values by their path in a record, for the kinds whose records are large; any other kind shows all its plain values.
+_COLUMNS = {
+    "attend": ("preset", "pattern", "grain", "direction", "impl", "density", "milliseconds.median",
+               "dense_milliseconds.median", "dense_backend", "speed_up", "bound", "fraction_of_dense_rate"),
+    "hilbert": ("case", "impl", "density", "milliseconds", "dense_backend", "speed_up", "speed_ups.flex", "bound",
+                "fraction_of_bound", "target", "target_reached"),
+    "model": ("pixels", "tokens", "density", "milliseconds.nearfield.median", "dense_backend", "speed_up", "ceiling",
+              "target", "target_reached"),
+}  # fmt: skip
+
+
+class Results(NamedTuple):
+    """One file."""
+
+    name: str
+    kind: str
+    about: str
+    headings: list[str]
+    rows: list[list[str]]
+    draw: Callable[[Path], None] | None
+
+
+def names(folder: Path = RESULTS) -> list[str]:
+    """The files there are; quality first, for it has the front."""
+    found = sorted(path.stem for path in folder.glob("*.json")) if folder.is_dir() else []
+    return sorted(found, key=lambda name: not name.startswith("quality"))
+
+
+def read(name: str, folder: Path = RESULTS) -> Results:
+    """The results of one of the `names`; what is no results file raises ValueError."""
+    if name not in names(folder):
+        raise ValueError(f"`name` must be one of {', '.join(names(folder))}; got {name!r}.")
+    path = folder / f"{name}.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        records, kind, machine = document["results"], document["benchmark"], _machine(document)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path.name} holds no benchmark results: {type(error).__name__} {error}.") from None
+    headings, rows = _table(kind, records)
+    return Results(
+        name, kind, f"`{kind}` on {machine}", headings, rows, _drawing(kind, path, document, machine)
+    )
+
+
+def _machine(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    gpus = machine.get("gpus")
+    return str(gpus[0]["name"] if gpus else machine["cpu"]["name"])
+
+
+def _table(kind: str, records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    columns = _COLUMNS.get(kind) or _plain_columns(records)
+    rows = [[_words(_value(record, column)) for column in columns] for record in records]
+    return [_heading(column) for column in columns], rows
+
+
+def _plain_columns(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Keys whose values are plain in every record, and not always empty."""
+    keys = dict.fromkeys(key for record in records for key in record)
+
+    def is_shown(key: str) -> bool:
+        values = [record.get(key) for record in records]
+        is_plain = all(value is None or isinstance(value, str | int | float) for value in values)
+        return is_plain and any(value not in (None, "") for value in values)
+
+    return [key for key in keys if is_shown(key)]
+
+
+def _value(record: dict[str, Any], column: str) -> Any:
+    value: Any = record
+    for key in column.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _heading(column: str) -> str:
+    return column.removesuffix(".median").replace("milliseconds", "ms").replace(".", " ").replace("_", " ")
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _drawing(kind: str, path: Path, document: dict[str, Any], machine: str) -> Callable[[Path], None] | None:
+    """What draws the picture that the library has for this kind."""
+    records = document["results"]
+    bars = {"attend": plots.benchmark_bars, "hilbert": plots.hilbert_bars, "model": plots.model_bars}
+    if kind in bars:
+        return lambda out: bars[kind](out, records, machine)
+    if kind == "recall":
+        return lambda out: plots.recall_lines(out, records, document["source"]["kind"])
+    if kind == "quality":
+        rows: list[QualityRow] = read_rows(path)
+        if any(row.fid is not None for row in rows):
+            return lambda out: plots.quality_front(out, rows, document.get("about") or path.stem)
+    return None

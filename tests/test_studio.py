@@ -1,0 +1,409 @@
+"""What the studio's page shows, without the page: methods from fields, pictures, jobs, results, questions."""
+
+import dataclasses
+import json
+import socket
+import threading
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cats import SIZE, lively_model
+from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
+
+from nearfield import Geometry, Hilbert, cli, quality
+from nearfield.commands.arguments import UsageError
+from nearfield.demo import generate
+from nearfield.demo.model import save_model
+from nearfield.demo.sampler import DemoPipeline
+from nearfield.studio import asking, drawing, fields, jobs, results
+from nearfield.studio.asking import AGAIN, Library, Question
+from nearfield.studio.models import PictureModel
+from nearfield.studio.server import is_loopback
+
+CPU = torch.device("cpu")
+FEW_TILES = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("studio") / "tiny.safetensors"
+    save_model(path, lively_model())
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(weights: Path) -> PictureModel:
+    return PictureModel(CPU, weights)
+
+
+# -- fields ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", fields.METHODS)
+def test_offered_fields_and_choices_are_the_methods(name: str) -> None:
+    maker, offered = fields.METHODS[name]
+    kinds = typing.get_type_hints(maker)
+    known = {field.name: field.default for field in dataclasses.fields(maker)}
+    for field in offered:
+        assert field.name in known
+        if field.kind == "choice":
+            assert field.choices == typing.get_args(kinds[field.name])
+            assert field.value == known[field.name]
+    dense = {field.name: field.value for field in offered if field.name.startswith("dense")}
+    assert {key: float(value) for key, value in dense.items()} == {key: known[key] for key in dense}
+
+
+def test_fields_make_the_method() -> None:
+    values = {field.name: field.value for field in fields.METHODS["hilbert"][1]}
+    assert fields.method_of("hilbert", values) == Hilbert(tiles=16)
+    values |= {"tiles": 9.0, "far": " 64 ", "share": "keys", "dense_layers": "0,-1", "dense_steps": "2"}
+    wanted = Hilbert(tiles=9, far=64, share="keys", dense_layers=(0, -1), dense_steps=2)
+    assert fields.method_of("hilbert", values) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tiles": 0}, "`tiles` must be at least 1; got 0"),
+        ({"far": "many"}, "`far` must be an integer of at least 1; got 'many'"),
+        ({"dense_layers": "a"}, "`dense_layers` must be a number, or numbers between commas; got 'a'"),
+        ({"dense_steps": "-1"}, "`dense_steps` must be a number of at least 0; got '-1'"),
+        ({"curve": "spiral"}, "`curve` must be one of"),
+    ],
+)
+def test_wrong_fields_are_one_message(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, UsageError)) as caught:
+        fields.method_of("hilbert", change)
+    assert str(caught.value).startswith(message)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_picture_follows_fields_and_layer() -> None:
+    geometry = Geometry((16, 16), text=16)
+
+    def picture(method: Hilbert, layer: int = 0) -> bytes:
+        made: bytes = drawing.method_picture(geometry, method, layer, 16)[0].tobytes()
+        return made
+
+    first = picture(Hilbert(tiles=4))
+    assert first == picture(Hilbert(tiles=4))
+    assert first != picture(Hilbert(tiles=8))
+    assert first != picture(Hilbert(tiles=4), layer=1)
+    assert "272 tokens" in drawing.method_picture(geometry, Hilbert(tiles=4), 0, 16)[1]
+
+
+def test_too_much_to_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`size` must hold at most 65,536 tokens to be drawn"):
+        drawing.method_picture(Geometry((512, 512), text=0), Hilbert(), 0, 16)
+    with pytest.raises(ValueError, match=r"`tiles` must be at most 4,096 to be drawn; got 5000"):
+        drawing.method_picture(Geometry((16, 16), text=0), Hilbert(tiles=5000), 0, 16)
+
+
+def test_gradient_difference_is_between_pixels() -> None:
+    dense = torch.full((4, 6, 3), 100, dtype=torch.uint8)
+    assert not drawing.gradient_difference(dense, dense + 50).any()
+    sparse = dense.clone()
+    sparse[:, 3:] += 40
+    found = drawing.gradient_difference(dense, sparse)
+    assert found[:, 2].tolist() == [20.0] * 4
+    assert float(found.sum()) == 80.0
+
+
+def test_seam_map_shows_differences_and_borders() -> None:
+    dense = torch.full((32, 32, 3), 100, dtype=torch.uint8)
+    sparse = dense.clone()
+    sparse[8, 8] = 200
+    borders = quality.Borders(torch.zeros(4, 3), torch.zeros(3, 4))
+    borders.right[:, 1] = 1.0
+    plain, lined = drawing.seam_map(dense, sparse, None), drawing.seam_map(dense, sparse, borders)
+    assert plain.shape == lined.shape == (512, 512, 3)
+    assert (plain[0, 0] == 255).all()
+    assert (plain[8 * 16 + 1, 8 * 16 + 1] < 128).all(), "a step is dark"
+    differs = (plain != lined).any(dim=2).any(dim=0).nonzero().flatten().tolist()
+    assert differs == [256], "one line, between the second and the third column of tokens"
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_come_from_the_same_noise(model: PictureModel, weights: Path) -> None:
+    everything = Hilbert(tiles=1, shared="none", dense_layers=0, dense_steps=0)
+    seen = list[tuple[int, int, str]]()
+    request = jobs.Request(64, 72, 3, 5, everything)
+    made = jobs.make(model, request, on_progress=lambda *now: seen.append(now))
+    alone = DemoPipeline.load(weights)(1, size=(64, 72), steps=3, seed=5).images[0]
+    assert torch.equal(made.dense, alone)
+    assert (made.sparse.int() - made.dense.int()).abs().max() <= 1, "one tile reads everything"
+    assert [now[0] for now in seen] == list(range(6))
+    assert seen[0] == (0, 6, "dense")
+    assert seen[-1] == (5, 6, "sparse")
+
+
+def test_figures_are_of_both(model: PictureModel) -> None:
+    made = jobs.make(model, jobs.Request(64, 64, 2, 0, FEW_TILES))
+    dense, sparse = (dict(zip(jobs.HEADINGS, row, strict=True)) for row in made.rows)
+    assert dense[""] == "dense"
+    assert dense["speed-up"] == "-"
+    assert sparse["speed-up"].endswith("x")
+    first, second = (picture.permute(2, 0, 1)[None] for picture in (made.dense, made.sparse))
+    assert sparse["PSNR to dense"] == f"{float(quality.psnr(first, second)):.1f} dB"
+    assert sparse["LPIPS"] == f"{float(quality.load_lpips()(first, second)):.3f}"
+    borders = quality.tile_borders(FEW_TILES, model.geometry(64, 64), q_block=16)
+    for picture, row in ((first, dense), (second, sparse)):
+        energy = quality.seam_energy(quality.line_gradients(picture, borders))
+        assert row["seam energy"] == f"{energy.value:.3f}"
+    assert "Hilbert(tiles=4" in made.summary
+    assert not torch.equal(made.dense, made.sparse)
+
+
+@pytest.mark.parametrize("name", [name for name in fields.METHODS if name != "hilbert"])
+def test_every_method_makes_a_picture(name: str, model: PictureModel) -> None:
+    method = fields.method_of(name, {field.name: field.value for field in fields.METHODS[name][1]})
+    made = jobs.make(model, jobs.Request(64, 64, 2, 0, method))
+    assert made.sparse.shape == (64, 64, 3)
+    assert type(method).__name__ in made.summary
+    assert made.rows[1][-1] == "-", "no tiles, no borders"
+    assert made.summary.startswith("note: LogLinear is made for models that") == (name == "loglinear")
+
+
+def test_a_job_is_cancelled_and_leaves_no_trace(model: PictureModel) -> None:
+    request = jobs.Request(64, 64, 3, 0, FEW_TILES)
+    whole = jobs.make(model, request)
+    running = jobs.Jobs()
+    stop = running.begin("mine")
+    assert not running.cancel("another")
+
+    def cancel_while_sparse(done: int, total: int, doing: str) -> None:
+        if doing == "sparse":
+            assert running.cancel("mine")
+
+    with pytest.raises(jobs.Cancelled, match=r"Cancelled after 4 of 6 steps\."):
+        jobs.make(model, request, stop, cancel_while_sparse)
+    running.end("mine", stop)
+    assert not running.cancel("mine")
+    assert torch.equal(jobs.make(model, request, threading.Event()).dense, whole.dense)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 101}, "`steps` must be at most 100; got 101."),
+        ({"steps": 0}, "`steps` must be at least 1; got 0."),
+        ({"seed": -1}, "`seed` must be at least 0; got -1."),
+        ({"width": 65}, "`width` must be a multiple of 8 pixels, from 32; got 65."),
+        ({"height": 0}, "`height` must be a multiple of 8 pixels, from 32; got 0."),
+        ({"height": None}, "`height` must be a multiple of 8 pixels, from 32; got None."),
+        ({"height": 2048}, "`size` must be at most 1024 x 1024 pixels on this device; got 2048 x 1024."),
+    ],
+)
+def test_limits(change: dict[str, Any], message: str, model: PictureModel) -> None:
+    request = jobs.Request(64, 1024, 2, 0, FEW_TILES)._replace(**change)
+    with pytest.raises(ValueError) as caught:
+        jobs.make(model, request)
+    assert str(caught.value) == message
+
+
+def test_missing_weights_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(generate, "EMBEDDED", tmp_path / "none.safetensors")
+    embedded = PictureModel(CPU)
+    assert embedded.problem is not None
+    assert "--weights FILE" in embedded.problem
+    assert embedded.geometry(256, 256).grid == (32, 32), "what it would read can still be drawn"
+    with pytest.raises(generate.NoWeights, match="--weights FILE"):
+        jobs.make(embedded, jobs.Request(64, 64, 2, 0, FEW_TILES))
+
+
+def test_a_pipeline_is_not_opened_to_be_drawn() -> None:
+    pipeline = PictureModel(CPU, pipeline="nobody/nothing")
+    assert pipeline.geometry(1024, 768) == Geometry((64, 48), text=512)
+    assert pipeline.problem is None
+    assert pipeline.takes_prompt
+
+
+def test_model_takes_its_size_from_the_file(model: PictureModel) -> None:
+    assert (model.size, model.text, model.name) == (SIZE, 16, "tiny.safetensors")
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def test_committed_results_are_read() -> None:
+    found = [results.read(name) for name in results.names()]
+    kinds = {one.kind for one in found}
+    assert {"attend", "hilbert", "model"} <= kinds
+    for one in found:
+        assert one.rows
+        assert all(len(row) == len(one.headings) for row in one.rows)
+        assert one.draw is not None or one.kind not in ("attend", "hilbert", "model", "quality", "recall")
+    model_file = next(one for one in found if one.kind == "model")
+    assert "speed up" in model_file.headings
+    assert model_file.draw is not None
+    assert min(drawing.drawn(model_file.draw).size) > 100
+
+
+def test_quality_results_have_the_front(tmp_path: Path) -> None:
+    rows = [
+        quality.QualityRow("dense", 1.0, 10, fid=20.0),
+        quality.QualityRow("4 tiles", 0.3, 10, fid=25.0, lpips=0.1),
+    ]
+    from nearfield.quality.results import as_document, write_json
+
+    machine = {"gpus": [], "cpu": {"name": "some CPU"}}
+    write_json(tmp_path / "quality-cats.json", as_document(rows, machine, "cats"))
+    (tmp_path / "attend-x.json").write_text('{"results": 3}')
+    (tmp_path / "broken.json").write_text("{")
+    assert results.names(tmp_path) == ["quality-cats", "attend-x", "broken"]
+    found = results.read("quality-cats", tmp_path)
+    assert found.about == "`quality` on some CPU"
+    assert found.rows[1][found.headings.index("lpips")] == "0.1"
+    assert found.draw is not None
+    assert min(drawing.drawn(found.draw).size) > 100
+    for name in ("attend-x", "broken"):
+        with pytest.raises(ValueError, match=rf"{name}\.json holds no benchmark results: "):
+            results.read(name, tmp_path)
+
+
+def test_only_listed_results_are_read(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text(json.dumps({"results": []}))
+    inside = tmp_path / "results"
+    assert results.names(inside) == []
+    with pytest.raises(ValueError, match="`name` must be one of"):
+        results.read("../secret", inside)
+
+
+# -- retrieval ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    path = tmp_path_factory.mktemp("retrieval")
+    language_model(dtype=torch.float32, vocab_size=160).save_pretrained(path / "model")
+    tiny_tokenizer().save_pretrained(path / "model")
+    (path / "docs").mkdir()
+    for index, text in enumerate(DOCUMENTS):
+        (path / "docs" / f"{index}.txt").write_text(text)
+    return Library(path / "docs", path / "model", CPU)
+
+
+def test_answer_shows_what_was_computed_again(library: Library) -> None:
+    assert library.problem is None
+    asked = library.ask(Question("Which river?", ratio=0.25, top=2, max_new_tokens=4))
+    texts = "".join(text for text, _ in asked.spans)
+    shown = [index for index, text in enumerate(DOCUMENTS) if f"[{index}.txt]\n{text}" in texts]
+    assert len(shown) == 2
+    tokenizer = tiny_tokenizer()
+    again = "".join(text for text, label in asked.spans if label == AGAIN)
+    counted = int(asked.report.split(" computed")[0].split()[-1])
+    assert counted > 0
+    assert 0 < len(again) <= counted * max(map(len, tokenizer.get_vocab()))
+    full, reused = asked.rows
+    assert full[0] == "full prefill"
+    assert reused[0] == "infoflow, 25%"
+    assert len(full) == len(reused) == len(asking.HEADINGS)
+    everything = library.ask(Question("Which river?", selector="all", top=2, max_new_tokens=1))
+    labels = [label for _, label in everything.spans]
+    assert labels == [None, None, None, AGAIN], "names; the first text was computed right where it stands"
+
+
+def test_spans_are_runs_of_tokens() -> None:
+    class Letters:
+        def decode(self, tokens: torch.Tensor) -> str:
+            return "".join(chr(97 + int(token)) for token in tokens)
+
+    tokens, rows = torch.arange(8), torch.tensor([0, 3, 4, 7])
+    spans = asking.spans_of(Letters(), tokens, rows, [3, 3], ["x", "y"])
+    assert spans == [
+        ("\n[x]\n", None), ("c", None), ("de", AGAIN),
+        ("\n[y]\n", None), ("fg", None), ("h", AGAIN),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        (Question(" "), "`question` must not be empty; got ' '."),
+        (Question("a", top=0), "`top` must be a whole number from 1 to 32; got 0."),
+        (
+            Question("a", max_new_tokens=1000),
+            "`max_new_tokens` must be a whole number from 1 to 256; got 1000.",
+        ),
+        (Question("a", ratio=1.5), "`ratio` must "),
+    ],
+)
+def test_wrong_questions(question: Question, message: str, library: Library) -> None:
+    with pytest.raises((ValueError, UsageError)) as caught:
+        library.ask(question)
+    assert str(caught.value).startswith(message)
+
+
+def test_what_retrieval_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--docs FOLDER" in str(Library(None, None, CPU).problem)
+    (tmp_path / "a.txt").write_text("a")
+    assert "config.json" in str(Library(tmp_path, tmp_path, CPU).problem)
+    monkeypatch.setattr("nearfield.retrieval.embedded._PACKAGE", "not_installed_here")
+    problem = Library(tmp_path, None, CPU).problem
+    assert "pip install" in str(problem)
+    assert "--language-model" in str(problem)
+    with pytest.raises(UsageError, match="pip install"):
+        Library(tmp_path, None, CPU).ask(Question("a"))
+
+
+# -- command -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("10.1.2.3", False),
+        ("box", False),
+    ],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--weights", "no-such-file"], "`--weights` must name a file that is there; got 'no-such-file'."),
+        (["--weights", __file__, "--model", "x"], "`--weights` must be left out with `--model`"),
+        (["--port", "70000"], "`--port` must be at most 65,535; got 70,000."),
+        (
+            ["--host", " "],
+            "`--host` must be an address of this machine, and `--port` free there; got ' ', any port",
+        ),
+        (
+            ["--host", "192.0.2.1"],
+            "`--host` must be an address of this machine, and `--port` free there; got",
+        ),
+    ],
+)
+def test_bad_calls(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["studio", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert cli.main(["studio", "--port", str(port)]) == 2
+    assert f"`--port` free there; got '127.0.0.1', {port} (Address already in use)" in capsys.readouterr().err
+
+
+def test_missing_gradio_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    assert cli.main(["studio"]) == 2
+    assert "pip install 'nearfield[studio]'" in capsys.readouterr().err
