@@ -88,6 +88,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             assert elsewhere == []
         other_files_are_refused(tmp_path, port)
         other_names_are_refused(port)
+        uploads_are_refused(port)
         assert listening_addresses(port) == {"127.0.0.1"}
         ends_cleanly(process, tmp_path)
 
@@ -213,6 +214,21 @@ def other_names_are_refused(port: int) -> None:
     """A name that somebody else's page resolved to this machine."""
     assert status_of(port, "/") == 200
     assert status_of(port, "/", host="somewhere.example") == 400
+
+
+def uploads_are_refused(port: int) -> None:
+    body = (
+        "--x\r\nContent-Disposition: form-data; name=files; filename=a.txt\r\n\r\n"
+        + "a" * 5000
+        + "\r\n--x--\r\n"
+    )
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        headers = {"Content-Type": "multipart/form-data; boundary=x"}
+        connection.request("POST", "/gradio_api/upload", body, headers)
+        assert connection.getresponse().status == 413
+    finally:
+        connection.close()
 
 
 def listening_addresses(port: int) -> set[str]:

@@ -25,6 +25,8 @@ _COLUMNS = {
                 "fraction_of_bound", "target", "target_reached"),
     "model": ("pixels", "tokens", "density", "milliseconds.nearfield.median", "dense_backend", "speed_up", "ceiling",
               "target", "target_reached"),
+    "bench retrieval": ("selector", "ratio", "questions", "divergence.mean", "divergence.low", "divergence.high",
+                        "agreement.mean"),
 }  # fmt: skip
 
 
@@ -52,7 +54,8 @@ def read(name: str, folder: Path = RESULTS) -> Results:
     path = folder / f"{name}.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        records, kind, machine = document["results"], document["benchmark"], _machine(document)
+        records, machine = document["results"], _machine(document)
+        kind = document["benchmark"] if "benchmark" in document else document["command"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path.name} holds no benchmark results: {type(error).__name__} {error}.") from None
     headings, rows = _table(kind, records)
@@ -110,13 +113,17 @@ def _words(value: Any) -> str:
 def _drawing(kind: str, path: Path, document: dict[str, Any], machine: str) -> Callable[[Path], None] | None:
     """What draws the picture that the library has for this kind."""
     records = document["results"]
-    bars = {"attend": plots.benchmark_bars, "hilbert": plots.hilbert_bars, "model": plots.model_bars}
-    if kind in bars:
-        return lambda out: bars[kind](out, records, machine)
-    if kind == "recall":
-        return lambda out: plots.recall_lines(out, records, document["source"]["kind"])
+    known: dict[str, Callable[[Path], None]] = {
+        "attend": lambda out: plots.benchmark_bars(out, records, machine),
+        "hilbert": lambda out: plots.hilbert_bars(out, records, machine),
+        "model": lambda out: plots.model_bars(out, records, machine),
+        "recall": lambda out: plots.recall_lines(out, records, document["source"]["kind"]),
+        "scaling": lambda out: plots.scaling_lines(out, records),
+    }
     if kind == "quality":
         rows: list[QualityRow] = read_rows(path)
         if any(row.fid is not None for row in rows):
             return lambda out: plots.quality_front(out, rows, document.get("about") or path.stem)
-    return None
+    if records and all({"selector", "ratio", "divergence"} <= set(record) for record in records):
+        return lambda out: plots.fidelity_lines(out, records, path.stem)
+    return known.get(kind)
