@@ -437,6 +437,16 @@ def test_z_image_of_several_sizes_runs_dense_and_says_so() -> None:
         assert_differ(run(model, double(tiny_models.z_image_inputs((8, 8), 2)))[0], stock[0])
 
 
+def test_geometry_is_that_of_the_last_call() -> None:
+    model = tiny_models.flux()
+    with nearfield.apply(model, SPARSE) as handle:
+        assert handle.geometry() is None
+        for grid in ((8, 8), (6, 10)):
+            run(model, tiny_models.flux_inputs(grid))
+            assert handle.geometry() == Geometry(grid, TEXT)
+    assert handle.geometry() is None
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_summary_of_a_size_is_that_of_a_call_of_this_size(name: str) -> None:
     make, inputs_of = MODELS[name]

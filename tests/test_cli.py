@@ -54,6 +54,7 @@ COMMANDS = [
     "bench quality",
     "demo",
     "show",
+    "studio",
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import tiny_models
 from tests.cats import SIZE, lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
@@ -184,8 +185,12 @@ def test_a_job_is_cancelled_and_leaves_no_trace(model: PictureModel) -> None:
 
     with pytest.raises(jobs.Cancelled, match=r"Cancelled after 4 of 6 steps\."):
         jobs.make(model, request, stop, cancel_while_sparse)
-    running.end("mine", stop)
+    running.end("mine")
     assert not running.cancel("mine")
+    assert running.begin("mine") is running.begin("mine"), "asked for, then run"
+    assert running.cancel("mine"), "while it waits"
+    with pytest.raises(jobs.Cancelled, match=r"Cancelled after 0 of 6 steps\."):
+        jobs.make(model, request, running.begin("mine"))
     assert torch.equal(jobs.make(model, request, threading.Event()).dense, whole.dense)
 
 
@@ -223,6 +228,27 @@ def test_a_pipeline_is_not_opened_to_be_drawn() -> None:
     assert pipeline.geometry(1024, 768) == Geometry((64, 48), text=512)
     assert pipeline.problem is None
     assert pipeline.takes_prompt
+
+
+def test_a_pipeline_makes_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one, tiny and without text encoders. Its tokens are 2 pixels wide, not the 16 that are drawn before."""
+    call = tiny_models.flux_call()
+    embeds = {name: call[name] for name in ("prompt_embeds", "pooled_prompt_embeds", "guidance_scale")}
+    sampler = generate.pipeline_sampler
+
+    def encoded(pipeline: Any, prompt: str, num: int, **options: Any) -> generate.Sampler:
+        assert prompt == "a cat"
+        return sampler(pipeline, embeds, num, **options)
+
+    monkeypatch.setattr(generate, "open_pipeline", lambda name, device: tiny_models.flux_pipeline())
+    monkeypatch.setattr(generate, "pipeline_sampler", encoded)
+    pipeline = PictureModel(CPU, pipeline="some/pipeline")
+    with pytest.raises(ValueError, match="`prompt` must say what to draw; got ' '"):
+        jobs.make(pipeline, jobs.Request(64, 80, 2, 0, FEW_TILES, " "))
+    made = jobs.make(pipeline, jobs.Request(64, 80, 2, 0, FEW_TILES, "a cat"))
+    assert made.dense.shape == made.sparse.shape == (64, 80, 3)
+    assert "32x40" in made.summary
+    assert made.rows[1][-1] == "-", "too narrow for an energy"
 
 
 def test_model_takes_its_size_from_the_file(model: PictureModel) -> None:

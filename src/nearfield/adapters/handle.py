@@ -18,7 +18,7 @@ from nearfield.adapters.spec import Located, Pixels, Spec, find
 from nearfield.adapters.specs import SPECS, spec_of
 from nearfield.adapters.steps import Steps
 from nearfield.adapters.summary import pairs_kept, summary
-from nearfield.geometry import Grid
+from nearfield.geometry import Geometry, Grid
 from nearfield.methods import Method
 from nearfield.methods.merging import Merge
 from nearfield.methods.peers import BipartiteMerge
@@ -189,6 +189,16 @@ class Handle:
             else:
                 places.append(region.ready.located if region.ready else None)
         return summary(self._models, self._regions, places, self.method, self._steps, origin)
+
+    def geometry(self) -> Geometry | None:
+        """Where the tokens of the last call stood, in the part of the model that has most; None before the first."""
+        self._forget_removed()
+        known = [
+            region.ready.located.geometry(region.spec.text_first, sees_text=True)
+            for region in self._regions
+            if region.ready
+        ]
+        return max(known, key=lambda geometry: geometry.num_tokens, default=None)
 
     def pairs_kept(self) -> float | None:
         """The share of all pairs of tokens that calls like the last one read, over all layers and denoising steps.

@@ -17,6 +17,7 @@ from nearfield.demo.model import EMBEDDED
 from nearfield.demo.pictures import Row
 from nearfield.demo.sampler import DemoPipeline, OnStep, Sampled
 from nearfield.demo.storage import MissingExtra, read_tensors
+from nearfield.geometry import Geometry
 from nearfield.methods import Method
 
 Sampler = Callable[[], Sampled]
@@ -33,12 +34,14 @@ class Run(NamedTuple):
 
     Args:
         summary: what `apply` changed; empty for the dense model.
+        geometry: where the tokens stood, as `apply` found; None for the dense model.
     """
 
     name: str
     images: Tensor
     seconds: tuple[float, ...]
     summary: str = ""
+    geometry: Geometry | None = None
 
     @property
     def seconds_per_step(self) -> float:
@@ -73,7 +76,7 @@ def run_sparse(sample: Sampler, pipeline: Any, method: Method, mesh: DeviceMesh 
     """Pictures with the attention that a method says; each over all ranks of a mesh, if there is one."""
     with apply(pipeline, method, mesh=mesh) as handle:
         sampled = sample()
-        return Run(name_of(method), *sampled, handle.summary())
+        return Run(name_of(method), *sampled, handle.summary(), handle.geometry())
 
 
 def name_of(method: Method) -> str:

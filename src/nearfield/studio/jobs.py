@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nearfield import Geometry, Hilbert, quality
+from nearfield import Hilbert, quality
 from nearfield._checks import check_int, wrong_value
 from nearfield.commands.generating import measures
 from nearfield.demo import generate
@@ -19,6 +19,7 @@ from nearfield.studio.drawing import seam_map
 from nearfield.studio.models import PictureModel
 
 MOST_STEPS = 100
+_LEAST_PIXELS_PER_TOKEN = 4  # that seam energy is defined for
 HEADINGS = ("", "per step", "speed-up", "PSNR to dense", "LPIPS", "seam energy")
 OnProgress = Callable[[int, int, str], None]
 
@@ -55,13 +56,11 @@ class Jobs:
         self._stops: dict[str, threading.Event] = {}
 
     def begin(self, session: str) -> threading.Event:
-        """A new job of a session; set the event to stop it."""
-        self._stops[session] = stop = threading.Event()
-        return stop
+        """The job of a session, from when it is asked for, waiting included; set the event to stop it."""
+        return self._stops.setdefault(session, threading.Event())
 
-    def end(self, session: str, stop: threading.Event) -> None:
-        if self._stops.get(session) is stop:
-            del self._stops[session]
+    def end(self, session: str) -> None:
+        self._stops.pop(session, None)
 
     def cancel(self, session: str) -> bool:
         """Ask the session's job to stop; False where there is none."""
@@ -71,12 +70,12 @@ class Jobs:
         return stop is not None
 
 
-def checked_size(model: PictureModel, request: Request) -> Geometry:
+def check_request(model: PictureModel, request: Request) -> None:
     check_int("steps", request.steps, at_least=1)
     if request.steps > MOST_STEPS:
         wrong_value("steps", f"be at most {MOST_STEPS}", request.steps)
     check_int("seed", request.seed, at_least=0)
-    return model.geometry(request.height, request.width)
+    model.geometry(request.height, request.width)
 
 
 def make(
@@ -86,7 +85,7 @@ def make(
     on_progress: OnProgress | None = None,
 ) -> Outcome:
     """Both pictures and what they cost. Raises `Cancelled` once `stop` is set."""
-    geometry = checked_size(model, request)
+    check_request(model, request)
     done, total, doing = 0, 2 * request.steps, "dense"
 
     def on_step(step: int, steps: int) -> None:
@@ -110,22 +109,33 @@ def make(
         sparse = generate.run_sparse(sample, pipeline, request.method)
     if caution:
         sparse = sparse._replace(summary=f"note: {caution}\n{sparse.summary}")
-    return _outcome(model, request.method, geometry, dense, sparse)
+    return _outcome(model, request.method, dense, sparse)
 
 
-def _outcome(model: PictureModel, method: Method, geometry: Geometry, dense: Run, sparse: Run) -> Outcome:
+def _outcome(model: PictureModel, method: Method, dense: Run, sparse: Run) -> Outcome:
     first, second = generate.compared([dense, sparse], measures(str(model.device), dense.images))
-    borders = None
-    if isinstance(method, Hilbert):
-        borders = quality.tile_borders(method, geometry, q_block=model.q_block)
+    borders = _borders(model, method, sparse)
     energies = [_energy(run, borders) for run in (dense, sparse)]
     rows = [_row(record, energy) for record, energy in zip((first, second), energies, strict=True)]
     seams = seam_map(dense.images[0], sparse.images[0], borders)
     return Outcome(dense.images[0], sparse.images[0], seams, rows, sparse.summary)
 
 
+def _borders(model: PictureModel, method: Method, sparse: Run) -> quality.Borders | None:
+    """Of tiles, where there are any and the picture's pixels fall into its tokens evenly."""
+    if not isinstance(method, Hilbert) or sparse.geometry is None or len(sparse.geometry.grid) != 2:
+        return None
+    rows, columns = sparse.geometry.grid
+    height, width = sparse.images.shape[1:3]
+    if height % rows or width % columns or height // rows != width // columns:
+        return None
+    return quality.tile_borders(method, sparse.geometry, q_block=model.q_block)
+
+
 def _energy(run: Run, borders: quality.Borders | None) -> str:
     if borders is None or float(borders.right.sum() + borders.below.sum()) == 0:
+        return "-"
+    if run.images.shape[1] // borders.grid[0] < _LEAST_PIXELS_PER_TOKEN:
         return "-"
     gradients = quality.line_gradients(run.images.permute(0, 3, 1, 2), borders)
     across, around = gradients.mean(dim=0).tolist()

@@ -124,7 +124,7 @@ class _Inputs:
         }
         made = fields.method_of(method, given)
         request = jobs.Request(height, width, steps, seed, made, prompt or "")
-        jobs.checked_size(self._models[model], request)
+        jobs.check_request(self._models[model], request)
         return self._models[model], request, int(layer)
 
 
@@ -188,6 +188,10 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
         except TOLD as error:
             return gr.skip(), _sentence(error)
 
+    def wait(request: Any) -> str:
+        running.begin(str(request.session_hash))
+        return "Waiting for its turn."
+
     def make(request: Any, *values: Any, progress: Any = gr.Progress()) -> list[Any]:  # noqa: B008
         session = str(request.session_hash)
         stopped = running.begin(session)
@@ -199,7 +203,7 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
         except (*TOLD, jobs.Cancelled) as error:
             return [gr.skip()] * 4 + [_sentence(error)]
         finally:
-            running.end(session, stopped)
+            running.end(session)
         images = drawing.as_array(made.dense), drawing.as_array(made.sparse)
         return [images, made.rows, drawing.as_array(made.seams), made.summary, "Done."]
 
@@ -210,7 +214,12 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
     def leave(request: Any) -> None:
         running.cancel(str(request.session_hash))
 
-    for function in (make, cancel, leave):  # Gradio knows by the annotation which argument is the request
+    for function in (
+        wait,
+        make,
+        cancel,
+        leave,
+    ):  # Gradio knows by the annotation which argument is the request
         function.__annotations__["request"] = gr.Request
 
     def show_fields(method: str) -> list[Any]:
@@ -227,7 +236,9 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
         **_quiet,
     )
     outputs = [pair, figures, seams, summary, message]
-    start.click(
+    # Noted at once, so that a job can be cancelled while others are before it.
+    asked = start.click(wait, None, message, queue=False, **_quiet)
+    asked.then(
         make, inputs.all, outputs, concurrency_id=_WORK, show_progress_on=message, api_visibility="private"
     )
     stop.click(cancel, None, message, queue=False, **_quiet)
