@@ -8,13 +8,14 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tests import tiny_models
 from tests.cats import SIZE, lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield import Geometry, Hilbert, cli, quality
+from nearfield import BlockTopK, Geometry, Hilbert, cli, quality
 from nearfield.commands.arguments import UsageError
 from nearfield.demo import generate
 from nearfield.demo.model import save_model
@@ -23,6 +24,7 @@ from nearfield.studio import asking, drawing, fields, jobs, results
 from nearfield.studio.asking import AGAIN, Library, Question
 from nearfield.studio.models import PictureModel
 from nearfield.studio.server import is_loopback
+from nearfield.training.distill import save_lora
 
 CPU = torch.device("cpu")
 FEW_TILES = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
@@ -221,6 +223,24 @@ def test_missing_weights_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert embedded.geometry(256, 256).grid == (32, 32), "what it would read can still be drawn"
     with pytest.raises(generate.NoWeights, match="--weights FILE"):
         jobs.make(embedded, jobs.Request(64, 64, 2, 0, FEW_TILES))
+
+
+def test_the_lora_for_tiles_is_used_for_tiles_alone(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded model with its LoRA, which dense pictures and other methods do without."""
+    tuned = lively_model()
+    changes = peft.LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False)
+    tuned.transformer.add_adapter(changes, adapter_name="nearfield")
+    save_lora(tmp_path / "lora.safetensors", tuned.transformer, {})
+    monkeypatch.setattr(generate, "EMBEDDED", weights)
+    monkeypatch.setattr("nearfield.studio.models.EMBEDDED_LORA", tmp_path / "lora.safetensors")
+    embedded, plain = PictureModel(CPU), PictureModel(CPU, weights)
+    tiles, blocks = (jobs.Request(64, 64, 2, 0, method) for method in (FEW_TILES, BlockTopK(keep=0.5)))
+    for request, is_changed in ((tiles, True), (blocks, False), (tiles, True)):
+        here, there = jobs.make(embedded, request), jobs.make(plain, request)
+        assert torch.equal(here.dense, there.dense)
+        assert torch.equal(here.sparse, there.sparse) is not is_changed
 
 
 def test_a_pipeline_is_not_opened_to_be_drawn() -> None:

@@ -35,7 +35,7 @@ def add_commands(commands: Any) -> None:
         help="a model of `nearfield train demo`, beside the embedded one",
     )
     parser.add_argument(
-        "--model", metavar="ID", help="a diffusers pipeline instead: its id on the Hub, or its folder"
+        "--model", metavar="ID", help="a diffusers pipeline, beside it: its id on the Hub, or its folder"
     )
     parser.add_argument("--docs", type=Path, metavar="DIR", help="texts to ask, as for `nearfield rag`")
     parser.add_argument(
