@@ -431,11 +431,15 @@ def test_loopback(host: str, expected: bool) -> None:
         (["--port", "70000"], "`--port` must be at most 65,535; got 70,000."),
         (
             ["--host", " "],
-            "`--host` must be an address of this machine, and `--port` free there; got ' ', any port",
+            "`--host` must be an IPv4 address of this machine, and `--port` free there; got ' ', any port",
+        ),
+        (
+            ["--host", "::1"],
+            "`--host` must be an IPv4 address of this machine, and `--port` free there; got '::1'",
         ),
         (
             ["--host", "192.0.2.1"],
-            "`--host` must be an address of this machine, and `--port` free there; got",
+            "`--host` must be an IPv4 address of this machine, and `--port` free there; got",
         ),
     ],
 )

@@ -79,13 +79,11 @@ def _studio(arguments: argparse.Namespace) -> int:
 def _require_free(host: str, port: int | None) -> None:
     """Told before anything is loaded: an address that is not this machine's, or a port that is taken."""
     hint = "Example: --host 127.0.0.1 --port 8000"
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host.strip() or "?", port or 0, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind) as tried:
+    try:  # Gradio cannot read addresses of IPv6
+        found = socket.getaddrinfo(host.strip() or "?", port or 0, socket.AF_INET, socket.SOCK_STREAM)
+        with socket.socket() as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
+            tried.bind(found[0][-1])
     except OSError as error:
         got = f"{host!r}, {port or 'any port'} ({error.strerror or error})"
-        wrong("--host", "be an address of this machine, and `--port` free there", got, hint)
+        wrong("--host", "be an IPv4 address of this machine, and `--port` free there", got, hint)

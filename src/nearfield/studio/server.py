@@ -79,7 +79,7 @@ def _guards(host: str) -> list[Any]:
 
     if not is_loopback(host):
         return []
-    names = ["localhost", "127.0.0.1", "[::1]", host]
+    names = ["localhost", "127.0.0.1", host]
     return [Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)]
 
 
