@@ -1,14 +1,18 @@
 """The pages show code that runs and print what they say, and the examples run."""
 
+import argparse
 import contextlib
 import io
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+from nearfield import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,6 +75,35 @@ def test_pages_have_blocks() -> None:
 def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_index_lists_every_page_once() -> None:
+    """The table is also the site's table of contents."""
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", index, re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in PAGES[1:] if page.name != "index.md")
+
+
+def commands(parser: argparse.ArgumentParser, before: str = "nearfield") -> Iterator[str]:
+    """`nearfield doctor`, `nearfield bench attend` ...: every command that runs something."""
+    families = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not families:
+        yield before
+    for family in families:
+        for name, child in family.choices.items():
+            yield from commands(child, f"{before} {name}")
+
+
+@pytest.mark.parametrize("command", list(commands(cli._parser([]))))
+def test_command_is_where_users_look(command: str) -> None:
+    """A section of its page; and its name in the README and in the changelog, with or without what stands before it."""
+    headings = re.findall(
+        r"^## .*", (ROOT / "docs" / "commands.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert re.search(rf"`{command}[ `]", "\n".join(headings)), "docs/commands.md has no section"
+    named = re.compile(rf"`(?:nearfield )?(?:\w+ )?{command.split()[-1]}[ `]")
+    for page in ("README.md", "CHANGELOG.md"):
+        assert named.search((ROOT / page).read_text(encoding="utf-8")), page
 
 
 PAGE = """

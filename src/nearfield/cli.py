@@ -90,7 +90,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         description="Sparse attention for diffusion transformers: who reads whom, how fast, and why.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"examples:\n  nearfield doctor\n  nearfield explain flux-1024 --grid 90x160\n  nearfield demo\n"
-        f"  nearfield show --grid 64x64 --layer 0..3\n  nearfield generate --compare --out cats.png\n"
+        f"  nearfield show --grid 64x64 --layer 0..3\n"
+        f"  nearfield generate --weights model.safetensors --compare --out cats.png\n"
         f"  nearfield bench attend --quick\n\n{CODES}",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
