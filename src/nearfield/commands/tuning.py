@@ -30,7 +30,7 @@ def add_commands(commands: Any) -> None:
         commands,
         "tune",
         _tune,
-        "search the boldest fields that keep a model's pictures close to its dense ones, and write them as a recipe",
+        "find the boldest fields that keep a model's pictures close to its dense ones, and write them as a recipe",
         "  nearfield tune --max-lpips 0.1 --out recipe.json\n"
         "  nearfield tune --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 2048 --minutes 60",
     )
