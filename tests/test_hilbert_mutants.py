@@ -110,7 +110,7 @@ MUTANTS = {
         METHOD, "sums / self.sizes.to(sums.dtype)[:, None]", "sums / self.window", "far_field_is_its_formula"
     ),
     "the far field forgets its bias": Mutant(
-        METHOD, "key_bias=self.far.bias", "key_bias=None", "far_field_is_its_formula"
+        METHOD, "self.far.plan, self.far.bias)", "self.far.plan, None)", "far_field_is_its_formula"
     ),
 }
 
