@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any, NamedTuple
 
+import diffusers
 import torch
 from tests import tiny_models
 from torch import Tensor
@@ -96,6 +97,14 @@ def disagreeing(mesh: DeviceMesh, about: str) -> None:
         inputs["hidden_states"] = inputs["hidden_states"] + is_odd
     with handle, torch.no_grad():
         model(**inputs)
+
+
+def cached(mesh: DeviceMesh) -> None:
+    """A cache that looks at the tokens a rank has."""
+    model = model_of()
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    with apply(model, METHODS["two-way"], mesh=mesh), torch.no_grad(), model.cache_context("cond"):
+        model(**inputs_of())
 
 
 def refused(mesh: DeviceMesh) -> list[str]:

@@ -11,6 +11,10 @@ import accelerate
 import diffusers
 import pytest
 import torch
+from diffusers.hooks.smoothed_energy_guidance_utils import (
+    SmoothedEnergyGuidanceConfig,
+    _apply_smoothed_energy_guidance_hook,
+)
 from diffusers.models.attention_processor import (
     AttnProcessor,
     FusedJointAttnProcessor2_0,
@@ -305,6 +309,31 @@ def test_a_processor_that_never_attends_is_noticed(monkeypatch: pytest.MonkeyPat
     )
 
 
+@pytest.mark.parametrize("kind", ["blurred queries", "no scores", "no attention"])
+def test_guidance_that_perturbs_attention(kind: str) -> None:
+    """Hooks that take queries for a picture, or wait for torch's attention, are refused; one that skips it works."""
+    model, inputs = tiny_models.pixart(), tiny_models.pixart_inputs((9, 14))
+    if kind == "blurred queries":
+        config = SmoothedEnergyGuidanceConfig([1], fqn="transformer_blocks")
+        _apply_smoothed_energy_guidance_hook(model, config, 1.0)
+    else:
+        skips = {"skip_attention": kind == "no attention", "skip_attention_scores": kind == "no scores"}
+        config = diffusers.LayerSkipConfig([1], fqn="transformer_blocks", skip_ff=False, **skips)
+        diffusers.apply_layer_skip(model, config)
+    stock = run(model, inputs)
+    with nearfield.apply(model, EVERYTHING):
+        if kind == "no attention":
+            assert (run(model, inputs) - stock).abs().max() <= 1e-5 * stock.abs().max()
+            return
+        with pytest.raises(ValueError) as error:
+            run(model, inputs)
+    hook = "SmoothedEnergyGuidanceHook" if kind == "blurred queries" else "AttentionProcessorSkipHook"
+    assert str(error.value) == (
+        f"`transformer_blocks.1.attn1` must have no guidance that perturbs attention; got {hook}. It goes by the order "
+        "of the image, or by attention that sparse layers do not compute."
+    )
+
+
 def test_prepare_and_summary_want_whole_sizes() -> None:
     with nearfield.apply(tiny_models.flux(), SPARSE) as handle:
         with pytest.raises(TypeError) as error:
@@ -313,6 +342,10 @@ def test_prepare_and_summary_want_whole_sizes() -> None:
         with pytest.raises(ValueError) as wrong:
             handle.summary(height=512)
         assert str(wrong.value) == "`width` must be given together with `height`; got None."
+        with pytest.raises(
+            ValueError, match=r"^`text` must be given together with `height` and `width`; got 7"
+        ):
+            handle.summary(text=7)
         with pytest.raises(ValueError) as small:
             handle.summary(height=512, width=15)
         assert str(small.value) == (

@@ -148,6 +148,27 @@ def test_the_same_step_again_makes_maps_anew(made: Made) -> None:
     assert not torch.equal(made.found[0], made.found[2])
 
 
+def test_parts_of_a_panorama_are_not_mixed_up(made: Made) -> None:
+    """Two calls of a step with one text: at the next step nothing says which map was whose."""
+    model, schedule = tiny_models.flux(1, 1), diffusers.FlowMatchEulerDiscreteScheduler()
+    schedule.set_timesteps(8)
+    inputs = tiny_models.flux_inputs((6, 8))
+    with nearfield.apply(model, ALL, scheduler=schedule):
+        for step in range(2):
+            schedule._step_index = step
+            for seed in (8, 9):
+                run(model, inputs | {"hidden_states": randn(1, 48, 4, seed=seed)})
+        assert made.given == [None] * 8
+        assert torch.equal(made.found[0], made.found[4])
+        assert not torch.equal(made.found[0], made.found[2])
+        made.forget()
+        schedule.set_timesteps(8)
+        for step in range(2):
+            schedule._step_index = step
+            run(model, inputs)
+        assert made.given == [None] * 2  # another generation, whose second step needs no maps
+
+
 # -- training ------------------------------------------------------------------------------------------------------
 
 
@@ -229,9 +250,19 @@ def test_autocast_keeps_the_residual_stream() -> None:
     assert 0 < (found - exact).abs().max() < 0.05 * exact.abs().max()
 
 
-def test_cached_blocks_are_refused() -> None:
+CACHES = [
+    diffusers.FirstBlockCacheConfig(threshold=1.0),
+    diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    ),
+]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: type(cache).__name__)
+def test_cached_blocks_are_refused(cache: Any) -> None:
+    """Also where it is attention inside of blocks that is cached."""
     model, call = tiny_models.flux(), tiny_models.flux_inputs((6, 8))
-    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=1.0))
+    model.enable_cache(cache)
     with nearfield.apply(model, ALL):
         with pytest.raises(ValueError, match="must have no cache of diffusers where tokens are merged"):
             run(model, call)
@@ -421,6 +452,33 @@ def test_a_call_that_raises_leaves_nothing_behind() -> None:
         assert torch.equal(run(model, call), expected)
 
 
+def test_a_block_that_raised_when_it_was_computed_again_leaves_nothing() -> None:
+    model, call = tiny_models.flux().requires_grad_(True).train(), tiny_models.flux_inputs((6, 8))
+    plain = call | {"img_ids": torch.zeros_like(call["img_ids"])}  # describe no grid, so nothing is merged
+    stock = run(model, plain)
+    model.enable_gradient_checkpointing()
+    with nearfield.apply(model, ALL):
+        out = tiny_models.first(model(**call))
+        hook = model.transformer_blocks[1].ff.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        hook.remove()
+        assert torch.equal(run(model, plain), stock)
+
+
+def test_cross_attention_in_the_place_of_self_attention_is_not_weighed() -> None:
+    """Upscalers have UNets whose blocks read the text twice, but for those in the middle."""
+    fields = {name: value for name, value in tiny_models.sdxl().config.items() if not name.startswith("_")}
+    model = tiny_models.settle(diffusers.UNet2DConditionModel(**fields | {"only_cross_attention": True}))
+    model, call = model.double(), double(tiny_models.sdxl_inputs((6, 8)))
+    stock = run(model, call)
+    with nearfield.apply(model, Merge(0.5, region_size=16, size_bias=True)) as handle:
+        assert_differ(run(model, call), stock)
+        assert "changed: 2 attention processors" in handle.summary()  # those of the middle
+    with nearfield.apply(model, Merge(0, size_bias=True)):
+        assert_same(run(model, call), stock)
+
+
 WINDOW = "`region` must not be 'window' together with attention along a curve; got 'window'."
 BAD = [
     (
@@ -429,7 +487,17 @@ BAD = [
         "`target` must be, or have, one of Flux",
     ),
     (lambda: ALL | Hilbert, TypeError, "`attention` must be a method such as nearfield.Hilbert(); got"),
+    (
+        lambda: ALL | (ALL | Hilbert()),
+        TypeError,
+        "`attention` must be a method such as nearfield.Hilbert(); got",
+    ),
     (lambda: Merge(region="window") | Hilbert(), ValueError, WINDOW),
+    (
+        lambda: Merge(size_bias=True) | FineGrained(),
+        ValueError,
+        "`size_bias` must be False together with FineGrained",
+    ),
     (
         lambda: Merge(size_bias=True) | LogLinear(),
         ValueError,

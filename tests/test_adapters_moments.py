@@ -490,6 +490,36 @@ def test_lists_of_merged_tokens_go_with_their_maps() -> None:
     assert method.refreshes(6) == [0]
 
 
+def test_summary_counts_pairs_and_memory_of_merged_tokens() -> None:
+    """Everything is read, but among 67 of 127 tokens, in dense steps, too."""
+    pipe = pipe_of()
+    merge = Merge(0.5, skip_blocks=(0, 0), refresh=(3, 3))
+    method = FineGrained(16, 2, threshold=0.0, refresh=(0.0,), dense_steps=1)
+    with nearfield.apply(pipe, merge | method) as handle:
+        pipe(**call_of(6))
+        assert handle.pairs_kept() == pytest.approx((67 / 127) ** 2)
+        told = handle.summary()
+    assert "pairs: 27.8% in sparse and merged layers" in told
+    assert "with dense steps 3.59x over all 6 steps" in told
+    assert "lists are made at steps 1, 3 of 6" in told
+    num_bytes = LAYERS * method.mask_bytes(Geometry((60,), TEXT), 1, tiny_models.HEADS)
+    assert f"memory: {num_bytes / 1024:.1f} KiB as bits" in told
+
+
+def test_parts_of_a_panorama_are_not_mixed_up() -> None:
+    """A branch that is computed twice in a step is that of two images: every call is full."""
+    model, schedule = flux_of(), diffusers.FlowMatchEulerDiscreteScheduler()
+    schedule.set_timesteps(8)
+    inputs = double(tiny_models.flux_inputs((12, 10)))
+    parts = [inputs | {"hidden_states": randn(1, 120, 4, seed=seed).double()} for seed in (8, 9)]
+    with nearfield.apply(model, FINE, scheduler=schedule) as handle:
+        for step in range(2):
+            schedule._step_index = step
+            for part in parts:
+                run(model, part)
+        assert f"last generation: {4 * LAYERS} of {4 * LAYERS} attention calls full" in handle.summary()
+
+
 def test_memory_bound_is_held(oracle: Callable[..., Tensor]) -> None:
     pipe = pipe_of()
     expected = oracle(pipe, call_of(4, **guidance()), branches=2)

@@ -271,6 +271,16 @@ def test_a_scheduler_that_does_not_know_its_step(name: str, kind: str) -> None:
     assert len(seen) == (6 if kind == "PNDMScheduler" else 5)
 
 
+def test_a_scheduler_that_does_not_know_its_step_may_come_later() -> None:
+    pipe = tiny_models.sdxl_pipeline()
+    seen: list[bool] = []
+    with nearfield.apply(pipe, sparse(dense_steps=3)) as handle:
+        pipe.scheduler = diffusers.DDIMScheduler()
+        pipe.unet.register_forward_hook(lambda *_: seen.append(handle._regions[0].is_dense_step))
+        images(pipe, guided_call())
+    assert seen == [True] * 3 + [False] * 2
+
+
 def test_a_timestep_that_tells_nothing_is_refused() -> None:
     """FLUX is given a thousandth of it."""
     pipe = flux_pipeline()

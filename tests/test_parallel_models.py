@@ -12,6 +12,7 @@ from tests.cats import lively_model
 from tests.split_models import (
     METHODS,
     Ran,
+    cached,
     command,
     disagreeing,
     gradients,
@@ -51,7 +52,7 @@ def test_reference_images_are_split_too(world: World) -> None:
         assert torch.allclose(one.outs[0], wanted.outs[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["flux2", "qwen", "pixart", "wan", "wan_ti2v", "ltx"])
+@pytest.mark.parametrize("kind", ["flux2", "qwen", "qwen_edit", "pixart", "wan", "wan_ti2v", "ltx"])
 def test_other_models_are_split(world: World, kind: str) -> None:
     """Wrong by at most twice as much as one process in the same precision."""
     exact = run_kind(None, kind, torch.float64)
@@ -94,6 +95,12 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
             assert (
                 "`method` must read one plan per layer, known beforehand (Hilbert without `far`)" in message
             )
+
+
+def test_caches_by_which_ranks_could_part_are_refused(world: World) -> None:
+    for answer in world.tell(cached):
+        assert isinstance(answer, Failed)
+        assert "`target` must have no cache of diffusers where tokens are split over ranks; got" in answer[1]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

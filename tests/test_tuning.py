@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import tiny_models
 from tests.cats import CONFIG, lively_model
 
 from nearfield import Hilbert, LogLinear, Merge, apply, recipes, tuning
@@ -131,6 +132,16 @@ def test_recipes_are_read_as_they_were_written(method: Any, tmp_path: Path) -> N
     assert recipes.read(path) == recipe
     assert recipes.read(str(path)).method == method
     assert recipes.recipe_of(path).method == method
+
+
+def test_a_recipe_may_merge_alone(tmp_path: Path) -> None:
+    recipe = Recipe(Merge(ratio=0.3))
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(recipe.as_document()), encoding="utf-8")
+    assert recipes.read(path) == recipe
+    for given in (recipe, path, recipe.method):
+        with apply(tiny_models.flux(), given) as handle:
+            assert handle.summary().startswith("nearfield: Merge(ratio=0.3)\n")
 
 
 def test_a_recipe_for_another_model_is_refused() -> None:

@@ -190,6 +190,15 @@ def qwen_inputs(grid: Grid, batch: int = 1, references: tuple[Grid, ...] = ()) -
     }
 
 
+def qwen_edit() -> Any:
+    """References have a timestep of their own."""
+    return qwen(zero_cond_t=True)
+
+
+def qwen_edit_inputs(grid: Grid, batch: int = 1) -> Inputs:
+    return qwen_inputs(grid, batch, references=((6, 4),))
+
+
 def z_image(layers: int = 3) -> Any:
     return settle(
         diffusers.ZImageTransformer2DModel(

@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +61,26 @@ def read(source: str | Path | Mapping[str, Any]) -> Recipe:
     if not isinstance(document, Mapping) or document.get("format") != FORMAT or "method" not in document:
         hint = "`nearfield tune` writes recipes."
         wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
-    method = _method_in(document)
-    return Recipe(method, str(document.get("model", "")), document.get("measured", {}))
+    return Recipe(_method_in(document), str(document.get("model", "")), document.get("measured", {}))
 
 
 def recipe_of(value: Any) -> Recipe:
     """What `apply` was given as a method: one, a recipe, or the file of one."""
     if isinstance(value, str | Path):
-        return read(value)
+        value = read(value)
     if isinstance(value, Recipe):
-        return value
-    if isinstance(value, Merge | BipartiteMerge):
-        return Recipe(Merged(value))
-    if not hasattr(value, "reader") or isinstance(value, type):
-        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        return replace(value, method=_readable(value.method))
+    return Recipe(_readable(value))
+
+
+def _readable(method: Any) -> Any:
+    """A method, also where merging was given alone."""
+    if isinstance(method, Merge | BipartiteMerge):
+        return Merged(method)
+    if not hasattr(method, "reader") or isinstance(method, type):
+        name = method.__name__ if isinstance(method, type) else type(method).__name__
         wrong_type("method", "be a method such as nearfield.Hilbert()", name)
-    return Recipe(value)
+    return method
 
 
 def _document_of(method: Any) -> dict[str, Any]:

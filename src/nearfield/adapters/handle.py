@@ -176,8 +176,9 @@ class Handle:
         """
         if (height is None) != (width is None):
             wrong_value("width", "be given together with `height`", width)
-        if frames is not None and height is None:
-            wrong_value("frames", "be given together with `height` and `width`", frames)
+        for name, value in (("frames", frames), ("text", text)):
+            if value is not None and height is None:
+                wrong_value(name, "be given together with `height` and `width`", value)
         self._forget_removed()
         places: list[Located | None] = []
         origin = "last call"

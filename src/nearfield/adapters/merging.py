@@ -24,21 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from nearfield._checks import wrong_value
 from nearfield._types import Impl, Moment
 from nearfield.adapters.blocks import BLOCKS, ROTARY, TOKENS, Blocks, Rows
+from nearfield.adapters.diffusers_hooks import caches_in
 from nearfield.adapters.processor import Extras, SparseProcessor
 from nearfield.adapters.spec import Arguments, Located, Spec, find, parameter_names
 from nearfield.merging import Regions
 from nearfield.methods.merging import Merged
 
 _REMEMBERED = 4
-
-# Hooks of diffusers that leave the tokens of a block alone.
-_HARMLESS_HOOKS = {
-    "group_offloading",
-    "lazy_prefetch_group_offloading",
-    "layer_execution_tracker",
-    "layerwise_casting",
-    "peft_autocast_disable",
-}
 
 COMPILED_WHOLE = (
     "`method` must not merge where torch.compile traces the whole model: which maps still serve is looked up at its"
@@ -210,13 +202,9 @@ class Merger:
 
     def _check_blocks(self) -> None:
         for block in self.blocks:
-            registry = getattr(block.module, "_diffusers_hook", None)
-            names = set(getattr(registry, "_hook_order", ())) - _HARMLESS_HOOKS
-            if names and block.group is not None:
+            for name in caches_in(block.module) if block.group is not None else ():
                 hint = "It would keep merged tokens for a step that merges others."
-                wrong_value(
-                    block.name, "have no cache of diffusers where tokens are merged", sorted(names)[0], hint
-                )
+                wrong_value(block.name, "have no cache of diffusers where tokens are merged", name, hint)
 
     # -- a block -------------------------------------------------------------------------------------------------
 
@@ -272,6 +260,7 @@ class _BlockHook:
             processor.extras = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.forget()  # what a block left that raised when it was computed again
         call = self.merger.call
         if call is None or not self.merger.is_inside():
             return None

@@ -44,6 +44,8 @@ class Moments:
         self._text = ""
         self._num_texts = 0
         self._is_text_gone = False
+        self._kinds: set[tuple[str, int]] = set()
+        self._is_mixed = False
 
     def listen(self, model: nn.Module) -> None:
         """Hear the names of calls, where a model passes them on."""
@@ -73,8 +75,8 @@ class Moments:
         self._texts[name] = weakref.ref(text)
         return name
 
-    def advance(self) -> Now:
-        """To the call that is being made. Does not wait for the device."""
+    def advance(self, batch: int = 1) -> Now:
+        """To the call that is being made, with so many samples. Does not wait for the device."""
         step = self._steps.now()
         if step is None:
             raise ValueError(_NO_SCHEDULER)
@@ -82,10 +84,23 @@ class Moments:
         timesteps = self._steps.scheduler.timesteps
         is_first = timesteps is not self._timesteps or step.place < self._place
         name = None if self._listener is None else self._listener.name
+        branch = self._text if name is None else name
+        is_mixed = self._is_of_several_images((branch, batch), is_first, step.place != self._place)
         # Names of texts are not given twice, so what belongs to a text that is gone can only be in the way.
-        is_new = is_first or (name is None and self._is_text_gone)
+        is_new = is_first or is_mixed or (name is None and self._is_text_gone)
         self._timesteps, self._place, self._is_text_gone = timesteps, step.place, False
-        return Now(Moment(step.place, step.total, self._text if name is None else name), is_new, is_first)
+        return Now(Moment(step.place, step.total, branch), is_new, is_first)
+
+    def _is_of_several_images(self, kind: tuple[str, int], is_first: bool, is_next: bool) -> bool:
+        """Whether the loop calls a branch several times in a step (parts of a panorama, or training): nothing says then
+        which call of an earlier step was about the same image."""
+        if is_first:
+            self._is_mixed = False
+        if is_first or is_next:
+            self._kinds.clear()
+        self._is_mixed |= kind in self._kinds
+        self._kinds.add(kind)
+        return self._is_mixed
 
 
 def check_scheduler(steps: Steps) -> None:

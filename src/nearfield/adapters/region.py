@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
+from nearfield.adapters.diffusers_hooks import caches_in, guidance_in
 from nearfield.adapters.grids import GridReader
 from nearfield.adapters.merging import COMPILED_WHOLE, MergedCall, Merger
 from nearfield.adapters.moments import Moments, Now
@@ -217,7 +218,8 @@ class Region:
         processor = attention.get_processor()
         heads = attention.heads, attention.inner_dim // attention.heads
         is_split = self.ranks is not None and index is not None
-        group = None if self.merger is None or index is None else self.merger.group_of(name)
+        has_group = self.merger is not None and index is not None and reason != CROSS_ATTENTION
+        group = self.merger.group_of(name) if self.merger is not None and has_group else None
         is_merged = self.merger is not None and group is not None and self.merger.needs_processors
         stays = reason is not None and not is_split and not is_merged
         installed = processor if stays else sparse_processor(processor, self, self.impl, heads)
@@ -234,7 +236,8 @@ class Region:
             self.module.register_forward_hook(self._left, always_call=True),
         ]
         remembers = self.is_timed or self.merger is not None
-        if remembers or (self.steps.needs_timestep and self.method.num_dense_steps(_MANY_STEPS)):
+        has_dense_steps = self.steps.scheduler is not None and self.method.num_dense_steps(_MANY_STEPS)
+        if remembers or has_dense_steps:  # another scheduler may come, which needs to be told the timestep
             hook = _CallHook(self, self._moments, parameter_names(self.root))
             self._handles.append(self.root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         if self.is_timed and self.module is self.root:
@@ -335,6 +338,9 @@ class Region:
                 hint = "Call `handle.remove()` and apply again."
                 wrong_value(name, "stay as it was when nearfield was applied", type(found).__name__, hint)
         check_parallel(self.root)
+        for name in () if self.ranks is None else caches_in(self.root):
+            hint = "Call `disable_cache()`: each rank would decide by its own tokens whether blocks are computed."
+            wrong_value("target", "have no cache of diffusers where tokens are split over ranks", name, hint)
         for layer in self.layers:
             found = layer.attention.processor
             if found is not layer.installed:
@@ -346,6 +352,10 @@ class Region:
                 )
             if getattr(layer.installed, "_parallel_config", None) is not None:
                 wrong_value(f"{layer.name}.processor", "not be parallelised", _PARALLEL)
+            guidance = None if layer.index is None else guidance_in(layer.attention)
+            if guidance is not None:
+                hint = "It goes by the order of the image, or by attention that sparse layers do not compute."
+                wrong_value(layer.name, "have no guidance that perturbs attention", guidance, hint)
 
     def _check_ready(self, located: Located | str, sample: Tensor) -> None:
         """Nothing can be looked up while torch.compile traces the whole model."""
@@ -366,7 +376,7 @@ class Region:
         """Say to what remembers where the loop stands, and let it forget what is over."""
         if torch.compiler.is_compiling():
             raise ValueError(_NOT_WHOLE)
-        now = self._now()
+        now = self._now(len(samples))
         if now is not None and now.is_new:
             self._forget()
         if self.merger is not None:
@@ -381,12 +391,12 @@ class Region:
             if now.is_first:
                 reader.tally.clear()
 
-    def _now(self) -> Now | None:
+    def _now(self, batch: int) -> Now | None:
         """None where nothing tells the step, and only maps depend on it: those are made anew then."""
         if self.is_timed:
-            return self._moments.advance()
+            return self._moments.advance(batch)
         try:
-            return self._moments.advance()
+            return self._moments.advance(batch)
         except ValueError:
             return None
 
@@ -607,7 +617,7 @@ class _CallHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = Arguments(self.names, args, kwargs)
-        if "timestep" in self.names:
+        if "timestep" in self.names and self.region.steps.needs_timestep:
             self.region.steps.timestep = arguments.get("timestep")
         if self.region.is_timed or self.region.merger is not None:
             text = arguments.get(self.region.spec.conditioning)
@@ -646,6 +656,8 @@ class _ArgumentHook:
         arguments = Arguments(self.names, args, kwargs)
         assert isinstance(self.move.what, str)
         value = arguments.get(self.move.what)
+        if value is None:
+            return None
         arguments.set(self.move.what, self.region.moved_argument(value, self.move))
         return tuple(arguments.args), arguments.kwargs
 

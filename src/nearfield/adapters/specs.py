@@ -144,6 +144,8 @@ IMAGE_SPECS = (
             Move("", "hidden_states"),
             Move("", "controlnet_block_samples"),
             Move("pos_embed", 0, dim=0),
+            # Which of two timesteps each token has (Edit). The same for all of an image, so that only shares differ.
+            Move("transformer_blocks.*", "modulate_index"),
             LEAVE,
         ),
         locate=_from_image_shapes,

@@ -52,7 +52,7 @@ def _model_lines(
         *_layer_lines(regions),
         *_block_lines(regions),
         _step_words(method, steps),
-        *_refresh_lines(_attention(method), steps),
+        *_refresh_lines(method, steps),
         *_map_lines(method, steps),
         *_dense_call_lines(regions),
     ]
@@ -163,10 +163,19 @@ def _refresh_lines(method: Any, steps: Steps) -> list[str]:
     if total is None:
         return []
     first = method.num_dense_steps(total)
-    places = sorted({max(place, first) for place in method.refreshes(total)} - {total})
+    due = {*_attention(method).refreshes(total), *_new_destinations(method, total)}
+    places = sorted({max(place, first) for place in due} - {total})
     return [
         f"  lists are made at {_counted(places)} of {total}, by full attention, for each branch of guidance"
     ]
+
+
+def _new_destinations(method: Any, total: int) -> list[int]:
+    """Steps at which other tokens are left than before, so that lists of them are made anew."""
+    if not isinstance(method, Merged):
+        return []
+    phases = [method.merge.refresh_phase(place)[0] for place in range(total)]
+    return [place for place in range(1, total) if phases[place] != phases[place - 1]]
 
 
 def _counted(places: Sequence[int]) -> str:
@@ -179,7 +188,8 @@ def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
 
 
 class _Pairs(NamedTuple):
-    """Pairs read in sparse or merged layers, pairs there are in them, pairs in all self-attention layers; times heads.
+    """Pairs read in sparse or merged layers, pairs there are in them, pairs in all self-attention layers, and those of
+    them that dense steps read (fewer if tokens are merged); times heads.
 
     `read` is None where that is not known before calls.
     """
@@ -187,6 +197,7 @@ class _Pairs(NamedTuple):
     read: float | None = 0
     there: int = 0
     whole: int = 0
+    dense: int = 0
 
     def in_model(self, read: float) -> float:
         """The share of all pairs that is read, where sparse layers read so many."""
@@ -194,19 +205,22 @@ class _Pairs(NamedTuple):
 
     def plus(self, other: "_Pairs") -> "_Pairs":
         read = None if self.read is None or other.read is None else self.read + other.read
-        return _Pairs(read, self.there + other.there, self.whole + other.whole)
+        counts = (mine + its for mine, its in zip(self[1:], other[1:], strict=True))
+        return _Pairs(read, *counts)
 
 
 def _geometry_lines(
     known: Sequence[tuple[Region, Located]], method: Method, steps: Steps, origin: str
 ) -> list[str]:
     lines, pairs, work = [], _Pairs(), _Work()
+    prepared: list[tuple[Region, Ready]] = []
     shown: set[Located] = set()
     choice = ""
     for region, located in known:
         device = torch.device("cpu") if region.device.type == "meta" else region.device
         is_last = region.ready is not None and region.ready.located == located
         ready = region.ready if is_last and region.ready else region.make_ready(located, device)
+        prepared.append((region, ready))
         geometry = located.geometry(region.spec.text_first, sees_text=True)
         if located not in shown:
             words = method.describe(geometry, device=device)
@@ -219,7 +233,7 @@ def _geometry_lines(
     tallies = [tally for region, _ in known for tally in _tallies(region)]
     return [
         *lines,
-        *_memory_lines(known, _attention(method)),
+        *_memory_lines(prepared, _attention(method)),
         *_achieved_lines(tallies, method),
         *_speed_lines(pairs, method, steps),
         *_work_lines(work),
@@ -266,15 +280,22 @@ def _pairs(region: Region, ready: Ready) -> _Pairs:
             continue
         geometry = ready.located.geometry(region.spec.text_first, layer.sees_text)
         heads = layer.attention.heads
-        there = geometry.num_tokens**2 * heads
-        if reader is None or not layer.is_sparse:
-            left = _num_pairs(layer, ready) * heads
-            pairs = pairs.plus(_Pairs(left, there, there) if left < there else _Pairs(0, 0, there))
+        whole, dense = geometry.num_tokens**2 * heads, _num_pairs(layer, ready) * heads
+        read = _num_read(layer, reader, ready)
+        if layer.is_sparse or dense < whole:
+            pairs = pairs.plus(_Pairs(None if read is None else read * heads, whole, whole, dense))
         else:
-            known = reader.num_pairs
-            read = _read_so_far(reader, there) if known is None else known * heads
-            pairs = pairs.plus(_Pairs(read, there, there))
+            pairs = pairs.plus(_Pairs(0, 0, whole, dense))
     return pairs
+
+
+def _num_read(layer: Layer, reader: Any, ready: Ready) -> float | None:
+    """Pairs that a layer reads, per head; None where that is not known before calls."""
+    most = _num_pairs(layer, ready)
+    if reader is None or not layer.is_sparse:
+        return most
+    known: int | None = reader.num_pairs
+    return _read_so_far(reader, most) if known is None else known
 
 
 def _num_pairs(layer: Layer, ready: Ready) -> int:
@@ -288,10 +309,10 @@ def _num_pairs(layer: Layer, ready: Ready) -> int:
 class _Work(NamedTuple):
     """Multiplications in blocks that can merge, by weights and in attention: as it is, and with all tokens."""
 
-    products: int = 0
-    all_products: int = 0
-    attention: int = 0
-    all_attention: int = 0
+    products: float = 0
+    all_products: float = 0
+    attention: float = 0
+    all_attention: float = 0
 
     def plus(self, other: "_Work") -> "_Work":
         return _Work(*(mine + its for mine, its in zip(self, other, strict=True)))
@@ -309,7 +330,7 @@ def _work(region: Region, ready: Ready) -> _Work:
     for layer, reader in zip(region.layers, ready.readers, strict=True):
         if layer.index is not None:
             geometry = ready.located.geometry(region.spec.text_first, layer.sees_text)
-            known = None if reader is None else reader.num_pairs
+            known = _num_read(layer, reader, ready)
             read = _num_pairs(layer, ready) if known is None else known
             each = 2 * layer.attention.inner_dim  # a query times a key, a weight times a value
             work = work.plus(_Work(0, 0, read * each, geometry.num_tokens**2 * each))
@@ -363,16 +384,16 @@ def _tallies(region: Region) -> list[Tally]:
     return [tally for tally in found if tally.num_full + tally.num_sparse]
 
 
-def _memory_lines(known: Sequence[tuple[Region, Located]], method: Any) -> list[str]:
+def _memory_lines(prepared: Sequence[tuple[Region, Ready]], method: Any) -> list[str]:
     """What a method that remembers will take, and what it has taken."""
     if not getattr(method, "needs_moment", False):
         return []
     num_bytes, layers = 0, 0
-    for region, located in known:
-        for layer in region.layers:
-            if layer.is_sparse:
-                geometry = located.geometry(region.spec.text_first, layer.sees_text)
-                num_bytes += method.mask_bytes(geometry, 1, layer.attention.heads)
+    for region, ready in prepared:
+        for layer, reader in zip(region.layers, ready.readers, strict=True):
+            if reader is not None:
+                its: Any = reader
+                num_bytes += method.mask_bytes(its.geometry, 1, layer.attention.heads)
                 layers += 1
     bound = "no bound" if method.memory is None else f"at most {method.memory:g} GiB on the device"
     line = (
@@ -380,7 +401,7 @@ def _memory_lines(known: Sequence[tuple[Region, Located]], method: Any) -> list[
         f" branch of guidance ({layers} layers); {bound} (memory={method.memory})"
     )
     taken: Counter[str] = Counter()
-    for region, _ in known:
+    for region, _ in prepared:
         for reader in region.ready.readers if region.ready else ():
             taken += getattr(reader, "most", Counter())
     words = ", ".join(f"{_size_words(size)} as {form}" for form, size in taken.items())
@@ -424,15 +445,15 @@ def _speed_lines(pairs: _Pairs, method: Method, steps: Steps) -> list[str]:
     ]
     total = steps.total() if method.num_dense_steps(1000) else None
     if total is not None:
-        over_steps = _over_steps(pairs.in_model(pairs.read), method, total)
+        over_steps = _over_steps(pairs, pairs.read, method, total)
         lines.append(f"  with dense steps {1 / over_steps:.2f}x over all {total} steps")
     return lines
 
 
-def _over_steps(share: float, method: Method, total: int) -> float:
-    """A share of pairs in sparse steps, over all steps."""
+def _over_steps(pairs: _Pairs, read: float, method: Method, total: int) -> float:
+    """The share of all pairs that is read over all steps, where sparse ones read so many."""
     dense = method.num_dense_steps(total) / total
-    return dense + (1 - dense) * share
+    return dense * pairs.dense / pairs.whole + (1 - dense) * pairs.in_model(read)
 
 
 def pairs_kept(regions: Sequence[Region], method: Method, steps: Steps) -> float | None:
@@ -445,8 +466,9 @@ def pairs_kept(regions: Sequence[Region], method: Method, steps: Steps) -> float
     if pairs.read is None or not pairs.whole:
         return None
     total = steps.total() if method.num_dense_steps(1000) else None
-    share = pairs.in_model(pairs.read)
-    return share if total is None else _over_steps(share, method, total)
+    if total is None:
+        return pairs.in_model(pairs.read)
+    return _over_steps(pairs, pairs.read, method, total)
 
 
 def _choice_words(region: Region, ready: Ready) -> str:

@@ -100,6 +100,11 @@ class FineGrained(AlongCurve, DenseParts):
         """Whether readers have to be told where the denoising loop stands."""
         return self.predict == "cached"
 
+    @property
+    def weighs_image_keys(self) -> bool:
+        """Whether a bias on keys of the image counts. Weights are predicted from queries and keys without it."""
+        return self.predict == "online"
+
     def mask_bytes(self, geometry: Geometry, batch: int, heads: int) -> int:
         """What a layer remembers for one branch takes as bits; as lists at most (if all is kept) 32 times as much."""
         rows, columns = (-(-geometry.num_tokens // block) for block in (self.query_block, self.grain))

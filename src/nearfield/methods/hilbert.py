@@ -178,8 +178,6 @@ class Hilbert(DenseParts):
         """Whether a bias on image tokens counts wherever they are read: summaries know nothing of it."""
         return self.far is None
 
-    # -- when it applies -----------------------------------------------------------------------------------------
-
     # -- words ---------------------------------------------------------------------------------------------------
 
     def describe(

@@ -192,7 +192,7 @@ class Merged:
     def __post_init__(self) -> None:
         if self.attention is None:
             return
-        if not hasattr(self.attention, "reader") or isinstance(self.attention, type):
+        if not hasattr(self.attention, "reader") or isinstance(self.attention, type | Merged):
             wrong_type("attention", "be a method such as nearfield.Hilbert()", repr(self.attention))
         if not isinstance(self.merge, Merge):
             wrong_type("merge", "be a Merge to go together with attention", type(self.merge).__name__)
@@ -201,7 +201,7 @@ class Merged:
             wrong_value("region", "not be 'window' together with attention along a curve", "'window'", hint)
         if self.merge.size_bias and not getattr(self.attention, "weighs_image_keys", True):
             name = type(self.attention).__name__
-            hint = "It reads summaries of image tokens, which do not count how many were merged."
+            hint = "It goes by weights or summaries that do not count how many tokens were merged."
             wrong_value("size_bias", f"be False together with {name} as it is set", True, hint)
 
     @property
