@@ -118,6 +118,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda: BipartiteMerge("half"), TypeError, "`ratio` must be a number; got 'half'."),
     (lambda: BipartiteMerge(stride=1), ValueError, "`stride` must be at least 2; got 1."),
+    (lambda: BipartiteMerge(size_bias="no"), TypeError, "`size_bias` must be True or False; got 'no'."),
     (
         lambda: nearfield.methods.Merged(BipartiteMerge(), nearfield.Hilbert()),
         TypeError,

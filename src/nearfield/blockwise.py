@@ -1,7 +1,8 @@
-"""Where and when blocks of a model run on merged tokens: three fields that all methods that merge have.
+"""Where and when blocks of a model run on merged tokens: fields that all methods that merge have.
 
 `skip_blocks` says how many of the first blocks of a kind do not; `groups` how many consecutive ones use one map;
-`refresh` after how many denoising steps a map's destinations and its shares are made anew.
+`refresh` after how many denoising steps a map's destinations and its shares are made anew;
+`size_bias` whether merged keys count as often as they have tokens.
 """
 
 from typing import Literal, get_args
@@ -16,6 +17,11 @@ Pair = tuple[int, int]
 def check_groups(groups: object) -> None:
     if groups != "auto":
         check_int("groups", groups, at_least=1)
+
+
+def check_size_bias(size_bias: object) -> None:
+    if not isinstance(size_bias, bool):
+        wrong_type("size_bias", "be True or False", repr(size_bias))
 
 
 def checked_pair(name: str, pair: object, least: int, meaning: str) -> Pair:

@@ -73,8 +73,7 @@ class Merge:
         object.__setattr__(
             self, "skip_blocks", blockwise.checked_pair("skip_blocks", self.skip_blocks, 0, "(joint, single)")
         )
-        if not isinstance(self.size_bias, bool):
-            wrong_type("size_bias", "be True or False", repr(self.size_bias))
+        blockwise.check_size_bias(self.size_bias)
 
     # -- which tokens become one -----------------------------------------------------------------------------------
 

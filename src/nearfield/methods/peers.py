@@ -53,6 +53,7 @@ class BipartiteMerge:
         for name, (least, meaning) in pairs.items():
             object.__setattr__(self, name, blockwise.checked_pair(name, getattr(self, name), least, meaning))
         blockwise.check_groups(self.groups)
+        blockwise.check_size_bias(self.size_bias)
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """As tokens are: nothing has to lie together."""
