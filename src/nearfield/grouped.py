@@ -382,7 +382,10 @@ def _read(part: _Part, scale: float) -> tuple[Tensor, Tensor]:
     num_heads, repeats, num_queries = part.query.shape[:3]
     piece = num_queries
     if part.positions is not None or read is _read_plainly:
-        piece = _fitting(num_queries, 4 * num_heads * repeats * part.key.shape[2], _LEAST_QUERIES)
+        # A mask of positions is the same for all heads; weights are not, nor is a bias.
+        is_shared = read is _read_fused and part.bias is None
+        copies = 1 if is_shared else num_heads * repeats
+        piece = _fitting(num_queries, 4 * copies * part.key.shape[2], _LEAST_QUERIES)
     results = [
         read(part.query[:, :, start : start + piece], part.key, part.value, mask, scale)
         for start, mask in _masks(part, piece)
