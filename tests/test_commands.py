@@ -116,7 +116,7 @@ def test_without_weights_generate_says_so(
 ) -> None:
     monkeypatch.setattr(generate, "EMBEDDED", tmp_path / "none")
     assert cli.main(["generate"]) == 1
-    assert "the embedded model's weights are not in this version yet" in capsys.readouterr().err
+    assert "the embedded model's weights are not in this installation" in capsys.readouterr().err
 
 
 def test_missing_packages_name_their_extra(

@@ -25,6 +25,7 @@ from nearfield.demo.model import (
 from nearfield.demo.sampler import DemoPipeline, noise
 from nearfield.training.data import decoded
 from nearfield.training.data import pictures as pictures_in
+from nearfield.training.flow import mixed
 
 # -- autoencoder -------------------------------------------------------------------------------------------------------
 
@@ -214,9 +215,24 @@ def test_dense_steps_are_known_to_apply() -> None:
 # -- the main job ------------------------------------------------------------------------------------------------------
 
 
+def test_embedded_model_knows_photographs() -> None:
+    """Its velocities at photographs, at three levels of noise. Guessing zero is wrong by 2; the best that can be guessed
+    from one number alone, were they normal, by 1.72, 2 and 1.72."""
+    model, _ = load_model(EMBEDDED)
+    size = model.config.size
+    images = torch.stack([decoded(picture, size) for picture in list(pictures_in(CATS))[:3]]) / 255
+    with torch.no_grad():
+        clean = model.normalised(autoencoder().encode(images))
+        noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
+        level = torch.tensor([0.3, 0.5, 0.7])
+        velocity = model(mixed(clean, noise, level), level)
+    error = float((velocity - (noise - clean)).square().mean())
+    assert error < 1.1
+
+
 def test_missing_weights_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(generate, "EMBEDDED", tmp_path / EMBEDDED.name)
-    with pytest.raises(generate.NoWeights, match="not in this version yet"):
+    with pytest.raises(generate.NoWeights, match="not in this installation"):
         generate.embedded_weights()
 
 

@@ -54,7 +54,7 @@ def embedded_weights() -> Path:
     """The file of the shipped model."""
     if not EMBEDDED.exists():
         raise NoWeights(
-            "the embedded model's weights are not in this version yet. Train them with `nearfield train demo`,"
+            "the embedded model's weights are not in this installation. Train them with `nearfield train demo`,"
             " and name the file with `--weights FILE`"
         )
     return EMBEDDED

@@ -17,8 +17,8 @@ from nearfield._checks import check_member, check_tensor, shape_of, wrong_value
 from nearfield.demo.autoencoder import CHANNELS, WEIGHTS
 from nearfield.demo.storage import BadFile, MissingExtra, read_tensors, write_tensors
 
-EMBEDDED = WEIGHTS / "cats512.safetensors"
-EMBEDDED_LORA = WEIGHTS / "cats512_hilbert_lora.safetensors"
+EMBEDDED = WEIGHTS / "cats.safetensors"
+EMBEDDED_LORA = WEIGHTS / "cats_hilbert_lora.safetensors"
 FORMAT = 1
 
 Packing = Literal["int8", "bf16", "none"]
