@@ -216,8 +216,8 @@ def test_dense_steps_are_known_to_apply() -> None:
 
 
 def test_embedded_model_knows_photographs() -> None:
-    """Its velocities at photographs, at three levels of noise. Guessing zero is wrong by 2; the best that can be guessed
-    from one number alone, were they normal, by 1.72, 2 and 1.72."""
+    """Its velocities at photographs, at three levels of noise. Guessing zero is wrong by 2; the best guess from each
+    number alone, were they normal, by 1.72, 2 and 1.72."""
     model, _ = load_model(EMBEDDED)
     size = model.config.size
     images = torch.stack([decoded(picture, size) for picture in list(pictures_in(CATS))[:3]]) / 255

@@ -557,7 +557,7 @@ def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[
         grad_out, grad_lse, query, out, lse, keys, values, lists, biases, *ctx.statics
     )
     of_keys, of_values, of_biases = others[: ends[0]], others[ends[0] : ends[1]], others[ends[1] :]
-    # torch wants a list for a list of tensors, even where nothing in it has a gradient, and one None for a list with gaps.
+    # torch wants a list for a list of tensors, even if nothing in it has a gradient, and None for a list with gaps.
     none_of_lists = None if any(x is None for x in lists) else [None] * len(lists)
     return grad_query, of_keys, of_values, none_of_lists, of_biases, None, [None] * parts, None, None, None
 
