@@ -474,19 +474,27 @@ def _attend_together(
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    results = list[Attended]()
-    for part, extent in zip(
-        _rebuilt_parts(query, keys, values, lists, biases, biased, sizes), extents, strict=True
-    ):
+    parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
+    chosen: list[tuple[str, Part]] = []
+    for part, extent in zip(parts, extents, strict=True):
         _check_sizes(extent, query, part.key)
         choice = explain_choice(query, part.key, part.plan, key_bias=part.key_bias, impl=cast(Impl, impl))
-        module = _implementation(choice.impl)
-        with _undisturbed(query):
-            results.append(
-                module.attend_forward(query, part.key, part.value, part.plan, part.key_bias, None, scale)
-            )
-    merged = reduce(merge, results)
-    return merged.out, merged.lse
+        chosen.append((choice.impl, part))
+    # The plain kernel goes on from what was read before it, so it comes last, and saves the merging.
+    chosen.sort(key=lambda each: each[0] == "triton")
+    attended: Attended | None = None
+    with _undisturbed(query):
+        for name, part in chosen:
+            forward = _implementation(name).attend_forward
+            call = (query, part.key, part.value, part.plan, part.key_bias, None, scale)
+            if attended is None:
+                attended = forward(*call)
+            elif name == "triton":
+                attended = forward(*call, before=attended)
+            else:
+                attended = merge(attended, forward(*call))
+    assert attended is not None
+    return attended.out, attended.lse
 
 
 @_attend_together.register_fake

@@ -93,8 +93,13 @@ def _forward_kernel(
     num_heads, heads_per_key, num_rows, num_queries, num_keys, scale,
     DIM: tl.constexpr, PAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr, RAGGED: tl.constexpr, COPY_ENGINE: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, CONTINUES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One block of queries, or a part of it.
+
+    CONTINUES: `out` and `lse` hold what these queries read elsewhere, and get what they read in all.
+    """
     batch_head, row, part = row_of_program(tl.program_id(0), order, num_rows, HAS_ORDER, PARTS)
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
@@ -129,9 +134,17 @@ def _forward_kernel(
             query_positions + batch * stride_query_positions + token, mask=exists, other=0
         )[:, None]
 
+    out += batch * stride_ob + head * stride_oh
+    lse += batch_head.to(tl.int64) * num_queries
     running_max = tl.full([TILE_Q], -float("inf"), tl.float32)
     running_sum = tl.zeros([TILE_Q], tl.float32)
     accumulator = tl.zeros([TILE_Q, PAD], tl.float32)
+    if CONTINUES:
+        # A row that has been read is a sum of one weight, 2 ** lse; one that read nothing holds zeros and -inf.
+        running_max = tl.load(lse + token, mask=exists, other=-float("inf")) * LOG2E
+        running_sum = tl.where(running_max == -INF, 0.0, 1.0)
+        before = load_rows(out, origin, token.to(tl.int64), exists, stride_on, stride_od, DIM, PAD, True)
+        accumulator = before.to(tl.float32)
     whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED)
     for tile in tl.range(0, whole):
         accumulator, running_max, running_sum = _read_tile(
@@ -154,10 +167,8 @@ def _forward_kernel(
     log_sum = tl.where(
         read_nothing, -INF, (running_max + tl.math.log2(tl.where(read_nothing, 1.0, running_sum))) * LN_2
     )
-    store_rows(
-        out + batch * stride_ob + head * stride_oh, token, exists, stride_on, stride_od, accumulator, DIM, PAD
-    )
-    tl.store(lse + batch_head.to(tl.int64) * num_queries + token, log_sum, mask=exists)
+    store_rows(out, token, exists, stride_on, stride_od, accumulator, DIM, PAD)
+    tl.store(lse + token, log_sum, mask=exists)
 
 
 def attend_forward(
@@ -169,10 +180,19 @@ def attend_forward(
     positions: Positions | None,
     scale: float,
     tiles: Tiles | None = None,
+    before: Attended | None = None,
 ) -> Attended:
+    """See `nearfield.reference.attend`.
+
+    Args:
+        before: what the queries read among other keys: continued, in place, to what they read in all.
+    """
     batch, heads, num_queries, _ = query.shape
-    out = torch.empty_like(query)
-    lse = torch.empty(batch, heads, num_queries, device=query.device, dtype=torch.float32)
+    if before is None:
+        out = torch.empty_like(query)
+        lse = torch.empty(batch, heads, num_queries, device=query.device, dtype=torch.float32)
+    else:
+        out, lse = before
     query, scale = nonnegative(query, scale)
     order = plan.longest_first(batch, heads)
     tiles = tiles or forward_tiles(query, key, plan.q_block, plan.k_block)
@@ -187,6 +207,7 @@ def attend_forward(
         heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, scale * LOG2_E,
         Q_BLOCK=plan.q_block, K_BLOCK=plan.k_block, TILE_Q=tiles.own, TILE_K=tiles.other,
         RAGGED=plan.num_keys % plan.k_block != 0, COPY_ENGINE=copy_engine,
-        HAS_ORDER=order is not None, HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None, **options,
+        HAS_ORDER=order is not None, HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None,
+        CONTINUES=before is not None, **options,
     )  # fmt: skip
     return Attended(out, lse)
