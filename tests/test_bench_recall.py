@@ -46,22 +46,22 @@ def test_runs_hold_what_their_mask_holds(text: int) -> None:
     assert found.recall == pytest.approx(float((weights_of(given) * mask).sum(-1).mean()))
 
 
-@pytest.mark.parametrize("text", [0, 5])
-def test_chosen_blocks_hold_what_their_mask_holds(text: int) -> None:
+@pytest.mark.parametrize(("text", "rows"), [(0, 128), (5, 128), (5, 16)])
+def test_chosen_blocks_hold_what_their_mask_holds(text: int, rows: int) -> None:
     """With the largest weights, and as many pairs as the runs have."""
     given = sample(text)
-    results = list(recall.measured(given, (4,)))
+    results = list(recall.measured(given, (4,), rows))
     runs = next(result for result in results if result.pattern == recall.RUNS)
     found = next(result for result in results if (result.pattern, result.by) == ("grain 4", "weights"))
     tokens = given.geometry.num_tokens
     order = torch.arange(tokens)
     order[text:] = text + along("hilbert", given.geometry, "cpu").order
     weights = weights_of(given)[:, :, order][..., order]
-    blocks = Blocks(128, 4, tokens, tokens, (given.geometry.text_span,))
-    largest = torch.stack([rows.amax(2) for rows in weights.split(128, 2)], 2)
+    blocks = Blocks(rows, 4, tokens, tokens, (given.geometry.text_span,))
+    largest = torch.stack([part.amax(2) for part in weights.split(rows, 2)], 2)
     largest = torch.stack([columns.amax(-1) for columns in largest.split(4, -1)], -1)
     keep = recall.largest(largest, blocks, runs.kept)
-    spread = keep.repeat_interleave(128, 2)[:, :, :tokens].repeat_interleave(4, 3)[..., :tokens]
+    spread = keep.repeat_interleave(rows, 2)[:, :, :tokens].repeat_interleave(4, 3)[..., :tokens]
     assert found.recall == pytest.approx(float((weights * spread).sum(-1).mean()))
     assert found.kept == pytest.approx(float(spread.double().mean()))
     if not text:  # a block of queries that holds text reads all

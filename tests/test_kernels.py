@@ -35,7 +35,16 @@ def weights_of(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 @NEEDS_TRITON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("length", "block", "number", "dim"), [(64, 4, 2, 16), (70, 16, 2, 24), (300, 16, 1, 32), (37, 2, 3, 16)]
+    ("length", "block", "number", "dim"),
+    [
+        (64, 4, 2, 16),
+        (70, 16, 2, 24),
+        (300, 16, 1, 32),
+        (37, 2, 3, 16),
+        (300, 16, 3, 80),
+        (600, 4, 4, 16),
+        (300, 32, 2, 16),
+    ],
 )
 def test_pooling_kernels_do_as_the_reference(
     length: int, block: int, number: int, dim: int, dtype: torch.dtype, device: torch.device

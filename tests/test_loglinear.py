@@ -176,11 +176,29 @@ def test_pooling_differentiates_and_is_a_proper_operator() -> None:
     torch.library.opcheck(torch.ops.nearfield.pool.default, (x, 2, 3, "auto"))
 
 
+def test_pooling_of_three_is_that_of_each_and_a_proper_operator() -> None:
+    """The query's means only choose: they have no gradient."""
+    query, key, value = (x.detach().requires_grad_() for x in inputs(37))
+    together = pyramid.pool_together(query, key, value, 4, 2)
+    for x, mine in zip((query, key, value), together, strict=True):
+        assert mine.length == x.shape[2]
+        assert torch.equal(mine.data, pyramid.pool(x, 4, 2).data)
+    assert not together[0].data.requires_grad
+    loss = (together[1].data * torch.randn_like(together[1].data)).sum()
+    (of_key,) = torch.autograd.grad(loss, [key], retain_graph=True)
+    assert of_key.abs().min() > 0
+    both = torch.autograd.grad(together[1].data.sum() + together[2].data.sum(), [key, value])
+    alone = [torch.autograd.grad(pyramid.pool(x, 4, 2).data.sum(), [x])[0] for x in (key, value)]
+    assert all(map(torch.equal, both, alone))
+    leaves = [x.detach().requires_grad_(x is not query) for x in (query, key, value)]
+    torch.library.opcheck(torch.ops.nearfield.pool_together.default, (*leaves, 4, 2, "auto"))
+
+
 def test_choosing_is_a_proper_operator() -> None:
     query, key, _ = (x.detach() for x in inputs(20))
-    torch.library.opcheck(torch.ops.nearfield.select.default, (query, key, None, 4, 3, False, "auto"))
-    parents = torch.tensor([0, 2], dtype=torch.int32).expand(2, 4, 5, 2).contiguous()
-    torch.library.opcheck(torch.ops.nearfield.select.default, (query, key, parents, 4, 3, True, "auto"))
+    for keep_own in (False, True):
+        arguments = ([query, query[:, :, :5]], [key, key[:, :, :5]], 4, 3, keep_own, "auto")
+        torch.library.opcheck(torch.ops.nearfield.select.default, arguments)
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------

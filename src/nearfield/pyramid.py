@@ -44,6 +44,18 @@ def pool(x: Tensor, block: int, levels: int, impl: Impl = "auto") -> Pyramid:
     return Pyramid(torch.ops.nearfield.pool(x, block, levels, impl), x.shape[2], block, levels)
 
 
+def pool_together(
+    query: Tensor, key: Tensor, value: Tensor, block: int, levels: int, impl: Impl = "auto"
+) -> tuple[Pyramid, Pyramid, Pyramid]:
+    """`pool` of all three in one operator; the means of `query`, which only choose, have no gradient."""
+    pooled = torch.ops.nearfield.pool_together(query.detach(), key, value, block, levels, impl)
+    made = (
+        Pyramid(data, x.shape[2], block, levels) for data, x in zip(pooled, (query, key, value), strict=True)
+    )
+    queries, keys, values = made
+    return queries._replace(data=queries.data.detach()), keys, values
+
+
 def select_blocks(
     queries: Pyramid, keys: Pyramid, topk: int, *, keep_own: bool = False, impl: Impl = "auto"
 ) -> tuple[Tensor, ...]:
@@ -57,15 +69,17 @@ def select_blocks(
         For levels 1 to L, `[B, H, n, min(topk, m)]` int32 ids of keys, ascending and all used: a query's candidates are
         at least as many. A key of level 1 is a block of tokens. Never waits for the device, has no gradient.
     """
-    chosen: list[Tensor] = []
-    parents = None
+    levels = range(1, queries.levels + 1)
     with torch.no_grad():
-        for level in range(queries.levels, 0, -1):
-            query, key = queries.level(level), keys.level(level)
-            count = min(topk, key.shape[2])
-            parents = torch.ops.nearfield.select(query, key, parents, keys.block, count, keep_own, impl)
-            chosen.append(parents)
-    return tuple(reversed(chosen))
+        chosen: list[Tensor] = torch.ops.nearfield.select(
+            [queries.level(level) for level in levels],
+            [keys.level(level) for level in levels],
+            keys.block,
+            topk,
+            keep_own,
+            impl,
+        )
+    return tuple(chosen)
 
 
 def chosen_blocks(
@@ -116,19 +130,26 @@ def _kernels(name: str, impl: Impl, x: Tensor, *call: Any) -> Any:
 
 @torch.library.custom_op("nearfield::select", mutates_args=())
 def _select(
-    query: Tensor, key: Tensor, parents: Tensor | None, block: int, count: int, keep_own: bool, impl: str
-) -> Tensor:
-    candidates = key.shape[2] if parents is None else parents.shape[3] * block
-    module = _kernels("select", impl, query, candidates) or select_reference  # type: ignore[arg-type]
-    chosen: Tensor = module.select(query, key, parents, block, count, keep_own)
-    return chosen
+    queries: Sequence[Tensor], keys: Sequence[Tensor], block: int, topk: int, keep_own: bool, impl: str
+) -> list[Tensor]:
+    chosen: list[Tensor] = []
+    parents = None
+    for query, key in zip(reversed(queries), reversed(keys), strict=True):
+        candidates = key.shape[2] if parents is None else parents.shape[3] * block
+        module = _kernels("select", impl, query, candidates) or select_reference  # type: ignore[arg-type]
+        parents = module.select(query, key, parents, block, min(topk, key.shape[2]), keep_own)
+        chosen.append(parents)
+    return chosen[::-1]
 
 
 @_select.register_fake
 def _(
-    query: Tensor, key: Tensor, parents: Tensor | None, block: int, count: int, keep_own: bool, impl: str
-) -> Tensor:
-    return query.new_empty(*query.shape[:3], count, dtype=torch.int32)
+    queries: Sequence[Tensor], keys: Sequence[Tensor], block: int, topk: int, keep_own: bool, impl: str
+) -> list[Tensor]:
+    return [
+        query.new_empty(*query.shape[:3], min(topk, key.shape[2]), dtype=torch.int32)
+        for query, key in zip(queries, keys, strict=True)
+    ]
 
 
 @torch.library.custom_op("nearfield::pool", mutates_args=())
@@ -141,6 +162,26 @@ def _pool(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
 @_pool.register_fake
 def _(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
     return x.new_empty(*x.shape[:2], level_starts(x.shape[2], block, levels)[-1], x.shape[3])
+
+
+@torch.library.custom_op("nearfield::pool_together", mutates_args=())
+def _pool_together(
+    query: Tensor, key: Tensor, value: Tensor, block: int, levels: int, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    module = _kernels("pool", impl, query, block, levels) or pool_reference  # type: ignore[arg-type]
+    queries, keys, values = (module.pool_forward(x, block, levels) for x in (query, key, value))
+    return queries, keys, values
+
+
+@_pool_together.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, block: int, levels: int, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, values = (
+        x.new_empty(*x.shape[:2], level_starts(x.shape[2], block, levels)[-1], x.shape[3])
+        for x in (query, key, value)
+    )
+    return queries, keys, values
 
 
 @torch.library.custom_op("nearfield::pool_backward", mutates_args=())
@@ -164,3 +205,21 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _pool.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _remember_together(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    ctx.length, ctx.call = inputs[1].shape[2], inputs[3:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_together(
+    ctx: Any, of_queries: Tensor | None, *of_others: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    spread = (
+        None if grad is None else torch.ops.nearfield.pool_backward(grad, ctx.length, *ctx.call)
+        for grad in of_others
+    )
+    return None, *spread, None, None, None
+
+
+_pool_together.register_autograd(_differentiate_together, setup_context=_remember_together)

@@ -143,8 +143,14 @@ def latent_sample(latent: Tensor, patch: int = 2, name: str = "latent") -> Sampl
 # -- what is held ----------------------------------------------------------------------------------------------------
 
 
-def measured(sample: Sample, tiles: Sequence[int] = TILES) -> Iterator[Recall]:
-    """Every pattern, with as many pairs as the runs of so many tiles have."""
+def measured(
+    sample: Sample, tiles: Sequence[int] = TILES, query_block: int = QUERY_BLOCK
+) -> Iterator[Recall]:
+    """Every pattern, with as many pairs as the runs of so many tiles have.
+
+    Args:
+        query_block: queries that share a choice. One that holds text reads everything.
+    """
     lse = full_lse(sample)
     runs = [run_recall(sample, lse, number) for number in tiles]
     yield from runs
@@ -154,7 +160,7 @@ def measured(sample: Sample, tiles: Sequence[int] = TILES) -> Iterator[Recall]:
     )
     tokens = sample.geometry.num_tokens
     for grain in GRAINS:
-        blocks = Blocks(QUERY_BLOCK, grain, tokens, tokens, (sample.geometry.text_span,))
+        blocks = Blocks(query_block, grain, tokens, tokens, (sample.geometry.text_span,))
         maxima, masses = columns.column_statistics(
             query, key, ordered_lse, blocks.q_block, blocks.k_block, sample.scale
         )

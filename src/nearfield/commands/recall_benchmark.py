@@ -64,6 +64,13 @@ def add_command(benchmarks: Any) -> None:
         metavar="N,N",
         help="runs that the curve is cut into: they say how many pairs are kept (default 2,4,8,16)",
     )
+    parser.add_argument(
+        "--query-block",
+        type=integer("--query-block", 1),
+        default=128,
+        metavar="N",
+        help="queries that share a choice; small pictures want fewer, and as many as divide the text (default 128)",
+    )
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
     parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
@@ -92,8 +99,13 @@ def _bench_recall(arguments: argparse.Namespace) -> int:
             for place, sample in enumerate(samples):
                 bar.show(place, f"{sample.name}, {sample.geometry}")
                 moved = sample._replace(query=sample.query.to(device), key=sample.key.to(device))
-                results += recall.measured(moved, arguments.tiles or recall.TILES)
-    source = {"geometry": str(samples[0].geometry), "samples": len(samples), **_facts(arguments)}
+                results += recall.measured(moved, arguments.tiles or recall.TILES, arguments.query_block)
+    source = {
+        "geometry": str(samples[0].geometry),
+        "samples": len(samples),
+        "query_block": arguments.query_block,
+        **_facts(arguments),
+    }
     print(f"{source['kind']}: {source['geometry']}, {len(samples)} samples")
     print(recall.results_table(results))
     document = recall.as_json(results, machine.facts(), source)

@@ -1,7 +1,8 @@
 """Means of consecutive tokens at several levels, and their adjoint, in Triton.
 
-The tokens are read once, for the first level; its sums (float32, a block-th of the size) give the next. Backwards every
-token gathers its share from all levels in one pass.
+The tokens are read once, and give two levels at once where blocks are small enough for a program to hold a block of
+blocks; the sums of the last (float32, a fraction of the size) give the next. Backwards every token gathers its share
+from all levels in one pass.
 """
 
 import torch
@@ -19,13 +20,27 @@ _TOKENS = 256
 
 
 @triton.jit
+def _store_means(
+    means, sums, batch_head, row, total, stride_mn, stride_md, num_means, num_slots, num_tokens, represents,
+    DIM: tl.constexpr, PAD: tl.constexpr, KEEPS_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Sums, and what they are per token they stand for; zero for slots that pad the level."""
+    if KEEPS_SUMS:
+        store_rows(sums + batch_head * num_means * DIM, row, row < num_means, DIM, 1, total, DIM, PAD)
+    count = tl.minimum(num_tokens - row.to(tl.int64) * represents, represents)
+    mean = total / tl.maximum(count, 1).to(tl.float32)[:, None]
+    store_rows(means, row, row < num_slots, stride_mn, stride_md, mean, DIM, PAD)
+
+
+@triton.jit
 def _pool_kernel(
     source, means, sums, stride_sb, stride_sh, stride_sn, stride_sd, stride_mb, stride_mh, stride_mn, stride_md,
-    num_heads, num_source, num_means, num_slots, num_tokens, represents,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KEEPS_SUMS: tl.constexpr,
+    num_heads, num_source, num_means, num_slots, num_upper, num_upper_slots, num_tokens, represents,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    HAS_UPPER: tl.constexpr, KEEPS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One level from the one below: sums of BLOCK rows, and what they are per token they stand for; zero for slots
-    that pad the level."""
+    """A level from the one below, and with HAS_UPPER the next one, too. The upper stands behind the lower in `means`;
+    the sums that are kept are those of the highest."""
     batch_head = tl.program_id(0).to(tl.int64)
     batch = batch_head // num_heads
     head = batch_head % num_heads
@@ -36,14 +51,19 @@ def _pool_kernel(
         source + batch * stride_sb + head * stride_sh, origin, token.to(tl.int64), token < num_source,
         stride_sn, stride_sd, DIM, PAD, True,
     )  # fmt: skip
-    total = tl.sum(tl.reshape(rows.to(tl.float32), [ROWS, BLOCK, PAD]), 1)
-    row = first + tl.arange(0, ROWS)
-    if KEEPS_SUMS:
-        store_rows(sums + batch_head * num_means * DIM, row, row < num_means, DIM, 1, total, DIM, PAD)
-    count = tl.minimum(num_tokens - row.to(tl.int64) * represents, represents)
-    mean = total / tl.maximum(count, 1).to(tl.float32)[:, None]
     means += batch * stride_mb + head * stride_mh
-    store_rows(means, row, row < num_slots, stride_mn, stride_md, mean, DIM, PAD)
+    total = tl.sum(tl.reshape(rows.to(tl.float32), [ROWS, BLOCK, PAD]), 1)
+    _store_means(
+        means, sums, batch_head, first + tl.arange(0, ROWS), total, stride_mn, stride_md,
+        num_means, num_slots, num_tokens, represents, DIM, PAD, KEEPS_SUMS and not HAS_UPPER,
+    )  # fmt: skip
+    if HAS_UPPER:
+        upper_row = tl.program_id(1) * (ROWS // BLOCK) + tl.arange(0, ROWS // BLOCK)
+        _store_means(
+            means + num_slots.to(tl.int64) * stride_mn, sums, batch_head, upper_row,
+            tl.sum(tl.reshape(total, [ROWS // BLOCK, BLOCK, PAD]), 1), stride_mn, stride_md,
+            num_upper, num_upper_slots, num_tokens, represents * BLOCK, DIM, PAD, KEEPS_SUMS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -88,20 +108,26 @@ def pool_forward(x: Tensor, block: int, levels: int) -> Tensor:
     starts = level_starts(length, block, levels)
     pooled = torch.empty(batch, heads, starts[-1], dim, device=x.device, dtype=x.dtype)
     rows = max(1, _TOKENS // block)
-    source = x
-    for level in range(1, levels + 1):
-        tokens = level_length(length, block, level)
+    at_once = 2 if block * block <= _TOKENS else 1
+    source, level = x, 1
+    while level <= levels:
+        last = min(level + at_once - 1, levels)
+        num_means, num_upper = (level_length(length, block, each) for each in (level, level + 1))
         slots = starts[level] - starts[level - 1]
+        upper_slots = starts[last] - starts[last - 1] if last > level else 0
         means = pooled[:, :, starts[level - 1] :]
         sums = means
-        if level < levels:
-            sums = torch.empty(batch, heads, tokens, dim, device=x.device, dtype=torch.float32)
-        _pool_kernel[(batch * heads, triton.cdiv(slots, rows))](
+        if last < levels:
+            kept = level_length(length, block, last)
+            sums = torch.empty(batch, heads, kept, dim, device=x.device, dtype=torch.float32)
+        programs = max(triton.cdiv(slots, rows), triton.cdiv(upper_slots * block, rows))
+        _pool_kernel[(batch * heads, programs)](
             source, means, sums, *source.stride(), *means.stride(),
-            heads, source.shape[2], tokens, slots, length, block**level,
-            BLOCK=block, ROWS=rows, DIM=dim, PAD=padded(dim), KEEPS_SUMS=level < levels, num_warps=4,
+            heads, source.shape[2], num_means, slots, num_upper, upper_slots, length, block**level,
+            BLOCK=block, ROWS=rows, DIM=dim, PAD=padded(dim), HAS_UPPER=last > level, KEEPS_SUMS=last < levels,
+            num_warps=4 if dim <= 64 else 8,
         )  # fmt: skip
-        source = sums
+        source, level = sums, last + 1
     return pooled
 
 

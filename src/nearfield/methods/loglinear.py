@@ -30,7 +30,7 @@ from nearfield.geometry import Geometry
 from nearfield.keeping import kept
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
 from nearfield.plan import Plan
-from nearfield.pyramid import check_pooling, pool, select_blocks
+from nearfield.pyramid import check_pooling, pool_together, select_blocks
 from nearfield.tokenmap import AlongCurve, CurveOrder
 
 _ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -288,8 +288,7 @@ def choose(
     """Pool, choose from coarse to fine, and write down who reads whom. Never waits for the device."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     levels = method.num_levels(num_queries, num_keys)
-    queries = pool(query.detach(), method.block, levels, impl)
-    keys, values = (pool(x, method.block, levels, impl) for x in (key, value))
+    queries, keys, values = pool_together(query, key, value, method.block, levels, impl)
     if scale is not None and scale < 0:  # choosing compares products; this would turn best into worst
         queries = queries._replace(data=-queries.data)
     picks = select_blocks(queries, keys, method.topk, keep_own=method.keep_own, impl=impl)
