@@ -42,6 +42,24 @@ def test_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureF
     assert all(record["status"] == "ok" for record in document["results"])
 
 
+def test_an_interruption_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: loglinear.LogLinearBench) -> loglinear.LogLinearResult:
+        if self.case.name == "1x2x1000x32-auto":
+            raise KeyboardInterrupt
+        return right(self)
+
+    right = loglinear.LogLinearBench.run
+    monkeypatch.setattr(loglinear.LogLinearBench, "run", interrupted)
+    path = tmp_path / "loglinear.json"
+    assert main(["bench", "loglinear", "--quick", "--json", str(path)]) == 130
+    (record,) = json.loads(path.read_text(encoding="utf-8"))["results"]
+    assert record["shape"] == [1, 2, 1024, 32]
+    monkeypatch.setattr(loglinear.LogLinearBench, "run", lambda self: interrupted(self))
+    path.unlink()
+    assert main(["bench", "loglinear", "--cases", "1x2x1000x32-auto", "--json", str(path)]) == 130
+    assert not path.exists()
+
+
 def test_targets_are_half_of_what_was_released() -> None:
     released = {"4x6x16384x64": (0.583, 3.03), "1x6x65536x64": (0.780, 5.03)}
     for name, (forward, both) in released.items():

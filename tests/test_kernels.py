@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearfield import LogLinear, log_linear_attention, predict
 from nearfield.bench.check import poisoned_memory
+from nearfield.bench.timing import captured
 from nearfield.methods.loglinear import _attend
 from nearfield.predict import Blocks
 from nearfield.reference import choose as choose_reference
@@ -301,6 +302,26 @@ def test_log_linear_attention_is_what_plain_torch_makes_of_the_same_picks(
     names = ("out", "query", "key", "value")
     for name, error, *values in zip(names, inherent, got, exact_results, low_results, strict=True):
         assert_budget(name, *(x.detach() for x in values), error)
+
+
+@pytest.mark.gpu
+def test_log_linear_attention_is_captured_by_a_graph() -> None:
+    """New contents, other picks, the same graph: forward and backward, to the last bit."""
+    leaves = [torch.randn(1, 2, 3000, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    cotangent = torch.randn_like(leaves[0])
+
+    def both() -> list[Tensor]:
+        fresh = [x.detach().requires_grad_() for x in leaves]
+        out = log_linear_attention(*fresh)
+        return [out.detach(), *torch.autograd.grad(out, fresh, cotangent)]
+
+    replay = captured(both, torch.device("cuda"))
+    for x in leaves:
+        x.normal_()
+    got = replay()
+    torch.cuda.synchronize()
+    assert isinstance(got, list)
+    assert all(map(torch.equal, got, both()))
 
 
 @pytest.mark.gpu

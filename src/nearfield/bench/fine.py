@@ -5,7 +5,7 @@ Everything runs on the same tensors, in turns; a wrong answer gets no figure. Ho
 the threshold and the mass are sought so that they skip that much of these tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -163,13 +163,11 @@ def run_all(
     effort: Effort,
     impl: Impl,
     announce: Callable[[str], None],
-) -> list[FineResult]:
+) -> Iterator[FineResult]:
     """Measure every case; the tensors of one are freed before the next one's are made."""
-    results = []
     for case in cases:
         announce(case.name)
-        results.append(FineBench(case, device, effort, impl).run())
-    return results
+        yield FineBench(case, device, effort, impl).run()
 
 
 def results_table(results: Sequence[FineResult]) -> str:

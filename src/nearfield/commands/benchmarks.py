@@ -21,6 +21,7 @@ from nearfield.commands.arguments import (
     FAILED,
     GRAINS,
     IMPLS,
+    INTERRUPTED,
     OK,
     QUERY_BLOCKS,
     UsageError,
@@ -154,14 +155,23 @@ def _bench_calls(arguments: argparse.Namespace, bench: Any, cases: Any) -> int:
     known = cases.QUICK | cases.CASES
     few = arguments.quick or device.type == "cpu"
     names = arguments.cases or tuple(cases.QUICK if few else cases.CASES)
-    with Progress(len(names)) as progress:
-        effort = Effort.of(device, arguments.quick)
-        chosen = [known[name] for name in names]
-        results = bench.run_all(chosen, device, effort, arguments.impl, progress.step)
+    results: list[Any] = []
+    is_whole = True
+    try:
+        with Progress(len(names)) as progress:
+            effort = Effort.of(device, arguments.quick)
+            chosen = [known[name] for name in names]
+            for result in bench.run_all(chosen, device, effort, arguments.impl, progress.step):
+                results.append(result)
+    except KeyboardInterrupt:  # what was measured until then has taken minutes
+        if not results:
+            raise
+        is_whole = False
+        print(f"interrupted; {len(results)} of {len(names)} were measured")
     print(machine.device_name(device))
     print(bench.results_table(results))
     written = write_reports(bench.as_json(results, machine.facts()), arguments.json)
-    return verdict(results, written)
+    return verdict(results, written) if is_whole else INTERRUPTED
 
 
 def _bench_model(arguments: argparse.Namespace) -> int:
