@@ -144,3 +144,26 @@ def test_each_part_is_checked(device: torch.device) -> None:
     wrong = Part(parts[1].key, parts[1].value, planning.full(40, 23, device=device))
     with pytest.raises(ValueError, match="`plan` must be made for 40 queries and 24 keys; got 40 and 23"):
         attend_together(query, [parts[0], wrong], impl="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_on_a_gpu_one_part_goes_on_from_the_other(dtype: torch.dtype, swapped: bool) -> None:
+    """Whichever comes first: the long one is read by the fastest implementation, the short one by the plain kernel."""
+    device = torch.device("cuda")
+    query, key, value = (x.to(dtype) for x in random_inputs(2, 4, 1000, 1000, 64, device=device))
+    _, far_key, far_value = (x.to(dtype) for x in random_inputs(2, 4, 1000, 90, 64, device=device, seed=5))
+    bias = random_bias(1, 4, 90, device=device)
+    near = random_plan(1000, 1000, q_block=128, k_block=64, heads=4, device=device)
+    far = random_plan(1000, 90, q_block=64, k_block=8, empty_rows=True, device=device, seed=1)
+    parts = [Part(key, value, near), Part(far_key, far_value, far, bias)][:: -1 if swapped else 1]
+    exact, low = (
+        dense(
+            query.to(wanted),
+            [Part(*(x.to(wanted) if isinstance(x, Tensor) else x for x in p)) for p in parts],
+        )
+        for wanted in (torch.float64, dtype)
+    )
+    for name, *values in zip(("out", "lse"), attend_together(query, parts), exact, low, strict=True):
+        assert_budget(name, *values)

@@ -475,16 +475,11 @@ def _attend_together(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
-    chosen: list[tuple[str, Part]] = []
     for part, extent in zip(parts, extents, strict=True):
         _check_sizes(extent, query, part.key)
-        choice = explain_choice(query, part.key, part.plan, key_bias=part.key_bias, impl=cast(Impl, impl))
-        chosen.append((choice.impl, part))
-    # The plain kernel goes on from what was read before it, so it comes last, and saves the merging.
-    chosen.sort(key=lambda each: each[0] == "triton")
     attended: Attended | None = None
     with _undisturbed(query):
-        for name, part in chosen:
+        for name, part in _in_turn(query, parts, cast(Impl, impl)):
             forward = _implementation(name).attend_forward
             call = (query, part.key, part.value, part.plan, part.key_bias, None, scale)
             if attended is None:
@@ -495,6 +490,27 @@ def _attend_together(
                 attended = merge(attended, forward(*call))
     assert attended is not None
     return attended.out, attended.lse
+
+
+def _most_pairs(plan: Plan) -> int:
+    """What the lists have room for, known without asking the device."""
+    return plan.blocks.shape[-1] * plan.q_block * plan.k_block
+
+
+def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str, Part]]:
+    """Parts in the order they are read in, and by what.
+
+    The plain kernel goes on from what was read before, which saves three passes over the output for merging. So the
+    fastest implementation reads one part, the longest it can, and the plain kernel what is left.
+    """
+    choices = [
+        (explain_choice(query, part.key, part.plan, key_bias=part.key_bias, impl=impl).impl, part)
+        for part in parts
+    ]
+    choices.sort(key=lambda choice: (choice[0] == "triton", -_most_pairs(choice[1].plan)))
+    if impl == "auto":
+        choices[1:] = [("triton", part) for _, part in choices[1:]]
+    return choices
 
 
 @_attend_together.register_fake
