@@ -97,4 +97,5 @@ def test_variants_are_read() -> None:
         "topk": 4,
         "order": "raster",
     }
+    assert read_variant("loglinear:weighted=no").fields == {"weighted": False}
     assert {read_variant(name).attention for name in ATTENTION} == set(ATTENTION)

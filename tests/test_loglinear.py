@@ -71,7 +71,7 @@ def oracle(
     )
     lengths = [x.shape[2] for x in keys]
     stands_for = [
-        min(method.block**level, key.shape[2] - i * method.block**level)
+        1 if not method.weighted else min(method.block**level, key.shape[2] - i * method.block**level)
         for level in all_levels
         for i in range(lengths[level])
     ]
@@ -110,6 +110,7 @@ CASES: dict[str, tuple[LogLinear, int, int]] = {
     "own kept": (LogLinear(block=8, topk=2, keep_own=True), 70, 70),
     "enriched by one": (LogLinear(block=4, topk=2, levels=2, enrich=1), 70, 70),
     "not enriched": (LogLinear(block=4, topk=2, levels=2, enrich=0), 70, 70),
+    "not weighted": (LogLinear(block=4, topk=2, levels=2, weighted=False), 70, 70),
     "block of 16": (LogLinear(topk=2, levels=1), 100, 100),
 }
 

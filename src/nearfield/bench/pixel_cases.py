@@ -9,7 +9,7 @@ from typing import Any
 
 ATTENTION: dict[str, tuple[str, ...]] = {
     "full": (),
-    "loglinear": ("block", "topk", "levels", "enrich", "order"),
+    "loglinear": ("block", "topk", "levels", "enrich", "weighted", "order"),
     "gated": ("block", "topk", "order"),
     "linear": ("block", "topk", "order"),
 }
@@ -29,7 +29,7 @@ class Variant:
 
 
 def read_variant(text: str) -> Variant:
-    """`loglinear`, or with fields: `loglinear:levels=2:topk=8`. Raises ValueError with what is wrong."""
+    """`loglinear`, or with fields: `loglinear:levels=2:weighted=no`. Raises ValueError with what is wrong."""
     attention, *pairs = text.split(":")
     if attention not in ATTENTION:
         raise ValueError(f"name any of {', '.join(ATTENTION)}; got {attention!r}")
@@ -39,5 +39,6 @@ def read_variant(text: str) -> Variant:
         if not equals or name not in ATTENTION[attention]:
             known = ", ".join(ATTENTION[attention]) or "none"
             raise ValueError(f"give {attention} its own fields ({known}) as name=value; got {pair!r}")
-        fields[name] = int(value) if value.lstrip("-").isdecimal() else value
+        words = {"yes": True, "no": False}
+        fields[name] = int(value) if value.lstrip("-").isdecimal() else words.get(value, value)
     return Variant(text, attention, fields)

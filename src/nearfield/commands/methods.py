@@ -114,6 +114,13 @@ def add_attention_fields(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(name, type=integer(name, least), metavar="N", help=words)
     parser.add_argument(
+        "--unweighted",
+        dest="weighted",
+        action="store_const",
+        const=False,
+        help="a summary counts once, not as many times as it stands for tokens; for loglinear",
+    )
+    parser.add_argument(
         "--levels", type=_levels, metavar="N", help="pooled levels, or auto (default auto); for loglinear"
     )
     parser.add_argument(
@@ -133,7 +140,8 @@ def attention_of(arguments: argparse.Namespace, name: str | None = None) -> tupl
     }
     for field, value in given.items():
         if field not in ATTENTION[attention]:
-            wrong(f"--{field}", f"be left out with `--attention {attention}`", value)
+            option = "unweighted" if field == "weighted" else field
+            wrong(f"--{option}", f"be left out with `--attention {attention}`", value)
     return attention, given
 
 

@@ -45,6 +45,7 @@ class LogLinear(AlongCurve, DenseParts):
         topk: keys that a query chooses at every level.
         levels: pooled levels; "auto" goes up as long as a level has at least a block of tokens.
         enrich: up to which level pooled keys are read; all by default, 0 reads chosen tokens only.
+        weighted: a summary counts as many times as it stands for tokens; without, once, as in the paper's ablation.
         order: the order of image tokens in which consecutive ones are pooled.
         exclude_selected: what is read at a finer level is left out of the coarser ones. (The paper counts it at all.)
         keep_own: a query always chooses the block it is in.
@@ -56,6 +57,7 @@ class LogLinear(AlongCurve, DenseParts):
     topk: int = 8
     levels: int | Literal["auto"] = "auto"
     enrich: int | None = None
+    weighted: bool = True
     order: CurveOrder = "hilbert"
     exclude_selected: bool = False
     keep_own: bool = False
@@ -77,7 +79,7 @@ class LogLinear(AlongCurve, DenseParts):
         if self.enrich is not None:
             check_int("enrich", self.enrich, at_least=0)
         check_member("order", self.order, get_args(CurveOrder))
-        for name in ("exclude_selected", "keep_own"):
+        for name in ("weighted", "exclude_selected", "keep_own"):
             if not isinstance(getattr(self, name), bool):
                 wrong_type(name, "be True or False", repr(getattr(self, name)))
         self.check_dense_parts()
@@ -304,7 +306,7 @@ def choose(
     enriched = levels if method.enrich is None else min(method.enrich, levels)
     if not enriched and text is None:
         return Chosen(near)
-    bias = _summary_bias(num_keys, method.block, enriched, _bias_dtype(query), query.device)
+    bias = _summary_bias(num_keys, method.block, enriched, method.weighted, _bias_dtype(query), query.device)
     far_key, far_value = keys.up_to(enriched), values.up_to(enriched)
     if text is not None:
         far_key, far_value = (
@@ -337,13 +339,17 @@ def _attend(
 
 
 @kept
-def _summary_bias(num_keys: int, block: int, levels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The log of how many tokens each key of the pooled levels stands for, `[1, 1, keys]`; `-inf` for padding."""
+def _summary_bias(
+    num_keys: int, block: int, levels: int, weighted: bool, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The log of how many tokens each key of the pooled levels stands for, or zero where that does not count,
+    `[1, 1, keys]`; `-inf` for padding."""
     starts = level_starts(num_keys, block, levels)
     parts = []
     for level, (start, stop) in enumerate(pairwise(starts), start=1):
         counts = num_represented(num_keys, block, level, device).double()
-        parts.append(pad(counts.log(), (0, stop - start - len(counts)), value=-torch.inf))
+        weights = counts.log() if weighted else torch.zeros_like(counts)
+        parts.append(pad(weights, (0, stop - start - len(counts)), value=-torch.inf))
     joined = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=device)
     return joined.to(dtype).view(1, 1, -1)
 
