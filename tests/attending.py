@@ -18,7 +18,7 @@ from torch import Tensor
 
 import nearfield
 from nearfield import Plan, Positions, planning
-from nearfield.attend import explain_choice
+from nearfield.implementations import explain_choice
 
 Results = dict[str, Tensor]
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from nearfield import planning
-from nearfield.attend import Choice, attend
+from nearfield.attend import attend
 from nearfield.bench import layouts, machine, report
 from nearfield.bench.attend import Bench, random_inputs
 from nearfield.bench.cases import Case, Result, cases
 from nearfield.bench.check import Checked, check_backward, check_forward, poisoned_memory
 from nearfield.bench.presets import PRESETS, Preset
 from nearfield.bench.timing import Effort, Timing, measure
+from nearfield.implementations import Choice
 from nearfield.plan import BLOCKS, Plan
 
 CPU = torch.device("cpu")

@@ -6,7 +6,6 @@ the library as it is (test_attend.py runs them all, and the ones used here run o
 fails at is its change.
 """
 
-import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -18,11 +17,10 @@ import torch
 from tests.attending import IDENTITIES, NEEDS_TRITON, SMALL
 
 import nearfield
-from nearfield import kernels, planning
+from nearfield import implementations, kernels, planning
 from nearfield.plan import Plan
 
 PACKAGE = Path(nearfield.__file__).parent
-ATTEND = importlib.import_module("nearfield.attend")  # the package's attribute of that name is the function
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -218,9 +216,9 @@ def replace(mutant: Mutant, path: Path, patch: pytest.MonkeyPatch) -> None:
         return
     module = load("nearfield_mutant", path, patch)
     if mutant.module == REFERENCE:
-        patch.setattr(ATTEND, "reference", module)
+        patch.setattr(implementations, "reference", module)
     elif mutant.module == GROUPED:
-        patch.setattr(ATTEND, "grouped", module)
+        patch.setattr(implementations, "grouped", module)
     elif mutant.module == PLANNING:
         patch.setattr(planning, "ring", module.ring)
     else:

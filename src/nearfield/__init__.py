@@ -3,8 +3,9 @@
 from nearfield import curves, planning
 from nearfield._types import Attended, Impl, Moment, Positions
 from nearfield.adapters import Handle, apply, remove
-from nearfield.attend import attend, explain_choice, merge
+from nearfield.attend import attend, merge
 from nearfield.geometry import Geometry
+from nearfield.implementations import explain_choice
 from nearfield.methods import (
     BlockTopK,
     FineGrained,

@@ -12,7 +12,7 @@ from nearfield.adapters.merging import Block
 from nearfield.adapters.region import Layer, Ready, Region, plans_of
 from nearfield.adapters.spec import Located, Move
 from nearfield.adapters.steps import Steps
-from nearfield.attend import explain_choice
+from nearfield.implementations import explain_choice
 from nearfield.methods import Method
 from nearfield.methods.merging import Merged
 from nearfield.parallel import Shapes

@@ -10,12 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield._types import Attended, Impl
-from nearfield.attend import attend, explain_choice
+from nearfield.attend import attend
 from nearfield.bench import layouts
 from nearfield.bench.cases import Case, Result
 from nearfield.bench.check import Checked, Inputs, check_backward, check_forward, poisoned_memory
 from nearfield.bench.presets import Preset
 from nearfield.bench.timing import Effort, Function, measure
+from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
 
 _CUDA_BACKENDS = {

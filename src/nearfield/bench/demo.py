@@ -5,13 +5,14 @@ from pathlib import Path
 import torch
 
 from nearfield import curves, plots
-from nearfield.attend import attend, explain_choice
+from nearfield.attend import attend
 from nearfield.bench import layouts, machine
 from nearfield.bench.attend import dense_attention, random_inputs
 from nearfield.bench.check import Checked, check_forward, poisoned_memory
 from nearfield.bench.presets import Preset
 from nearfield.bench.report import table, too_small_note
 from nearfield.bench.timing import Effort, Timing, measure
+from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
 
 LAYERS = 2

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from nearfield import planning
 from nearfield._types import Impl
-from nearfield.attend import attend, explain_choice
+from nearfield.attend import attend
 from nearfield.bench import machine
 from nearfield.bench.check import Checked, relative_error
+from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
 
 

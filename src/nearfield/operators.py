@@ -1,0 +1,371 @@
+"""The operators behind `attend`: opaque to torch.compile, differentiable, with fakes that know shapes and strides.
+
+They take tensors and numbers only, so a plan crosses as its lists (`all_lists`) and is put together again inside, where
+an implementation is chosen for the real tensors.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from nearfield import kernels
+from nearfield._checks import wrong_value
+from nearfield._types import Attended, Gradients, Impl, Positions
+from nearfield.implementations import explain_choice, implementation
+from nearfield.plan import Plan
+
+
+def lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def check_sizes(extent: Tensor, query: Tensor, key: Tensor) -> None:
+    if extent.shape[:2] != (query.shape[2], key.shape[2]):
+        sizes = f"{query.shape[2]} queries and {key.shape[2]} keys"
+        wrong_value("plan", f"be made for {sizes}", f"{extent.shape[0]} and {extent.shape[1]}")
+
+
+def all_lists(
+    plan: Plan, query: Tensor, key: Tensor, wants_gradient: bool, impl: str
+) -> tuple[Tensor | None, ...]:
+    """A plan as it crosses an operator: lists and starting order, its own and its transpose's."""
+    transposed = plan.transpose() if wants_gradient else None
+    order, transposed_order = None, None
+    if query.is_cuda and impl not in ("grouped", "reference"):
+        batch, heads = query.shape[:2]
+        order = plan.longest_first(batch, heads)
+        transposed_order = transposed.longest_first(batch, key.shape[1]) if transposed else None
+    lists = transposed.offsets if transposed else None, transposed.blocks if transposed else None
+    return plan.offsets, plan.blocks, order, *lists, transposed_order
+
+
+def _rebuilt_plan(
+    query: Tensor,
+    key: Tensor,
+    lists: tuple[Tensor, Tensor],
+    order: Tensor | None,
+    transposed_lists: Sequence[Tensor | None],
+    q_block: int,
+    k_block: int,
+) -> Plan:
+    """The plan on the inner side of the operator, with what was already derived from it outside.
+
+    Rows that came without an order need none.
+    """
+    batch, heads, num_queries = query.shape[:3]
+    num_keys = key.shape[2]
+    plan = Plan(*lists, q_block, k_block, num_queries, num_keys, uniform=order is None, check=False)
+    if order is not None:
+        plan._derived["order", batch, heads] = order
+    offsets, blocks, key_order = transposed_lists
+    if offsets is not None and blocks is not None:
+        transposed = Plan(offsets, blocks, k_block, q_block, num_keys, num_queries, check=False)
+        transposed._derived["order", batch, key.shape[1]] = key_order
+        plan._derived["transpose"] = transposed
+    return plan
+
+
+@contextmanager
+def _undisturbed(query: Tensor) -> Iterator[None]:
+    """On the GPU of the tensors, whichever is current, and in the precision they came in, whatever autocast says."""
+    with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
+        yield
+
+
+def _paired(query_positions: Tensor | None, key_positions: Tensor | None) -> Positions | None:
+    if query_positions is None or key_positions is None:
+        return None
+    return Positions(query_positions, key_positions)
+
+
+@torch.library.custom_op("nearfield::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    blocks: Tensor,
+    order: Tensor | None,
+    transposed_offsets: Tensor | None,
+    transposed_blocks: Tensor | None,
+    transposed_order: Tensor | None,
+    key_bias: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    extent: Tensor,
+    q_block: int,
+    k_block: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    check_sizes(extent, query, key)
+    plan = _rebuilt_plan(query, key, (offsets, blocks), order, (None, None, None), q_block, k_block)
+    positions = _paired(query_positions, key_positions)
+    asked = cast(Impl, impl)
+    name = explain_choice(query, key, plan, key_bias=key_bias, positions=positions, impl=asked).impl
+    with _undisturbed(query):
+        out, lse = implementation(name).attend_forward(query, key, value, plan, key_bias, positions, scale)
+    return out, lse
+
+
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+
+
+@torch.library.custom_op("nearfield::attend_backward", mutates_args=())
+def _attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    blocks: Tensor,
+    order: Tensor | None,
+    transposed_offsets: Tensor | None,
+    transposed_blocks: Tensor | None,
+    transposed_order: Tensor | None,
+    key_bias: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    extent: Tensor,
+    q_block: int,
+    k_block: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    transposed_lists = (transposed_offsets, transposed_blocks, transposed_order)
+    plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed_lists, q_block, k_block)
+    positions = _paired(query_positions, key_positions)
+    name = explain_choice(
+        query,
+        key,
+        plan,
+        key_bias=key_bias,
+        positions=positions,
+        backward=True,
+        impl=cast(Impl, impl),
+    ).impl
+    with _undisturbed(query):
+        gradients: Gradients = implementation(name).attend_backward(
+            grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale
+        )
+    bias_gradient = gradients.key_bias
+    if bias_gradient is None:
+        bias_gradient = lse.new_empty(0)
+    return gradients.query, gradients.key, gradients.value, bias_gradient
+
+
+@_attend_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    key_bias = rest[6]
+    shape = (*query.shape[:2], key.shape[2]) if key_bias is not None else (0,)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), lse.new_empty(shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:13], *output)
+    ctx.statics = inputs[13:]
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, *lists_and_bias, out, lse = ctx.saved_tensors
+    *gradients, bias_gradient = torch.ops.nearfield.attend_backward(
+        grad_out, grad_lse, query, key, value, out, lse, *lists_and_bias, *ctx.statics
+    )
+    has_bias = lists_and_bias[6] is not None
+    return (*gradients, *[None] * 6, bias_gradient if has_bias else None, *[None] * (3 + len(ctx.statics)))
+
+
+_attend.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+# -- several parts -------------------------------------------------------------------------------------------------
+
+
+def merge(first: Attended, second: Attended) -> Attended:
+    """What reading both key sets at once would have given: each part weighs as much as its `lse` says.
+
+    The two must read different keys, else those in both count twice. Differentiable, except in rows that read nothing
+    in either. The shares are rounded to the precision of the outputs: one pass over them, no wider copy.
+    """
+    lse = torch.logaddexp(first.lse, second.lse)
+    # Which part of the weights is the second's. Of two empty rows neither has any, and both give zeros.
+    share = torch.sigmoid((second.lse - first.lse).masked_fill(lse == float("-inf"), 0))
+    return Attended(torch.lerp(first.out, second.out, share.to(first.out.dtype).unsqueeze(-1)), lse)
+
+
+class Part(NamedTuple):
+    """Keys and values beside others, and who reads them; see `attend` for each."""
+
+    key: Tensor
+    value: Tensor
+    plan: Plan
+    key_bias: Tensor | None = None
+
+
+_LISTS = 6  # as `all_lists` gives them
+
+
+def _rebuilt_parts(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    biased: Sequence[int],
+    sizes: Sequence[int],
+) -> list[Part]:
+    parts = []
+    for number, (key, value) in enumerate(zip(keys, values, strict=True)):
+        bias = biases[biased.index(number)] if number in biased else None
+        offsets, blocks, order, *transposed = lists[_LISTS * number : _LISTS * (number + 1)]
+        assert offsets is not None
+        assert blocks is not None
+        q_block, k_block = sizes[2 * number : 2 * number + 2]
+        plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block)
+        parts.append(Part(key, value, plan, bias))
+    return parts
+
+
+@torch.library.custom_op("nearfield::attend_together", mutates_args=())
+def _attend_together(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],  # of the parts that have one, whose numbers are `biased`
+    biased: Sequence[int],
+    extents: Sequence[Tensor],
+    sizes: Sequence[int],
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
+    for part, extent in zip(parts, extents, strict=True):
+        check_sizes(extent, query, part.key)
+    attended: Attended | None = None
+    with _undisturbed(query):
+        for name, part in _in_turn(query, parts, cast(Impl, impl)):
+            forward = implementation(name).attend_forward
+            call = (query, part.key, part.value, part.plan, part.key_bias, None, scale)
+            if attended is None:
+                attended = forward(*call)
+            elif name == "triton":
+                attended = forward(*call, before=attended)
+            else:
+                attended = merge(attended, forward(*call))
+    assert attended is not None
+    return attended.out, attended.lse
+
+
+def _most_pairs(plan: Plan) -> int:
+    """What the lists have room for, known without asking the device."""
+    return plan.blocks.shape[-1] * plan.q_block * plan.k_block
+
+
+def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str, Part]]:
+    """Parts in the order they are read in, and by what.
+
+    The plain kernel goes on from what was read before, which saves three passes over the output for merging. So the
+    fastest implementation reads one part, the longest it can, and the plain kernel what is left.
+    """
+    choices = [
+        (explain_choice(query, part.key, part.plan, key_bias=part.key_bias, impl=impl).impl, part)
+        for part in parts
+    ]
+    choices.sort(key=lambda choice: (choice[0] == "triton", -_most_pairs(choice[1].plan)))
+    if impl == "auto":
+        choices[1:] = [("triton", part) for _, part in choices[1:]]
+    return choices
+
+
+@_attend_together.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+
+
+@torch.library.custom_op("nearfield::attend_together_backward", mutates_args=())
+def _attend_together_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    biased: Sequence[int],
+    sizes: Sequence[int],
+    scale: float,
+    impl: str,
+) -> list[Tensor]:
+    """The gradients of the query, of all keys, of all values, and of the biases."""
+    parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
+    for part in parts:
+        explain_choice(
+            query, part.key, part.plan, key_bias=part.key_bias, backward=True, impl=cast(Impl, impl)
+        )
+    with _undisturbed(query):
+        backward = kernels.load("triton").attend_together_backward
+        grad_query, others = backward(grad_out, grad_lse, query, parts, out, lse, scale)
+    of_keys, of_values, of_biases = zip(*others, strict=True)
+    return [grad_query, *of_keys, *of_values, *(gradient for gradient in of_biases if gradient is not None)]
+
+
+@_attend_together_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    *_: Any,
+) -> list[Tensor]:
+    of_biases = [lse.new_empty(bias.shape) for bias in biases]
+    return [torch.empty_like(query), *map(torch.empty_like, keys), *map(torch.empty_like, values), *of_biases]
+
+
+def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, keys, values, lists, biases, biased, _, *statics = inputs
+    ctx.save_for_backward(query, *output, *keys, *values, *biases, *lists)
+    ctx.counts, ctx.statics = (len(keys), len(biases)), (biased, *statics)
+
+
+def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    query, out, lse, *rest = ctx.saved_tensors
+    parts, biased = ctx.counts
+    ends = parts, 2 * parts, 2 * parts + biased
+    keys, values, biases, lists = (
+        rest[start:stop] for start, stop in zip((0, *ends), (*ends, None), strict=True)
+    )
+    grad_query, *others = torch.ops.nearfield.attend_together_backward(
+        grad_out, grad_lse, query, out, lse, keys, values, lists, biases, *ctx.statics
+    )
+    of_keys, of_values, of_biases = others[: ends[0]], others[ends[0] : ends[1]], others[ends[1] :]
+    # torch wants a list for a list of tensors, even if nothing in it has a gradient, and None for a list with gaps.
+    none_of_lists = None if any(x is None for x in lists) else [None] * len(lists)
+    return grad_query, of_keys, of_values, none_of_lists, of_biases, None, [None] * parts, None, None, None
+
+
+_attend_together.register_autograd(_differentiate_parts, setup_context=_save_parts)
