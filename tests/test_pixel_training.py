@@ -15,9 +15,9 @@ from nearfield.bench.pixel_cases import ATTENTION
 from nearfield.demo.pixel import PixelConfig, PixelTransformer, load_pixel_model
 from nearfield.demo.storage import BadFile, write_tensors
 from nearfield.training.data import Pixels, pictures, read_pixels
-from nearfield.training.flow import MODEL
 from nearfield.training.loop import LOG, Diverged, Schedule
 from nearfield.training.pixel import PixelRecipe, PixelTraining
+from nearfield.training.runs import MODEL
 
 SIZE = 16
 FIELDS: dict[str, dict[str, Any]] = {

@@ -24,8 +24,9 @@ from nearfield.demo.model import load_model, save_model
 from nearfield.demo.storage import BadFile, read_tensors
 from nearfield.training import distill, recording
 from nearfield.training.data import Latents, Picture, encode, pictures
-from nearfield.training.flow import MODEL, FlowTraining, Recipe, mixed, noise_levels
+from nearfield.training.flow import FlowTraining, Recipe, mixed, noise_levels
 from nearfield.training.loop import CHECKPOINT, LOG, Diverged, Draws, Loop, Schedule
+from nearfield.training.runs import MODEL
 
 # -- data --------------------------------------------------------------------------------------------------------------
 

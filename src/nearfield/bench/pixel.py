@@ -23,9 +23,9 @@ from nearfield.demo.model import num_parameters
 from nearfield.demo.pixel import PixelConfig, PixelTransformer
 from nearfield.demo.sampler import precision
 from nearfield.training.data import Pixels
-from nearfield.training.flow import Backend, attention_backend
 from nearfield.training.loop import Schedule
 from nearfield.training.pixel import PixelRecipe, PixelTraining
+from nearfield.training.runs import Backend, attention_backend
 
 _CHECKED_SIDE = 24
 _EVERYTHING: dict[str, dict[str, Any]] = {

@@ -251,7 +251,8 @@ def _train_demo(arguments: argparse.Namespace) -> int:
         wrong("--tiny", "be left out with `--start`, which brings a model", "both")
     with missing_extras_told():
         from nearfield.demo.model import ModelConfig, num_parameters
-        from nearfield.training.flow import MODEL, FlowTraining, Recipe
+        from nearfield.training.flow import FlowTraining, Recipe
+        from nearfield.training.runs import MODEL
 
         schedule = _schedule(arguments)
         recipe = Recipe(
@@ -294,8 +295,8 @@ def _train_pixel(arguments: argparse.Namespace) -> int:
     with missing_extras_told():
         from nearfield.demo.model import num_parameters
         from nearfield.demo.pixel import PixelConfig
-        from nearfield.training.flow import MODEL
         from nearfield.training.pixel import PixelRecipe, PixelTraining
+        from nearfield.training.runs import MODEL
 
         schedule = _schedule(arguments)
         try:

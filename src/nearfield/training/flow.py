@@ -4,38 +4,24 @@ At level s the model sees (1 - s) x + s e, for a picture x and noise e, and is a
 function of normal numbers, so that the middle, where the picture is decided, is seen most.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import mse_loss
 
-import nearfield
 from nearfield._checks import check_int, check_member, wrong_value
 from nearfield.adapters import apply
 from nearfield.demo.autoencoder import PIXELS_PER_TOKEN
 from nearfield.demo.model import ModelConfig, Packing, TinyFlux, load_model, reconfigured, save_model
-from nearfield.demo.pictures import grid_of, write_picture
 from nearfield.demo.sampler import DemoPipeline, precision
 from nearfield.methods import Method
 from nearfield.training.data import Latents, fits
-from nearfield.training.loop import CHECKPOINT, Draws, Loop, Outcome, Schedule
-
-Backend = Literal["auto", "flash", "cudnn", "efficient", "math"]
-MODEL = "model.safetensors"
-
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+from nearfield.training.loop import Draws, Loop, Schedule
+from nearfield.training.runs import Backend, TrainingRun, check_parts
 
 
 @dataclass(frozen=True)
@@ -87,8 +73,8 @@ class Recipe:
         }
 
 
-class FlowTraining:
-    """Model, data and loop. `run` trains, draws sample sheets and writes `model.safetensors`.
+class FlowTraining(TrainingRun):
+    """Model, latents and loop.
 
     Args:
         start: a model file to start from, such as a model of a smaller size; otherwise `config` with random weights.
@@ -107,12 +93,12 @@ class FlowTraining:
         device: torch.device | str = "cpu",
         on_step: Callable[[int, float | None], None] | None = None,
     ) -> None:
-        if recipe.batch % schedule.parts:
-            wrong_value("batch", f"be a multiple of `parts` ({schedule.parts})", recipe.batch)
-        self.recipe, self.folder, self.device = recipe, folder, torch.device(device)
+        check_parts(recipe.batch, schedule)
+        super().__init__(folder, recipe.attention, recipe.facts(), recipe.sample_seconds, on_step)
+        self.recipe, self.device = recipe, torch.device(device)
         self.model = _first_model(recipe, latents, config, start).to(self.device).train().requires_grad_(True)
         self.latents = latents.to(self.device) if fits(latents.values, self.device) else latents
-        self._draws, self._on_step = Draws(recipe.seed, self.device), on_step
+        self._draws = Draws(recipe.seed, self.device)
         self.handle = self._sparse(schedule.parts)
         self._network = torch.compile(self.model.transformer) if recipe.compiled else None
         facts = recipe.facts() | {"model": asdict(self.model.config)}
@@ -128,19 +114,6 @@ class FlowTraining:
         handle.prepare(height=side, width=side, text=text, batch=self.recipe.batch // parts)
         return handle
 
-    @property
-    def can_resume(self) -> bool:
-        return (self.folder / CHECKPOINT).exists()
-
-    def resume(self) -> None:
-        self.loop.resume()
-
-    def run(self) -> Outcome:
-        with attention_backend(self.recipe.attention), warnings.catch_warnings():
-            # torch.compile looks for gradients of what a model is given, and torch then warns of looking.
-            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-            return self.loop.run(self._on_step, self.publish, self.recipe.sample_seconds)
-
     def loss(self, step: int, part: int) -> Tensor:
         """The mean squared error of the velocity over one part of a step's batch."""
         parts = self.loop.schedule.parts
@@ -153,21 +126,17 @@ class FlowTraining:
             velocity = self.model(mixed(clean, noise, level), level, self._network)
         return mse_loss(velocity.float(), noise - clean)
 
-    def publish(self) -> None:
-        """Write the averaged model, and a sheet of samples."""
-        with self.loop.averaged():
-            facts = {
-                "step": self.loop.step,
-                "recipe": self.recipe.facts(),
-                "nearfield": nearfield.__version__,
-            }
-            save_model(self.folder / MODEL, self.model, facts, self.recipe.packing)
-            if self.recipe.samples:
-                pipeline = DemoPipeline(self.model)
-                pipeline.autoencoder.to(self.device)
-                sampled = pipeline(self.recipe.samples, steps=self.recipe.sample_steps, batch=16)
-                write_picture(self.folder / f"samples-{self.loop.step:06d}.png", grid_of(sampled.images))
-                self.model.train()
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        save_model(path, self.model, facts, self.recipe.packing)
+
+    def samples(self) -> Tensor | None:
+        if not self.recipe.samples:
+            return None
+        pipeline = DemoPipeline(self.model)
+        pipeline.autoencoder.to(self.device)
+        sampled = pipeline(self.recipe.samples, steps=self.recipe.sample_steps, batch=16)
+        self.model.train()
+        return sampled.images
 
 
 def noise_levels(number: int, shift: float, generator: torch.Generator) -> Tensor:
@@ -181,13 +150,6 @@ def mixed(clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
     """Pictures at noise levels `[B]`."""
     share = level[:, None, None, None]
     return (1 - share) * clean + share * noise
-
-
-@contextmanager
-def attention_backend(name: Backend) -> Iterator[None]:
-    """Dense attention by one of torch's kernels."""
-    with sdpa_kernel(_BACKENDS[name]) if name != "auto" else nullcontext():
-        yield
 
 
 def _first_model(

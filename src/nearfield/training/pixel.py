@@ -4,7 +4,6 @@ At level t the model sees (1 - t) x + t s e, for a picture x, noise e and s = si
 s e - x. Levels are uniform. A model of one size may start from one of another.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-import nearfield
 from nearfield._checks import check_int, check_member, wrong_value
 from nearfield.demo.model import Packing
-from nearfield.demo.pictures import grid_of, write_picture
 from nearfield.demo.pixel import (
     PixelConfig,
     PixelTransformer,
@@ -28,8 +25,9 @@ from nearfield.demo.pixel import (
 )
 from nearfield.demo.sampler import precision
 from nearfield.training.data import Pixels, fits
-from nearfield.training.flow import MODEL, Backend, attention_backend, mixed
-from nearfield.training.loop import CHECKPOINT, Draws, Loop, Outcome, Schedule
+from nearfield.training.flow import mixed
+from nearfield.training.loop import Draws, Loop, Schedule
+from nearfield.training.runs import Backend, TrainingRun, check_parts
 
 _AT_ONCE = 16  # pictures of a sample sheet
 
@@ -71,8 +69,8 @@ class PixelRecipe:
         return {"batch": self.batch, "seed": self.seed, "model": asdict(self.config)}
 
 
-class PixelTraining:
-    """Model, pictures and loop. `run` trains, draws sample sheets and writes `model.safetensors`.
+class PixelTraining(TrainingRun):
+    """Model, pictures and loop.
 
     Args:
         start: a model file to start from, such as one of a smaller size or with full attention.
@@ -90,33 +88,20 @@ class PixelTraining:
         device: torch.device | str = "cpu",
         on_step: Callable[[int, float | None], None] | None = None,
     ) -> None:
-        if recipe.batch % schedule.parts:
-            wrong_value("batch", f"be a multiple of `parts` ({schedule.parts})", recipe.batch)
+        check_parts(recipe.batch, schedule)
         size = recipe.config.size
         if tuple(pixels.values.shape[-2:]) != (size, size):
             wrong_value("pixels", f"have the size of the model ({size})", tuple(pixels.values.shape[-2:]))
-        self.recipe, self.folder, self.device = recipe, folder, torch.device(device)
+        super().__init__(folder, recipe.dense_kernel, recipe.facts(), recipe.sample_seconds, on_step)
+        self.recipe, self.device = recipe, torch.device(device)
         self.model = _first_model(recipe, start).to(self.device).train()
         self.pixels = pixels.to(self.device) if fits(pixels.values, self.device) else pixels
-        self._draws, self._on_step = Draws(recipe.seed, self.device), on_step
+        self._draws = Draws(recipe.seed, self.device)
         self._body = torch.compile(self.model.body, fullgraph=True) if recipe.compiled else None
         tokens = recipe.batch * size**2
         self.loop = Loop(
             dict(self.model.named_parameters()), self.loss, schedule, folder, recipe.facts(), tokens
         )
-
-    @property
-    def can_resume(self) -> bool:
-        return (self.folder / CHECKPOINT).exists()
-
-    def resume(self) -> None:
-        self.loop.resume()
-
-    def run(self) -> Outcome:
-        with attention_backend(self.recipe.dense_kernel), warnings.catch_warnings():
-            # torch.compile looks for gradients of what a model is given, and torch then warns of looking.
-            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-            return self.loop.run(self._on_step, self.publish, self.recipe.sample_seconds)
 
     def loss(self, step: int, part: int) -> Tensor:
         """The mean squared error of the velocity over one part of a step's batch."""
@@ -131,25 +116,15 @@ class PixelTraining:
             velocity = self.model(mixed(clean, noise, level), level, self._body)
         return mse_loss(velocity.float(), noise - clean)
 
-    def publish(self) -> None:
-        """Write the averaged model, and a sheet of samples."""
-        with self.loop.averaged():
-            facts = {
-                "step": self.loop.step,
-                "recipe": self.recipe.facts(),
-                "nearfield": nearfield.__version__,
-            }
-            save_pixel_model(self.folder / MODEL, self.model, facts, self.recipe.packing)
-            if self.recipe.samples:
-                parts = [
-                    sample(
-                        self.model,
-                        range(first, min(first + _AT_ONCE, self.recipe.samples)),
-                        steps=self.recipe.sample_steps,
-                    )
-                    for first in range(0, self.recipe.samples, _AT_ONCE)
-                ]
-                write_picture(self.folder / f"samples-{self.loop.step:06d}.png", grid_of(torch.cat(parts)))
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        save_pixel_model(path, self.model, facts, self.recipe.packing)
+
+    def samples(self) -> Tensor | None:
+        number, steps = self.recipe.samples, self.recipe.sample_steps
+        if not number:
+            return None
+        groups = (range(first, min(first + _AT_ONCE, number)) for first in range(0, number, _AT_ONCE))
+        return torch.cat([sample(self.model, group, steps=steps) for group in groups])
 
 
 def _first_model(recipe: PixelRecipe, start: Path | None) -> PixelTransformer:

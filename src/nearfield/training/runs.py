@@ -1,0 +1,93 @@
+"""What training on latents and on pixels share: going on from a checkpoint, running, publishing."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import nearfield
+from nearfield._checks import wrong_value
+from nearfield.demo.pictures import grid_of, write_picture
+from nearfield.training.loop import CHECKPOINT, Loop, Outcome, Schedule
+
+Backend = Literal["auto", "flash", "cudnn", "efficient", "math"]
+MODEL = "model.safetensors"
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+class TrainingRun(ABC):
+    """`run` trains, draws sample sheets and writes `model.safetensors`. Who derives from it sets `loop`.
+
+    Args:
+        backend: which of torch's kernels computes dense attention.
+        facts: what the model file says of its recipe.
+        sample_seconds: time between sheets.
+        on_step: called with the number of steps done and the last known loss.
+    """
+
+    loop: Loop
+
+    def __init__(
+        self,
+        folder: Path,
+        backend: Backend,
+        facts: dict[str, Any],
+        sample_seconds: float,
+        on_step: Callable[[int, float | None], None] | None,
+    ) -> None:
+        self.folder = folder
+        self._backend, self._facts = backend, facts
+        self._sample_seconds, self._on_step = sample_seconds, on_step
+
+    @property
+    def can_resume(self) -> bool:
+        return (self.folder / CHECKPOINT).exists()
+
+    def resume(self) -> None:
+        self.loop.resume()
+
+    def run(self) -> Outcome:
+        with attention_backend(self._backend), warnings.catch_warnings():
+            # torch.compile looks for gradients of what a model is given, and torch then warns of looking.
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+            return self.loop.run(self._on_step, self.publish, self._sample_seconds)
+
+    def publish(self) -> None:
+        """Write the averaged model, and a sheet of samples."""
+        with self.loop.averaged():
+            facts = {"step": self.loop.step, "recipe": self._facts, "nearfield": nearfield.__version__}
+            self.save(self.folder / MODEL, facts)
+            images = self.samples()
+            if images is not None:
+                write_picture(self.folder / f"samples-{self.loop.step:06d}.png", grid_of(images))
+
+    @abstractmethod
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Write the model as it is."""
+
+    @abstractmethod
+    def samples(self) -> Tensor | None:
+        """Pictures by the model as it is, None where none are wanted."""
+
+
+def check_parts(batch: int, schedule: Schedule) -> None:
+    if batch % schedule.parts:
+        wrong_value("batch", f"be a multiple of `parts` ({schedule.parts})", batch)
+
+
+@contextmanager
+def attention_backend(name: Backend) -> Iterator[None]:
+    """Dense attention by one of torch's kernels."""
+    with sdpa_kernel(_BACKENDS[name]) if name != "auto" else nullcontext():
+        yield
