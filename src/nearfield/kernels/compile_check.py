@@ -1,18 +1,22 @@
-"""Compile every variant of the Hopper kernel for sm_90 without a GPU: `python -m nearfield.kernels.compile_check`.
+"""Compile kernels for sm_90 without a GPU: `python -m nearfield.kernels.compile_check`.
 
-Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes ours.
+Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes every variant
+of the Hopper kernel. Of the plain kernels it takes those that the interpreter, being Python, cannot judge: they compute
+with constants of compile time.
 """
 
 import os
 import sys
 from itertools import product
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nearfield.kernels import hopper
+from nearfield.kernels import forward, hopper, pool
 from nearfield.kernels.hopper_kernel import forward_kernel
 
 _POINTERS = {
@@ -55,10 +59,47 @@ def _type_of(name: str, dim: int, box: int, constants: dict[str, object]) -> str
     return _POINTERS.get(name, "fp32" if name == "scale" else "i32")
 
 
+def compile_pool(dim: int, has_upper: bool, keeps_sums: bool) -> str:
+    constants = {
+        "BLOCK": 16, "ROWS": 16, "DIM": dim, "PAD": dim, "HAS_UPPER": has_upper, "KEEPS_SUMS": keeps_sums,
+    }  # fmt: skip
+    return _compile_plain(
+        pool._pool_kernel, constants, {"source": "*bf16", "means": "*bf16", "sums": "*fp32"}
+    )
+
+
+def compile_plain_forward(dim: int, has_extras: bool, continues: bool) -> str:
+    """With bias, positions and ragged rows in an order, or with none of them."""
+    constants = {
+        "DIM": dim, "PAD": dim, "Q_BLOCK": 16, "K_BLOCK": 16, "TILE_Q": 16, "TILE_K": 64, "PARTS": 1,
+        "RAGGED": has_extras, "COPY_ENGINE": False, "HAS_ORDER": has_extras, "HAS_BIAS": has_extras,
+        "HAS_POSITIONS": has_extras, "CONTINUES": continues, "PRECISION": "tf32",
+    }  # fmt: skip
+    tensors = dict.fromkeys(("query", "k_desc", "v_desc", "out"), "*bf16")
+    positions = dict.fromkeys(("query_positions", "key_positions"), "*i32")
+    return _compile_plain(forward._forward_kernel, constants, _POINTERS | tensors | positions)
+
+
+def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> str:
+    names = kernel.arg_names
+    others = {name: pointers.get(name, "fp32" if name == "scale" else "i32") for name in names}
+    signature = others | dict.fromkeys(constants, "constexpr")
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return str(compiled.asm["ptx"])
+
+
 def main() -> int:
     # Triton 3.9 wants this said; it is what every earlier version did.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    print(f"Triton {triton.__version__}: compiling the Hopper kernels for sm_90")
+    print(f"Triton {triton.__version__}: compiling for sm_90; the plain kernels")
+    for first, second in product((False, True), repeat=2):
+        compile_pool(64, first, second)
+        if "mma" not in compile_plain_forward(64, first, second):
+            print(f"no tensor cores in the plain kernel: {first=} {second=}", file=sys.stderr)
+            return 1
+    print("the Hopper kernels")
     for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64, 128)):
         for has_bias, is_ragged in ((False, False), (True, True)) if q_block == 192 else ((False, True),):
             ptx = compile_forward(dim, q_block, k_block, has_bias, is_ragged)
