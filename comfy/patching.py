@@ -1,0 +1,218 @@
+"""Sparse attention in a ComfyUI model, through two places that ComfyUI offers for that.
+
+A wrapper around the call of a model (`WrappersMP.APPLY_MODEL`) sees the latent and so knows the grid. It hands the
+model an `optimized_attention_override`, which takes over the attention calls of that one call. Tokens are put in order
+inside each of them: a wrapper sees latents only, models make their positions inside, and other nodes expect tokens in
+raster order between the layers.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield import Geometry, Hilbert, Ordering
+
+from .models import known_model, sequences
+
+OVERRIDE = "optimized_attention_override"
+_MANY_STEPS = 1000
+_SAME_SIGMA = 1 + 1e-4  # schedules step much wider than they are rounded
+_log = logging.getLogger("nearfield.comfyui")
+
+
+class SparseModel:
+    """The wrapper: every call of the model reads as the method says."""
+
+    def __init__(self, method: Hilbert) -> None:
+        self.method = method
+        self._told: set[str] = set()
+
+    def __call__(
+        self,
+        executor: Any,
+        latent: Tensor,
+        sigma: Tensor,
+        c_concat: Any = None,
+        c_crossattn: Tensor | None = None,
+        control: Any = None,
+        transformer_options: Mapping[str, Any] | None = None,
+        **conditions: Any,
+    ) -> Any:
+        options = dict(transformer_options or {})
+        model = executor.class_obj.diffusion_model
+        known = known_model(model)
+        call = SparseCall(
+            self.method,
+            sequences(known, model, latent, c_crossattn, conditions),
+            known.num_layers(model),
+            is_dense_step(self.method, sigma, options.get("sample_sigmas")),
+            options.get(OVERRIDE),
+        )
+        options[OVERRIDE] = call
+        out = executor(latent, sigma, c_concat, c_crossattn, control, options, **conditions)
+        self._tell(call)
+        return out
+
+    def _tell(self, call: "SparseCall") -> None:
+        """What a call was like, once for each kind of call."""
+        words = call.summary()
+        if words in self._told:
+            return
+        self._told.add(words)
+        _log.log(logging.INFO if call.calls else logging.WARNING, "nearfield: %s", words)
+
+
+class SparseCall:
+    """The attention of one call of a model.
+
+    Args:
+        geometries: the sequences to be read sparsely, by length; every other call is left alone.
+        before: an override that was there already; it serves the dense calls.
+    """
+
+    def __init__(
+        self,
+        method: Hilbert,
+        geometries: Mapping[int, Geometry],
+        num_layers: int,
+        is_dense_step: bool = False,
+        before: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.method, self.geometries, self.num_layers = method, geometries, num_layers
+        self.is_dense_step, self.before = is_dense_step, before
+        self.calls: Counter[str] = Counter()
+
+    def __call__(self, attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        call = Attention.of(*args, **kwargs)
+        geometry = self.geometries.get(call.num_queries) if call.num_queries == call.num_keys else None
+        if geometry is not None:
+            layer = self.calls.total()
+            reason = self._dense_reason(call, layer)
+            self.calls[reason or "sparse"] += 1
+            if reason is None:
+                return self._sparse(call, geometry, layer)
+        if self.before is not None:
+            return self.before(attention, *args, **kwargs)
+        return attention(*args, **kwargs)
+
+    def _dense_reason(self, call: "Attention", layer: int) -> str | None:
+        if self.is_dense_step:
+            return f"dense, dense_steps={self.method.dense_steps}"
+        if call.has_own_masks:
+            return "dense, a mask that differs between queries"
+        if call.has_shared_heads:
+            return "dense, heads share keys"
+        reason = self.method.dense_layer_reason(layer, self.num_layers)
+        return reason and f"dense, {reason}"
+
+    def _sparse(self, call: "Attention", geometry: Geometry, layer: int) -> Tensor:
+        device = call.query.device
+        ordering = _ordering(self.method, geometry, str(device))
+        reader = self.method.reader(geometry, layer, heads=call.heads, device=device)
+        query, key, value = (call.entered(x, ordering) for x in (call.query, call.key, call.value))
+        bias = call.key_bias(ordering)
+        return call.left(reader.attend(query, key, value, key_bias=bias, scale=call.scale).out, ordering)
+
+    def summary(self) -> str:
+        if not self.calls:
+            expected = " or ".join(map(str, self.geometries.values())) or "an image larger than its text"
+            return (
+                f"no attention call had the tokens of {expected}, so nothing was sparse. Another node may have added"
+                " tokens or taken the attention over, or this ComfyUI is older than `optimized_attention_override`."
+            )
+        largest = max(self.geometries.items())[1]
+        return f"{largest}: " + "; ".join(f"{count} calls {words}" for words, count in self.calls.items())
+
+
+class Attention(NamedTuple):
+    """The arguments of one of ComfyUI's attention functions.
+
+    `query`, `key`, `value` are `[B, N, H * D]`, or `[B, H, N, D]` where `is_split`; so is the result, by
+    `leaves_split`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heads: int
+    mask: Tensor | None
+    is_split: bool
+    leaves_split: bool
+    scale: float | None
+    has_shared_heads: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_: Any,
+    ) -> "Attention":
+        return cls(q, k, v, heads, mask, skip_reshape, skip_output_reshape, scale, enable_gqa)
+
+    @property
+    def num_queries(self) -> int:
+        return self.query.shape[-2]
+
+    @property
+    def num_keys(self) -> int:
+        return self.key.shape[-2]
+
+    @property
+    def has_own_masks(self) -> bool:
+        return self.mask is not None and self.mask.shape[-2:] != (1, self.num_keys)
+
+    def key_bias(self, ordering: Ordering) -> Tensor | None:
+        """A mask that is the same for all queries, as a bias on the keys in their order, `[B, H or 1, M]`."""
+        if self.mask is None:
+            return None
+        mask = ordering.enter(self.mask, dim=-1)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
+        # ComfyUI's masks are [1, M], with a batch [B, 1, M], with heads [B, H, 1, M].
+        return mask.squeeze(-2) if mask.dim() == 4 else mask.reshape(-1, 1, mask.shape[-1])
+
+    def entered(self, x: Tensor, ordering: Ordering) -> Tensor:
+        """Tokens in order, heads apart."""
+        if self.is_split:
+            return ordering.enter(x, dim=2)
+        return ordering.enter(x, dim=1).unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+    def left(self, out: Tensor, ordering: Ordering) -> Tensor:
+        """Tokens in raster order; heads as ComfyUI wants them, in the same copy."""
+        if self.leaves_split:
+            return ordering.leave(out, dim=2)
+        return ordering.leave(out.transpose(1, 2), dim=1).flatten(2)
+
+
+def is_dense_step(method: Hilbert, sigma: Tensor, schedule: Tensor | None) -> bool:
+    """Whether a noise level lies in the first steps of its schedule. Waits for the device, once per call of the model.
+
+    Samplers that call a model between two steps have then left the earlier one.
+    """
+    if schedule is None or not method.num_dense_steps(_MANY_STEPS):
+        return False
+    steps = schedule[:-1]
+    step = int((steps > sigma.max().to(steps) * _SAME_SIGMA).sum())
+    return step < method.num_dense_steps(len(steps))
+
+
+@lru_cache(maxsize=64)
+def _ordering(method: Hilbert, geometry: Geometry, device: str) -> Ordering:
+    """The order of a whole sequence: the text stays where it is."""
+    with torch.inference_mode(False):
+        text = torch.arange(geometry.text, device="cpu")
+        return Ordering.joined([text, method.ordering(geometry).order]).to(device)

@@ -1,0 +1,330 @@
+"""The nodes for ComfyUI, against a stand-in that calls them as ComfyUI does, and against ComfyUI's own models.
+
+The latter run where `NEARFIELD_COMFYUI` names a folder from which `comfy` can be imported.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from tests import comfy_standin as standin
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nearfield import Geometry, Hilbert
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "comfy"
+SIGMAS = torch.linspace(1, 0, 6)
+FIELDS: dict[str, Any] = {
+    "tiles": 4,
+    "shared": "centre",
+    "share": "two-way",
+    "far": 0,
+    "dense_steps": 0.0,
+    "dense_layers": 1,
+}
+
+
+def load() -> Any:
+    """The folder as ComfyUI loads it: by its path, under a name that is not its own."""
+    name = "nearfield_nodes_for_comfyui"
+    spec = importlib.util.spec_from_file_location(
+        name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+NODES = load()
+PATCHING = sys.modules["nearfield_nodes_for_comfyui.patching"]
+
+
+@pytest.fixture(autouse=True)
+def _comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in standin.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def patched(model: Any, **fields: Any) -> Any:
+    node = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"]()
+    (result,) = getattr(node, node.FUNCTION)(model, **FIELDS | fields)
+    return result
+
+
+class Case:
+    """A model, what it is called with, and the sequences of its attention calls in their order."""
+
+    def __init__(
+        self, kind: Callable[[], Any], size: tuple[int, ...], calls: list[Geometry], **conditions: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.patcher = standin.ModelPatcher(standin.BaseModel(kind()).double())
+        self.latent = torch.randn(2, 4, *size, dtype=torch.float64)
+        self.text = torch.randn(2, 7, 8, dtype=torch.float64)
+        self.calls, self.conditions = calls, conditions
+
+    def run(self, patcher: Any, step: int = 0) -> Tensor:
+        return standin.sample(patcher, self.latent, self.text, SIGMAS, step, **self.conditions)
+
+
+def latent(*size: int) -> Tensor:
+    return torch.randn(2, 4, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+JOINED = Geometry((11, 13), text=7)
+EDITED = Geometry((11, 13), text=7, references=((6, 8), (4, 4)))
+CASES: dict[str, Callable[[], Case]] = {
+    "FLUX": lambda: Case(standin.Flux, (21, 26), [JOINED] * 5),
+    "FLUX with references": lambda: Case(
+        standin.Flux, (21, 26), [EDITED] * 5, ref_latents=[latent(12, 16), latent(8, 8)]
+    ),
+    "SD3": lambda: Case(
+        standin.OpenAISignatureMMDITWrapper,
+        (22, 26),
+        [JOINED, Geometry((11, 13)), JOINED, Geometry((11, 13)), JOINED],
+    ),
+    "Qwen-Image": lambda: Case(standin.QwenImageTransformer2DModel, (1, 22, 26), [JOINED] * 4),
+    "Qwen-Image with references": lambda: Case(
+        standin.QwenImageTransformer2DModel,
+        (1, 22, 26),
+        [EDITED] * 4,
+        ref_latents=[latent(1, 12, 16), latent(1, 8, 8)],
+    ),
+    "Wan": lambda: Case(standin.WanModel, (3, 16, 20), [Geometry((3, 8, 10))] * 3),
+    "Wan with frames behind": lambda: Case(
+        standin.WanModel, (3, 16, 20), [Geometry((5, 8, 10))] * 3, time_dim_concat=latent(2, 16, 20)
+    ),
+    "Wan, one frame": lambda: Case(standin.WanModel, (1, 22, 26), [Geometry((11, 13))] * 3),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]()
+
+
+def test_model_reads_what_the_plans_say(case: Case) -> None:
+    sparse = case.run(patched(case.patcher))
+    masked = standin.Masked(Hilbert(tiles=4), case.calls)
+    reference = case.patcher.clone()
+    reference.model_options["transformer_options"]["optimized_attention_override"] = masked
+    expected = case.run(reference)
+    assert not masked.left
+    assert torch.allclose(sparse, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(sparse, case.run(case.patcher), rtol=0, atol=1e-6)
+
+
+def test_one_tile_is_dense(case: Case) -> None:
+    whole = patched(case.patcher, tiles=1, shared="none", dense_layers=0)
+    assert torch.allclose(case.run(whole), case.run(case.patcher), rtol=0, atol=1e-12)
+
+
+def test_original_is_not_touched(case: Case) -> None:
+    before = case.run(case.patcher)
+    clone = patched(case.patcher)
+    case.run(clone)
+    assert clone is not case.patcher
+    assert case.patcher.wrappers == {}
+    assert case.patcher.model_options == {"transformer_options": {}}
+    assert torch.equal(case.run(case.patcher), before)
+    assert not torch.equal(case.run(clone), before)
+
+
+def test_second_node_replaces_the_first() -> None:
+    case = CASES["FLUX"]()
+    twice = patched(patched(case.patcher, tiles=9), tiles=4)
+    assert torch.equal(case.run(twice), case.run(patched(case.patcher, tiles=4)))
+    assert len(twice.wrappers[standin.APPLY_MODEL]["nearfield"]) == 1
+
+
+@pytest.mark.parametrize("fields", [{"far": 16}, {"share": "keys"}, {"shared": "distributed"}])
+def test_fields_change_what_is_read(fields: dict[str, Any]) -> None:
+    case = CASES["Wan"]()
+    assert not torch.allclose(case.run(patched(case.patcher, **fields)), case.run(patched(case.patcher)))
+
+
+def test_first_steps_are_dense() -> None:
+    """Two of five; and what lies between two steps belongs to the later one."""
+    case = CASES["Qwen-Image"]()
+    clone = patched(case.patcher, dense_steps=0.4)
+    same = [torch.equal(case.run(clone, step), case.run(case.patcher, step)) for step in range(5)]
+    assert same == [True, True, False, False, False]
+    method = Hilbert(dense_steps=0.4)
+    levels = torch.tensor([1.0, 0.9, 0.8, 0.8 * (1 - 1e-6), 0.7, 0.6])
+    dense = [PATCHING.is_dense_step(method, level.expand(2), SIGMAS) for level in levels]
+    assert dense == [True, True, True, True, False, False]
+    assert not PATCHING.is_dense_step(method, levels[:1], None)
+
+
+def test_dense_layers_are_the_first() -> None:
+    case = CASES["Qwen-Image"]()
+    assert torch.equal(case.run(patched(case.patcher, dense_layers=4)), case.run(case.patcher))
+    assert not torch.equal(case.run(patched(case.patcher, dense_layers=3)), case.run(case.patcher))
+
+
+def key_mask(dims: int) -> Tensor:
+    keys = torch.arange(JOINED.num_tokens) >= 3  # some text is padding
+    return keys.reshape((1,) * (dims - 1) + (-1,))
+
+
+@pytest.mark.parametrize("dims", [2, 3, 4])
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_masks_of_keys_hide_keys(dims: int, is_bool: bool) -> None:
+    mask = key_mask(dims)
+    if not is_bool:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    case = CASES["FLUX"]()
+    case.conditions["attention_mask"] = mask
+    whole = patched(case.patcher, tiles=1, shared="none", dense_layers=0)
+    masked = case.run(whole)
+    assert torch.allclose(masked, case.run(case.patcher), rtol=0, atol=1e-12)
+    del case.conditions["attention_mask"]
+    assert not torch.allclose(masked, case.run(whole))
+
+
+def test_masks_of_pairs_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES["FLUX"]()
+    case.conditions["attention_mask"] = torch.ones(JOINED.num_tokens, JOINED.num_tokens).tril().bool()
+    with caplog.at_level(logging.INFO, "nearfield.comfyui"):
+        assert torch.equal(case.run(patched(case.patcher)), case.run(case.patcher))
+    told = "nearfield: 7 text + 11x13: 5 calls dense, a mask that differs between queries"
+    assert caplog.messages == [told]
+
+
+def test_says_once_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES["Wan"]()
+    clone = patched(case.patcher)
+    with caplog.at_level(logging.INFO, "nearfield.comfyui"):
+        case.run(clone)
+        case.run(clone)
+    assert caplog.messages == ["nearfield: 3x8x10: 1 calls dense, dense_layers=1; 2 calls sparse"]
+
+
+def test_says_where_nothing_was_sparse(caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens that another node added: which of them are the image cannot be known."""
+    case = CASES["FLUX"]()
+    clone = patched(case.patcher)
+    with_more = standin.Flux.tokens
+    flux = case.patcher.model.diffusion_model
+    flux.tokens = lambda x, image: torch.cat([with_more(flux, x, image)] * 2, 1)
+    assert torch.equal(case.run(clone), case.run(case.patcher))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "no attention call had the tokens of 7 text + 11x13" in record.message
+
+
+def test_video_as_short_as_its_text_stays_dense() -> None:
+    """A length could not tell self-attention from cross-attention."""
+    case = Case(standin.WanModel, (1, 2, 14), [])
+    assert case.text.shape[1] == 7
+    assert torch.equal(case.run(patched(case.patcher, dense_layers=0)), case.run(case.patcher))
+
+
+def test_other_overrides_serve_the_dense_calls() -> None:
+    case = CASES["Wan"]()
+    seen = []
+
+    def other(attention: Any, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(args[1].shape[1])
+        return attention(*args, **kwargs)
+
+    case.patcher.model_options["transformer_options"]["optimized_attention_override"] = other
+    case.run(patched(case.patcher))
+    assert seen == [240, 7, 7, 7], "the dense first layer, and cross-attention"
+
+
+def test_heads_stay_apart_if_asked() -> None:
+    """`skip_output_reshape`, and a `scale` of one's own."""
+    geometry = Geometry((8, 8), text=5)
+    query, key, value = (torch.randn(1, 2, 69, 16, dtype=torch.float64) for _ in range(3))
+    call = PATCHING.SparseCall(Hilbert(tiles=1, shared="none", dense_layers=0), {69: geometry}, 1)
+    options = {"skip_reshape": True, "skip_output_reshape": True, "scale": 0.3}
+    out = call(standin.optimized_attention, query, key, value, 2, **options)
+    assert torch.allclose(out, scaled_dot_product_attention(query, key, value, scale=0.3), rtol=0, atol=1e-12)
+
+
+class UNetModel(torch.nn.Module):
+    pass
+
+
+class VaceWanModel(standin.WanModel):
+    pass
+
+
+SUPPORTED = (
+    "`model` must be one of FLUX (Flux), Stable Diffusion 3 (OpenAISignatureMMDITWrapper), Qwen-Image"
+    " (QwenImageTransformer2DModel), Wan (WanModel); got {}. Leave the node out for other models."
+)
+
+
+@pytest.mark.parametrize("kind", [UNetModel, VaceWanModel])
+def test_unknown_models_are_refused(kind: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        patched(standin.ModelPatcher(standin.BaseModel(kind())))
+    assert str(error.value) == SUPPORTED.format(kind.__name__)
+
+
+def test_wrong_fields_are_refused_by_the_method() -> None:
+    with pytest.raises(ValueError) as error:
+        patched(CASES["FLUX"]().patcher, far=1)
+    assert str(error.value) == "`far` must be at least 2; got 1."
+
+
+def test_node_offers_the_fields_of_the_method() -> None:
+    inputs = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"].INPUT_TYPES()["required"]
+    assert list(inputs) == ["model", *FIELDS]
+    for name in FIELDS:
+        default = inputs[name][1]["default"]
+        wanted = getattr(Hilbert(), name)
+        assert default == (wanted if wanted is not None else {"tiles": 16, "far": 0}[name])
+    assert set(NODES.NODE_CLASS_MAPPINGS) == set(NODES.NODE_DISPLAY_NAME_MAPPINGS)
+
+
+# -- the workflow --------------------------------------------------------------------------------------------------
+
+WORKFLOW = json.loads((FOLDER / "workflows" / "flux_hilbert.json").read_text(encoding="utf-8"))
+
+
+def test_workflow_holds_together() -> None:
+    """Links join slots that exist, from both sides and of one type, and the node's values are those of its fields."""
+    nodes = {node["id"]: node for node in WORKFLOW["nodes"]}
+    for link, source, source_slot, target, target_slot, kind in WORKFLOW["links"]:
+        out, into = nodes[source]["outputs"][source_slot], nodes[target]["inputs"][target_slot]
+        assert link in out["links"]
+        assert into["link"] == link
+        assert out["type"] == into["type"] == kind
+    (ours,) = (node for node in nodes.values() if node["type"] in NODES.NODE_CLASS_MAPPINGS)
+    inputs = NODES.NODE_CLASS_MAPPINGS[ours["type"]].INPUT_TYPES()["required"]
+    assert [entry["name"] for entry in ours["inputs"]] == ["model"]
+    fields = dict(zip(list(inputs)[1:], ours["widgets_values"], strict=True))
+    patched(CASES["FLUX"]().patcher, **fields)
+    assert all(fields[name] in inputs[name][0] for name in ("shared", "share"))
+    assert get_args(Hilbert.__annotations__["shared"]) == tuple(inputs["shared"][0])
+
+
+# -- ComfyUI itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("NEARFIELD_COMFYUI" not in os.environ, reason="needs NEARFIELD_COMFYUI=folder")
+@pytest.mark.parametrize("model", ["flux", "sd3", "qwen", "wan"])
+def test_comfyui_itself(model: str) -> None:
+    """In a process of its own: ComfyUI's `comfy` has the name of the folder that holds the nodes."""
+    program = ROOT / "tests" / "comfy_models.py"
+    command = [sys.executable, str(program), os.environ["NEARFIELD_COMFYUI"], model]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("as the plans say")
