@@ -132,8 +132,8 @@ class SparseCall:
 class Attention(NamedTuple):
     """The arguments of one of ComfyUI's attention functions.
 
-    `query`, `key`, `value` are `[B, N, H * D]`, or `[B, H, N, D]` where `is_split`; so is the result, by
-    `leaves_split`.
+    `query`, `key`, `value` are `[B, N, H * D]` or `[B, N, H, D]`, and where `is_split` `[B, H, N, D]`. The result is
+    `[B, N, H * D]`, and where `leaves_split` `[B, H, N, D]`.
     """
 
     query: Tensor
@@ -165,11 +165,11 @@ class Attention(NamedTuple):
 
     @property
     def num_queries(self) -> int:
-        return self.query.shape[-2]
+        return self.query.shape[2 if self.is_split else 1]
 
     @property
     def num_keys(self) -> int:
-        return self.key.shape[-2]
+        return self.key.shape[2 if self.is_split else 1]
 
     @property
     def has_own_masks(self) -> bool:
@@ -189,7 +189,8 @@ class Attention(NamedTuple):
         """Tokens in order, heads apart."""
         if self.is_split:
             return ordering.enter(x, dim=2)
-        return ordering.enter(x, dim=1).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        # SD3 passes values whose heads are apart already.
+        return ordering.enter(x, dim=1).flatten(2).unflatten(2, (self.heads, -1)).transpose(1, 2)
 
     def left(self, out: Tensor, ordering: Ordering) -> Tensor:
         """Tokens in raster order; heads as ComfyUI wants them, in the same copy."""

@@ -22,26 +22,27 @@ JOINED = Geometry((11, 13), text=TEXT)
 
 
 def flux(operations: Any) -> tuple[Any, tuple[int, ...], list[Geometry], dict[str, Any]]:
-    from comfy.ldm.flux.model import Flux
+    from comfy.ldm.flux.model import Flux, FluxParams
 
-    model = Flux(
-        in_channels=4,
-        out_channels=4,
-        vec_in_dim=8,
-        context_in_dim=8,
-        hidden_size=32,
-        mlp_ratio=2.0,
-        num_heads=2,
-        depth=2,
-        depth_single_blocks=3,
-        axes_dim=[4, 6, 6],
-        theta=10000,
-        patch_size=2,
-        qkv_bias=True,
-        guidance_embed=True,
-        txt_ids_dims=[],
-        operations=operations,
-    )
+    fields = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "vec_in_dim": 8,
+        "context_in_dim": 8,
+        "hidden_size": 32,
+        "mlp_ratio": 2.0,
+        "num_heads": 2,
+        "depth": 2,
+        "depth_single_blocks": 3,
+        "axes_dim": [4, 6, 6],
+        "theta": 10000,
+        "patch_size": 2,
+        "qkv_bias": True,
+        "guidance_embed": True,
+    }
+    if "txt_ids_dims" in FluxParams.__dataclass_fields__:  # since FLUX.2
+        fields["txt_ids_dims"] = []
+    model = Flux(**fields, operations=operations)
     references = [torch.randn(2, 4, 12, 16)]
     edited = Geometry((11, 13), text=TEXT, references=((6, 8),))
     conditions = {"y": torch.randn(2, 8), "guidance": torch.full((2,), 3.5), "ref_latents": references}

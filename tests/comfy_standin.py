@@ -134,7 +134,7 @@ def optimized_attention(
     **kwargs: Any,
 ) -> Tensor:
     if not skip_reshape:
-        q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.flatten(2).unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     if mask is not None:
         mask = mask[None] if mask.dim() == 2 else mask
         mask = mask[:, None] if mask.dim() == 3 else mask
@@ -148,21 +148,23 @@ class Masked:
     def __init__(self, method: Hilbert, calls: list[Geometry]) -> None:
         self.method, self.left, self.layer = method, list(calls), 0
 
-    def __call__(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(
+        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **kwargs: Any
+    ) -> Tensor:
         if q.shape[-2] != k.shape[-2]:
-            return attention(q, k, v, *args, **kwargs)
+            return attention(q, k, v, heads, mask, **kwargs)
         geometry, layer = self.left.pop(0), self.layer
         self.layer += 1
         assert q.shape[-2] == geometry.num_tokens
         if layer == 0:  # dense_layers=1
-            return attention(q, k, v, *args, **kwargs)
+            return attention(q, k, v, heads, mask, **kwargs)
         order = self.method.ordering(geometry).order + geometry.text
         order = torch.cat([torch.arange(geometry.text), order])
         in_order = self.method.plan(geometry, layer).to_mask()[0, 0]
         mask = torch.zeros_like(in_order)
         mask[order[:, None], order[None]] = in_order
         assert not mask.all()
-        return attention(q, k, v, *args, **kwargs | {"mask": mask})
+        return attention(q, k, v, heads, mask, **kwargs)
 
 
 class Projections(nn.Module):
@@ -219,7 +221,9 @@ class _Joint(nn.Module):
             joined = [x.unflatten(2, (HEADS, -1)).transpose(1, 2) for x in joined]
             out = optimized_attention(*joined, HEADS, skip_reshape=True, **kwargs)
         else:
-            out = optimized_attention(*joined, heads=HEADS, **kwargs)
+            query, key, value = joined
+            value = value.unflatten(2, (HEADS, -1))  # as SD3 leaves it
+            out = optimized_attention(query, key, value, HEADS, None, **kwargs)
         return image + out[:, text.shape[1] :], text + out[:, : text.shape[1]]
 
 
