@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation: `python docs/build.py`.
+"""Make the pictures of the documentation, and the page of what works where: `python docs/build.py`.
 
 Everything is drawn from the library itself, so a picture cannot show a pattern that the code does not compute.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
+
+import support  # noqa: E402
 
 from nearfield import Geometry, Hilbert, plots  # noqa: E402
 from nearfield.bench import demo, show  # noqa: E402
@@ -35,6 +37,7 @@ def main() -> None:
         plots.recall_lines(IMAGES / f"{path.stem}.png", document["results"], document["source"]["kind"])
     document = json.loads((RESULTS / "scaling.json").read_text(encoding="utf-8"))
     plots.scaling_lines(IMAGES / "scaling.png", document["results"])
+    support.write()
     for picture in sorted(IMAGES.glob("*.png")):
         print(f"{picture.relative_to(ROOT)}  {picture.stat().st_size / 1024:.0f} KiB")
 

@@ -1,0 +1,225 @@
+"""Make the page of what works where: `python docs/build.py` writes it, and a test holds it.
+
+Three sources, none of them written by hand: what the adapters' tables say of a model, what is tried here (every method
+in every model, tiny and random), and which models the tests of a feature run for.
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "support.md"
+sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in sys.path]
+
+from tests import tiny_models  # noqa: E402
+
+import nearfield  # noqa: E402
+from nearfield import BlockTopK, FineGrained, GatedBlocks, Hilbert, LogLinear, Merge, SparseLinear  # noqa: E402
+from nearfield.adapters.blocks import BLOCKS  # noqa: E402
+from nearfield.adapters.spec import Spec  # noqa: E402
+from nearfield.adapters.specs import SPECS  # noqa: E402
+from nearfield.methods import BipartiteMerge, StridedKeys  # noqa: E402
+
+# In float64 two orders of the same sums differ by much less; what a method leaves out, by much more. Rotary tables are
+# float32, in which a difference of the last bit may be rounded.
+SAME = 1e-6
+
+TINY: dict[str, str] = {
+    "FluxTransformer2DModel": "flux",
+    "Flux2Transformer2DModel": "flux2",
+    "SD3Transformer2DModel": "sd3",
+    "PixArtTransformer2DModel": "pixart",
+    "QwenImageTransformer2DModel": "qwen",
+    "ZImageTransformer2DModel": "z_image",
+    "UNet2DConditionModel": "sdxl",
+    "WanTransformer3DModel": "wan",
+    "HunyuanVideoTransformer3DModel": "hunyuan",
+    "LTXVideoTransformer3DModel": "ltx",
+}
+"""The tiny model of each class; others of the same class have names that begin with it."""
+
+
+class Tried(NamedTuple):
+    """A method to try: with fields that leave something out, and, where there are such, with fields that do not."""
+
+    method: Any
+    whole: dict[str, Any] | None = None
+
+
+METHODS: dict[str, Tried] = {
+    "Hilbert": Tried(Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0), {"tiles": 1}),
+    "BlockTopK": Tried(BlockTopK(16, 8, keep=0.5, dense_layers=0, dense_steps=0), {"keep": 1.0}),
+    "FineGrained": Tried(FineGrained(16, 2, predict="online", mass=0.5, guard=None), {"mass": 1.0}),
+    "LogLinear": Tried(LogLinear(block=4, topk=1)),
+    "GatedBlocks": Tried(GatedBlocks(block=4, topk=1)),
+    "SparseLinear": Tried(SparseLinear(block=4, topk=1)),
+    "StridedKeys": Tried(StridedKeys(2, dense_layers=0, dense_steps=0), {"stride": 1}),
+    "Merge": Tried(Merge(0.5, region_size=16, skip_blocks=(0, 0)), {"ratio": 0.0}),
+    "BipartiteMerge": Tried(BipartiteMerge(0.5, skip_blocks=(0, 0)), {"ratio": 0.0}),
+}
+
+COVERED: dict[str, tuple[tuple[str, str], ...]] = {
+    "ControlNet": (("test_adapters", "test_controlnet_residuals_meet_their_tokens"),),
+    "LoRA": (
+        ("test_adapters_features", "test_lora_loaded_and_unloaded_between_calls"),
+        ("test_adapters_video", "test_lora_loaded_and_unloaded_between_calls"),
+    ),
+    "blocks compiled": (
+        ("test_adapters_features", "test_compiled_blocks_take_any_size"),
+        ("test_adapters_video", "test_compiled_blocks"),
+    ),
+    "compiled whole": (("test_adapters_features", "test_whole_model_compiled"),),
+    "gradients": (
+        ("test_adapters_features", "test_gradients_with_and_without_checkpointing"),
+        ("test_adapters_video", "test_gradients_with_and_without_checkpointing"),
+    ),
+}
+"""Features, and the tests that run them for models by name."""
+
+STATED: dict[str, Callable[[Spec], bool]] = {
+    "references": lambda spec: spec.takes_references,
+    "video": lambda spec: spec.is_video,
+    "merged blocks": lambda spec: spec.model in BLOCKS,
+    "split over ranks": lambda spec: spec.can_split,
+}
+"""Features that the tables of the adapters state."""
+
+
+TEXT = """# Support matrix
+
+Made by `make docs` from the adapters' tables and the tests; a test fails where it is out of date. What users call these
+models, and what goes together with what, is on the page of [models](models.md).
+
+## Models and methods
+
+Every method was tried in a tiny model of each class with random weights, in float64, while this page was made.
+
+- **exact**: with fields that read everything, or merge nothing, it is the stock model; with others it is not.
+- **runs**: it changes what the model computes and has no such fields; the tests of the method hold it.
+- **-**: refused with a reason.
+
+{methods}
+
+## Models and features
+
+The adapters' tables state: {stated}. In the other columns a mark says that a test of the feature runs for this class.
+Where there is none, the feature was not tested with the class, or diffusers does not have it.
+
+{features}
+"""
+
+
+def page() -> str:
+    features = {name: covered(tests) for name, tests in COVERED.items()}
+    header = ["model", "sequence", *STATED, *features]
+    rows = [
+        [
+            f"`{spec.model}`",
+            sequence(spec),
+            *(_tick(states(spec)) for states in STATED.values()),
+            *(_tick(_is_among(spec, names)) for names in features.values()),
+        ]
+        for spec in SPECS
+    ]
+    methods = [[f"`{spec.model}`", *(tried(spec, one) for one in METHODS.values())] for spec in SPECS]
+    return TEXT.format(
+        methods=_table(["model", *(f"`{name}`" for name in METHODS)], methods),
+        features=_table(header, rows),
+        stated=", ".join(STATED),
+    )
+
+
+def sequence(spec: Spec) -> str:
+    image = "video" if spec.is_video else "image"
+    if not spec.text:
+        return image
+    return f"text, {image}" if spec.text_first else f"{image}, text"
+
+
+def tried(spec: Spec, one: Tried) -> str:
+    """What comes of a method in a model of this class."""
+    make, inputs_of = (tiny_models.MODELS | tiny_models.VIDEO_MODELS)[TINY[spec.model]]
+    grid = (3, 4, 6) if spec.is_video else (8, 12)
+    model, inputs = make().double(), _double(inputs_of(grid))
+    stock = _run(model, inputs)
+    sparse = _applied(model, inputs, one.method)
+    if sparse is None:
+        return "-"
+    if not torch.isfinite(sparse).all() or torch.allclose(sparse, stock, rtol=0, atol=SAME):
+        return "wrong"
+    if one.whole is None:
+        return "runs"
+    whole = _applied(model, inputs, replace(one.method, **one.whole))
+    return "exact" if whole is not None and torch.allclose(whole, stock, rtol=0, atol=SAME) else "wrong"
+
+
+def _applied(model: Any, inputs: dict[str, Any], method: Any) -> Tensor | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of methods for models that are trained with them
+        try:
+            handle = nearfield.apply(model, method)
+        except (ValueError, NotImplementedError):
+            return None
+        with handle:
+            try:
+                return _run(model, inputs)
+            except (ValueError, NotImplementedError):
+                return None
+
+
+def covered(tests: Iterable[tuple[str, str]]) -> set[str]:
+    """The names of models, and whatever else is a word, that some tests are parametrised by."""
+    words: set[str] = set()
+    for module, name in tests:
+        test = getattr(importlib.import_module(f"tests.{module}"), name)
+        for mark in test.pytestmark:
+            if mark.name == "parametrize":
+                words |= {value for value in mark.args[1] if isinstance(value, str)}
+    return words
+
+
+def _is_among(spec: Spec, names: set[str]) -> bool:
+    """Also where a test runs for a variant of the class: `wan_ti2v` is Wan, but `flux2` is not FLUX.1."""
+    tiny = TINY[spec.model]
+    return any(name == tiny or name.startswith(f"{tiny}_") for name in names)
+
+
+def _run(model: Any, inputs: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return tiny_models.first(model(**inputs))
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _double(item) for name, item in value.items()}
+    return [_double(item) for item in value] if isinstance(value, list) else value
+
+
+def _tick(is_so: bool) -> str:
+    return "yes" if is_so else ""
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [" | ".join(line) for line in [header, *rows]]
+    return "\n".join(f"| {line} |" for line in [lines[0], " | ".join(["---"] * len(header)), *lines[1:]])
+
+
+def write() -> None:
+    """The page, whole or not at all."""
+    draft = PAGE.with_suffix(".draft")
+    draft.write_text(page(), encoding="utf-8")
+    draft.replace(PAGE)
+
+
+if __name__ == "__main__":
+    write()
