@@ -5,6 +5,7 @@ become pages of the site; programs and data are shown as they are. The order of 
 index.md.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = {"start.md": "README.md"} | {
     name: name for name in ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")
 }
-SHOWN = ("examples/*.py", "benchmarks/*.sh", "LICENSE")
+SHOWN = ("examples/*.py", "examples/*.ipynb", "benchmarks/*.sh", "LICENSE")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 ROW = re.compile(r"^\| \[([^]]+)\]\(([^)]+\.md)\)", re.MULTILINE)
 
@@ -35,10 +36,21 @@ def on_files(files: Files, config: Any) -> Files:
     for pattern in SHOWN:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
-            language = {".py": "python", ".sh": "sh"}.get(path.suffix, "text")
-            content = f"# {name}\n\n```{language}\n{path.read_text(encoding='utf-8')}\n```\n"
+            content = path.read_text(encoding="utf-8")
+            content = _notebook(content) if path.suffix == ".ipynb" else _program(name, path.suffix, content)
             files.append(File.generated(config, f"{name}.md", content=content))
     return files
+
+
+def _program(name: str, suffix: str, text: str) -> str:
+    language = {".py": "python", ".sh": "sh"}.get(suffix, "text")
+    return f"# {name}\n\n```{language}\n{text}\n```\n"
+
+
+def _notebook(text: str) -> str:
+    """Its words and its code; it has no outputs."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(f"```python\n{cell}\n```" if kind == "code" else cell for kind, cell in cells)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

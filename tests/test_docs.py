@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import json
 import re
 import runpy
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from nearfield import cli
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -75,6 +77,35 @@ def test_pages_have_blocks() -> None:
 def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
+def test_notebook_runs(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells from top to bottom in one namespace, as a kernel would. What it showed is not committed."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    document = json.loads(notebook.read_text(encoding="utf-8"))
+    cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for cell in cells:
+            exec(compile("".join(cell["source"]), f"{notebook.name}:{cell['id']}", "exec"), namespace)
+        assert len(pyplot.get_fignums()) >= 2
+    finally:
+        pyplot.close("all")
+    assert capsys.readouterr().out
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 5
+    assert len(NOTEBOOKS) >= 1
+
+
+def test_readme_lists_every_example() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path in [*EXAMPLES, *NOTEBOOKS]:
+        assert f"](examples/{path.name})" in readme
 
 
 def test_index_lists_every_page_once() -> None:
