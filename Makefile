@@ -25,10 +25,11 @@ GLUON_STAMPS := $(GLUON_TRITONS:%=.cache/triton-%/.installed)
 
 STUDIO := .cache/studio
 STUDIO_PINS := gradio==6.31.0 pillow==12.3.0
+PACKAGE := .cache/package
 PACKAGES := -c 'import site; print(site.getsitepackages()[0])'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-studio check format bench docs test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
+.PHONY: help demo test test-studio check format bench docs package test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +76,19 @@ docs: $(STAMP) ## draw the pictures of the documentation and build its site
 	$(BIN)/python docs/build.py
 	$(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
+
+# Tried in an environment that has what .venv has, but not the checkout; from a folder outside of it.
+package: $(STAMP) ## build wheel and sdist into dist/, install each and try it
+	rm -rf dist $(PACKAGE)
+	$(BIN)/python -m hatchling build -t wheel -t sdist -d dist
+	$(PYTHON) -m venv $(PACKAGE)
+	$(abspath $(BIN))/python $(PACKAGES) > $$($(PACKAGE)/bin/python $(PACKAGES))/base.pth
+	cp tests/package_smoke.py $(PACKAGE)/smoke.py
+	set -e; for archive in dist/*.whl dist/*.tar.gz; do \
+		$(PACKAGE)/bin/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
+			--no-build-isolation --force-reinstall $$archive; \
+		(cd $(PACKAGE) && bin/python smoke.py "$$PWD/bin/nearfield"); \
+	done
 
 gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU
 	@set -e; for version in $(GLUON_TRITONS); do \

@@ -1,0 +1,89 @@
+"""The wheel holds the package and nothing else, the sdist what one works on it with.
+
+Built without network, by the build backend itself. `make package` installs both and tries them.
+"""
+
+import configparser
+import email
+import importlib.util
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import nearfield
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "nearfield"
+INFO = f"nearfield-{nearfield.__version__}.dist-info"
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="needs hatchling")
+
+
+def build(kind: str, source: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def package_files() -> set[str]:
+    files = (path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(SOURCE.parent).as_posix() for path in files}
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    about = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    assert set(contents(wheel)) == package_files() | {f"{INFO}/{name}" for name in about}
+    must = {"py.typed", "demo/weights/taef2_encoder.safetensors", "demo/weights/taef2_decoder.safetensors"}
+    must |= {
+        "demo/weights/LICENSE-TAEF2",
+        "quality/weights/lpips_alex.safetensors",
+        "quality/weights/LICENSE",
+    }
+    assert {f"nearfield/{name}" for name in must} <= set(contents(wheel))
+
+
+def test_wheel_says_what_it_is(wheel: Path) -> None:
+    inside = contents(wheel)
+    scripts = configparser.ConfigParser()
+    scripts.read_string(inside[f"{INFO}/entry_points.txt"].decode())
+    assert dict(scripts["console_scripts"]) == {"nearfield": "nearfield.cli:main"}
+    facts = email.message_from_bytes(inside[f"{INFO}/METADATA"])
+    assert facts["Version"] == nearfield.__version__
+    always = [line for line in facts.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert always == ["torch>=2.11"], "torch is all that is always needed"
+    assert {"diffusers", "triton", "studio"} <= set(facts.get_all("Provides-Extra", []))
+
+
+def test_sdist_holds_the_package_and_what_works_on_it(tmp_path: Path) -> None:
+    """What its Makefile and tests name is there; what was made on this machine is not."""
+    with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
+        held = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert {name for name in held if name.startswith("src/")} == {f"src/{name}" for name in package_files()}
+    wanted = {
+        "Makefile",
+        "constraints.txt",
+        "pyproject.toml",
+        ".ci/run",
+        "mkdocs.yml",
+        "tests/tiny_models.py",
+    }
+    wanted |= {"comfy/nodes.py", "docs/support.py", "examples/first_look.ipynb", "benchmarks/train_demo.sh"}
+    assert wanted <= held
+    made = (".venv", ".cache", "dist", "site", "__pycache__")
+    assert not [name for name in held if set(name.split("/")) & set(made)]
