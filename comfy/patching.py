@@ -105,6 +105,8 @@ class SparseCall:
             return f"dense, dense_steps={self.method.dense_steps}"
         if call.has_own_masks:
             return "dense, a mask that differs between queries"
+        if call.mask is not None and not self.method.weighs_image_keys:
+            return "dense, a mask, of which summaries of a far field know nothing"
         if call.has_shared_heads:
             return "dense, heads share keys"
         reason = self.method.dense_layer_reason(layer, self.num_layers)

@@ -176,7 +176,8 @@ def test_dense_layers_are_the_first() -> None:
 
 
 def key_mask(dims: int) -> Tensor:
-    keys = torch.arange(JOINED.num_tokens) >= 3  # some text is padding
+    keys = torch.arange(JOINED.num_tokens) >= 3  # some text is padding, and part of the image is hidden
+    keys[40:75] = False
     return keys.reshape((1,) * (dims - 1) + (-1,))
 
 
@@ -204,6 +205,14 @@ def test_masks_of_pairs_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [told]
 
 
+def test_masks_stay_dense_with_a_far_field(caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES["FLUX"]()
+    case.conditions["attention_mask"] = key_mask(2)
+    with caplog.at_level(logging.INFO, "nearfield.comfyui"):
+        assert torch.equal(case.run(patched(case.patcher, far=16)), case.run(case.patcher))
+    assert "5 calls dense, a mask, of which summaries of a far field know nothing" in caplog.messages[0]
+
+
 def test_says_once_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
     case = CASES["Wan"]()
     clone = patched(case.patcher)
@@ -226,11 +235,22 @@ def test_says_where_nothing_was_sparse(caplog: pytest.LogCaptureFixture) -> None
     assert "no attention call had the tokens of 7 text + 11x13" in record.message
 
 
-def test_video_as_short_as_its_text_stays_dense() -> None:
+def test_video_as_long_as_its_text_stays_dense() -> None:
     """A length could not tell self-attention from cross-attention."""
-    case = Case(standin.WanModel, (1, 2, 14), [])
-    assert case.text.shape[1] == 7
-    assert torch.equal(case.run(patched(case.patcher, dense_layers=0)), case.run(case.patcher))
+    case = CASES["Wan, one frame"]()
+    case.text = torch.randn(2, 11 * 13, 8, dtype=torch.float64)
+    assert torch.equal(case.run(patched(case.patcher)), case.run(case.patcher))
+    case.text = case.text[:, 1:]
+    assert not torch.equal(case.run(patched(case.patcher)), case.run(case.patcher))
+
+
+def test_options_of_the_caller_are_not_written_to() -> None:
+    """Else the override of one call would be found by the next."""
+    case = CASES["FLUX"]()
+    clone = patched(case.patcher)
+    options = {"wrappers": clone.wrappers}
+    clone.model.apply_model(case.latent, SIGMAS[:1], c_crossattn=case.text, transformer_options=options)
+    assert list(options) == ["wrappers"]
 
 
 def test_other_overrides_serve_the_dense_calls() -> None:
