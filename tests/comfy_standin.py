@@ -1,6 +1,6 @@
 """A stand-in for ComfyUI (GPL-3, no package): its calling convention at tiny sizes, written anew.
 
-It follows ComfyUI as of autumn 2025 (0.3.60 and later): `ModelPatcher.clone` and its keyed wrappers; a model's
+It follows the sources that docs/comfyui.md names, by commit: `ModelPatcher.clone` and its keyed wrappers; a model's
 `apply_model` around `_apply_model` by wrappers of the kind "apply_model"; models that hand `transformer_options` to
 every attention call; attention functions that look for `optimized_attention_override` in it, except inside an override.
 The models keep what matters to a token: where the text stands, where positions are added, how heads are laid out in a
