@@ -16,7 +16,8 @@ class Pattern:
     Args:
         name: for people, and to know it again.
         fields: of the method.
-        method: "hilbert", "window" (a disc around each token, as CLEAR reads) or "band" (a run of the raster order).
+        method: "hilbert", "window" (a disc around each token, as CLEAR reads), "band" (a run of the raster order), or
+            the class of another method, as a recipe names it ("Merge", "LogLinear" ...).
         weights: another model file than the one given for all, such as one that was trained with the pattern.
         lora: a LoRA for this pattern.
     """
@@ -36,6 +37,24 @@ class Pattern:
 def _sparse(name: str, **fields: Any) -> Pattern:
     """With nothing dense, unless the fields say so: what the pattern itself does."""
     return Pattern(name, {"dense_layers": 0, "dense_steps": 0} | fields)
+
+
+def _chosen(name: str, method: str, **fields: Any) -> Pattern:
+    """A method that chooses by what the tokens hold, with nothing dense."""
+    return Pattern(name, {"dense_layers": 0, "dense_steps": 0} | fields, method)
+
+
+def _merge_fields(**fields: Any) -> Fields:
+    """Of `Merge`; all but the first block of each kind merge, for the embedded model has few."""
+    return {"skip_blocks": (1, 1)} | fields
+
+
+def _merge_then_tiles(tiles: int) -> Pattern:
+    parts = {
+        "merge": {"method": "Merge", "fields": _merge_fields()},
+        "attention": {"method": "Hilbert", "fields": {"dense_layers": 0, "dense_steps": 0, "tiles": tiles}},
+    }
+    return Pattern(f"merge 0.5, {tiles} tiles", parts, "Merged")
 
 
 GROUPS: dict[str, Sequence[Pattern]] = {
@@ -72,7 +91,35 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12)),
         *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512)),
     ],
+    "chosen": [
+        *(_chosen(f"LogLinear, top {topk}", "LogLinear", topk=topk) for topk in (8, 16)),
+        *(
+            _chosen(f"FineGrained, {weight}", "FineGrained", threshold=weight)
+            for weight in ("0.25/N", "0.5/N", "1/N")
+        ),
+        *(
+            _chosen(f"FineGrained online, {mass:.0%}", "FineGrained", predict="online", mass=mass)
+            for mass in (0.9, 0.7)
+        ),
+        *(_chosen(f"BlockTopK, {keep:.0%}", "BlockTopK", keep=keep) for keep in (0.25, 0.5)),
+    ],
+    "merge": [
+        Pattern(f"merge {ratio}, {region}", _merge_fields(ratio=ratio, region=region), "Merge")
+        for region in ("run", "window", "global")
+        for ratio in (0.25, 0.5, 0.75)
+    ],
+    "peers": [
+        *(
+            Pattern(f"bipartite {ratio}", _merge_fields(ratio=ratio), "BipartiteMerge")
+            for ratio in (0.25, 0.5, 0.75)
+        ),
+        _chosen("strided keys", "StridedKeys"),
+    ],
+    "together": [_merge_then_tiles(tiles) for tiles in (4, 16)],
 }
+
+ALL_METHODS = ("tiles", "default", "far", "chosen", "merge", "peers", "together")
+"""Groups in which every method of the library has its place."""
 
 
 def read_patterns(text: str) -> list[Pattern]:

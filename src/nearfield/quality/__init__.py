@@ -4,6 +4,7 @@ from nearfield.quality.fid import (
     Estimate,
     PrecisionRecall,
     Statistics,
+    cosine_distance,
     features_of,
     frechet_distance,
     kernel_distance,
@@ -13,7 +14,14 @@ from nearfield.quality.images import ImageSet, open_images
 from nearfield.quality.inception import Inception, load_inception
 from nearfield.quality.lpips import Lpips, load_lpips
 from nearfield.quality.results import QualityRow, pairs_kept, pareto_front
-from nearfield.quality.seams import Borders, SeamEnergy, line_gradients, seam_energy, tile_borders
+from nearfield.quality.seams import (
+    Borders,
+    SeamEnergy,
+    line_gradients,
+    region_borders,
+    seam_energy,
+    tile_borders,
+)
 from nearfield.quality.similarity import psnr, ssim
 
 __all__ = [
@@ -26,6 +34,7 @@ __all__ = [
     "QualityRow",
     "SeamEnergy",
     "Statistics",
+    "cosine_distance",
     "features_of",
     "frechet_distance",
     "kernel_distance",
@@ -37,6 +46,7 @@ __all__ = [
     "pareto_front",
     "precision_recall",
     "psnr",
+    "region_borders",
     "seam_energy",
     "ssim",
     "tile_borders",

@@ -204,6 +204,14 @@ def _parts(points: Tensor, others: Tensor) -> tuple[Tensor, ...]:
     return parts
 
 
+def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
+    """1 minus the cosine of the features `[n, d]` of images in pairs, `[n]` float64: 0 for equal ones."""
+    _check_features(first, second)
+    if len(first) != len(second):
+        wrong_value("second", f"have as many images as the first ({len(first)})", len(second))
+    return 1 - torch.cosine_similarity(first.double(), second.double())
+
+
 def _check_features(first: Tensor, second: Tensor) -> None:
     check_tensor("first", first, dims=2, hint="Expected [images, features].")
     check_tensor("second", second, dims=2, hint="Expected [images, features].")

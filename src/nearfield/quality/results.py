@@ -29,6 +29,10 @@ class QualityRow:
         lpips, psnr, ssim: against the dense images of the same seeds.
         seam, seam_error: seam energy on the pattern's lines, and its standard error.
         dense_seam: that of the dense images on the same lines.
+        inception_distance, efficientnet_distance: to the dense images of the same seeds, 1 minus the cosine of the
+            features of a network.
+        tokens_kept: share of the image tokens that is left in blocks that merge.
+        milliseconds, dense_milliseconds: of a denoising step, and of the dense model's beside it in the same run.
         settings: fields of the method, steps, size, whether the model was tuned: what it takes to do it again.
     """
 
@@ -46,6 +50,11 @@ class QualityRow:
     seam: float | None = None
     seam_error: float | None = None
     dense_seam: float | None = None
+    inception_distance: float | None = None
+    efficientnet_distance: float | None = None
+    tokens_kept: float | None = None
+    milliseconds: float | None = None
+    dense_milliseconds: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,6 +65,13 @@ class QualityRow:
             # PSNR is infinite for equal images, an error of one value unknown; JSON knows neither.
             if isinstance(value, float) and not math.isfinite(value):
                 object.__setattr__(self, name, None)
+
+    @property
+    def speed_up(self) -> float | None:
+        """Of a denoising step over the dense model's beside it."""
+        if self.milliseconds is None or self.dense_milliseconds is None:
+            return None
+        return self.dense_milliseconds / self.milliseconds
 
 
 def pairs_kept(
@@ -91,11 +107,15 @@ def pairs_kept(
 
 def pareto_front(rows: Iterable[QualityRow]) -> list[QualityRow]:
     """The rows that no other row beats in both pairs kept and FID, from few pairs to many."""
-    measured = [(row.pairs_kept, row.fid, row) for row in rows if row.fid is not None]
+    return unbeaten((row.pairs_kept, row.fid, row) for row in rows if row.fid is not None)
+
+
+def unbeaten(measured: Iterable[tuple[float, float, Any]]) -> list[Any]:
+    """Of things with a cost and a distance, less being better, those that no other beats in both, by cost."""
     front, best = [], math.inf
-    for _, distance, row in sorted(measured, key=lambda found: found[:2]):
+    for _, distance, each in sorted(measured, key=lambda found: found[:2]):
         if distance < best:
-            front.append(row)
+            front.append(each)
             best = distance
     return front
 
@@ -143,6 +163,12 @@ _DECIMALS = {
     "ssim": 3,
     "seam": 3,
     "dense_seam": 3,
+    "inception_distance": 4,
+    "efficientnet_distance": 4,
+    "tokens_kept": 3,
+    "milliseconds": 2,
+    "dense_milliseconds": 2,
+    "speed_up": 2,
 }
 
 

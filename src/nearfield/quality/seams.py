@@ -16,12 +16,13 @@ from torch import Tensor
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
 from nearfield.geometry import Geometry
 from nearfield.methods.hilbert import Hilbert
+from nearfield.methods.merging import Merge, Merged
 
 _LEAST_PIXELS_PER_TOKEN = 4
 
 
 class Borders(NamedTuple):
-    """How often neighbouring tokens do not read each other, from 0 (always do) to 1 (never do).
+    """How often neighbouring tokens are apart (do not read each other, or are not merged together), from 0 to 1.
 
     Args:
         right: `[height, width - 1]`, between a token and the one to its right.
@@ -53,10 +54,7 @@ def tile_borders(
     """
     if not isinstance(method, Hilbert):
         wrong_type("method", "be a Hilbert", type(method).__name__)
-    if len(geometry.grid) != 2:
-        wrong_value(
-            "geometry", "have a grid of two sides", geometry, "Measure the frames of a video one by one."
-        )
+    _check_grid(geometry)
     order = method.ordering(geometry)
     count = math.prod(geometry.grid)
     position = (order.inverse[:count] + geometry.image_spans[0][0]).view(geometry.grid)
@@ -73,12 +71,30 @@ def tile_borders(
     return Borders(right, below)
 
 
+def region_borders(method: Merge | Merged, geometry: Geometry) -> Borders:
+    """The borders of the regions in which a method merges tokens, 1 each: what is added to them differs across."""
+    if not isinstance(method, Merge | Merged):
+        wrong_type("method", "be a Merge, alone or with attention", type(method).__name__)
+    _check_grid(geometry)
+    lengths = torch.tensor(method.regions(geometry).lengths)
+    along = torch.arange(len(lengths)).repeat_interleave(lengths)
+    region = along[method.ordering(geometry).inverse[: math.prod(geometry.grid)]].view(geometry.grid)
+    return Borders(*((region.diff(dim=axis) != 0).double() for axis in (1, 0)))
+
+
 def _mutual(reads: Tensor, row: Tensor, column: Tensor, axis: int) -> Tensor:
     """How much of the two directions between neighbours along an axis is read."""
     length = row.shape[axis] - 1
     forward = reads[row.narrow(axis, 0, length), column.narrow(axis, 1, length)]
     backward = reads[row.narrow(axis, 1, length), column.narrow(axis, 0, length)]
     return (forward + backward) / 2
+
+
+def _check_grid(geometry: Geometry) -> None:
+    if len(geometry.grid) != 2:
+        wrong_value(
+            "geometry", "have a grid of two sides", geometry, "Measure the frames of a video one by one."
+        )
 
 
 class SeamEnergy(NamedTuple):

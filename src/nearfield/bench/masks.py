@@ -1,0 +1,78 @@
+"""Rivals that a mask describes: windows around each token, and bands of the raster order."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nearfield import Attended, Geometry, Impl, Ordering
+
+
+class MaskReader(NamedTuple):
+    """Dense attention under a mask: slow, and exact for any pattern."""
+
+    mask: Tensor
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self.mask.sum())
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_bias: Tensor | None = None,
+        scale: float | None = None,
+        impl: Impl = "auto",
+    ) -> Attended:
+        assert key_bias is None  # nothing is padded here
+        out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale)
+        return Attended(out, torch.full(out.shape[:-1], math.nan, device=out.device))
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Windows around each token, in raster order; text is read by all and reads all.
+
+    Args:
+        kind: "window": tokens within `radius`; "band": the `width` tokens around it in the sequence.
+    """
+
+    kind: str
+    radius: float = 8
+    width: int = 256
+    dense_steps: int | float = 0
+
+    def ordering(self, geometry: Geometry, *, device: torch.device | str) -> Ordering:
+        return Ordering(torch.arange(geometry.num_image_tokens, device=device))
+
+    def reader(
+        self, geometry: Geometry, layer: int, *, heads: int | None, device: torch.device | str
+    ) -> MaskReader:
+        mask = torch.ones(geometry.num_tokens, geometry.num_tokens, dtype=torch.bool)
+        start, stop = geometry.image_spans[0]
+        mask[start:stop, start:stop] = self._image_mask(geometry.grid)
+        return MaskReader(mask.to(device))
+
+    def _image_mask(self, grid: tuple[int, ...]) -> Tensor:
+        tokens = torch.arange(math.prod(grid))
+        if self.kind == "band":
+            return (tokens[:, None] - tokens).abs() <= self.width // 2
+        rows, columns = tokens // grid[1], tokens % grid[1]
+        squares = (rows[:, None] - rows).square() + (columns[:, None] - columns).square()
+        return squares <= self.radius**2
+
+    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
+        return None
+
+    def num_dense_steps(self, num_steps: int) -> int:
+        return round(self.dense_steps * num_steps) if self.dense_steps < 1 else int(self.dense_steps)
+
+    def describe(self, geometry: Geometry, *, device: torch.device | str) -> str:
+        kept = self.reader(geometry, 0, heads=None, device="cpu").num_pairs / geometry.num_tokens**2
+        return f"{geometry}: {self.kind}, pairs kept: {kept:.1%}"

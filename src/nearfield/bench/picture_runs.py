@@ -1,0 +1,217 @@
+"""The embedded model's pictures with patterns of attention, and how like the dense ones they are."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nearfield import Geometry, Hilbert, Merge, apply, quality, recipes
+from nearfield.adapters.handle import Handle
+from nearfield.bench.masks import Masked
+from nearfield.bench.quality_cases import Pattern
+from nearfield.demo.generate import load_lora
+from nearfield.demo.sampler import DemoPipeline, Sampled
+from nearfield.methods.merging import Merged
+
+DENSE = "dense"
+_FEW = 200  # pairs for LPIPS and SSIM, which are slow and settle early
+_MASKS = ("window", "band")
+
+
+@dataclass(frozen=True)
+class Task:
+    """How pictures are made and measured.
+
+    Args:
+        weights: the model file.
+        num, steps, size, seed, batch: of the pictures.
+    """
+
+    weights: Path
+    num: int
+    steps: int
+    size: int
+    seed: int = 0
+    batch: int = 64
+
+    def settings(self, pattern: Pattern | None) -> dict[str, Any]:
+        """What it takes to do it again, and to know that it was done."""
+        own = {"num": self.num, "steps": self.steps, "size": self.size, "seed": self.seed}
+        weights = Path(pattern.weights) if pattern and pattern.weights else self.weights
+        chosen = asdict(pattern) | {"tuning": pattern.tuning} if pattern else {"name": DENSE}
+        return own | chosen | {"weights": weights.name}
+
+    def batches(self) -> Iterator[range]:
+        """Numbers of the pictures that are made together."""
+        for start in range(0, self.num, self.batch):
+            yield range(start, min(start + self.batch, self.num))
+
+
+class Facts(NamedTuple):
+    """What a pattern reads of a picture.
+
+    Args:
+        pairs_kept: share of the dense pairs, over all layers and steps.
+        tokens_kept: share of the image tokens that is left in blocks that merge; None where nothing merges.
+        geometry: where the tokens stood.
+    """
+
+    pairs_kept: float
+    tokens_kept: float | None = None
+    geometry: Geometry | None = None
+
+
+class Drawing:
+    """A model with a pattern in place; `draw` makes pictures, and `facts` tells what they read."""
+
+    def __init__(self, pipeline: DemoPipeline, task: Task, handle: Handle | None) -> None:
+        self._pipeline, self._task, self._handle = pipeline, task, handle
+
+    def draw(self, numbers: range) -> Sampled:
+        task = self._task
+        return self._pipeline(
+            len(numbers),
+            size=task.size,
+            steps=task.steps,
+            seed=task.seed,
+            first=numbers.start,
+            batch=len(numbers),
+        )
+
+    def facts(self) -> Facts:
+        """Of pictures like the last one."""
+        if self._handle is None:
+            return Facts(1.0)
+        kept, geometry = self._handle.pairs_kept(), self._handle.geometry()
+        assert kept is not None  # pictures were made
+        assert geometry is not None
+        method = self._handle.method
+        if not isinstance(method, Merged):
+            return Facts(kept, None, geometry)
+        regions = method.regions(geometry)
+        return Facts(kept, regions.num_merged / regions.num_tokens, geometry)
+
+
+class PictureMaker:
+    """Makes pictures with any pattern; models are loaded once."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.task, self.device = task, device
+        self._pipelines: dict[Path, DemoPipeline] = {}
+
+    @contextmanager
+    def using(self, pattern: Pattern | None) -> Iterator[Drawing]:
+        """The model with a pattern, its weights and its LoRA; None: as it is."""
+        pipeline = self._pipeline(pattern)
+        if pattern is None:
+            yield Drawing(pipeline, self.task, None)
+            return
+        if pattern.lora:
+            load_lora(pipeline.transformer, Path(pattern.lora))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # what a method does to pictures is measured here
+                handle = apply(pipeline, method_of(pattern))
+            with handle:
+                yield Drawing(pipeline, self.task, handle)
+        finally:
+            if pattern.lora:
+                pipeline.transformer.unload_lora()
+
+    def _pipeline(self, pattern: Pattern | None) -> DemoPipeline:
+        path = Path(pattern.weights) if pattern and pattern.weights else self.task.weights
+        if path not in self._pipelines:
+            self._pipelines[path] = DemoPipeline.load(path, self.device)
+        return self._pipelines[path]
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def batches(images: Tensor, device: torch.device, size: int = 32) -> Iterator[Tensor]:
+    """Pictures `[num, height, width, 3]` as `[B, 3, height, width]` on the device."""
+    for part in images.split(size):
+        yield part.to(device).permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def likeness(
+    images: Tensor, dense: Tensor, lpips: nn.Module, device: torch.device
+) -> dict[str, float | None]:
+    """Means over pairs; equal pictures, which are infinitely alike, are left out of the PSNR."""
+    measures: dict[str, tuple[Callable[..., Tensor], int]] = {
+        "psnr": (quality.psnr, len(images)),
+        "lpips": (lpips, _FEW),
+        "ssim": (quality.ssim, _FEW),
+    }
+    found: dict[str, float | None] = {}
+    for name, (measure, most) in measures.items():
+        pairs = zip(batches(images[:most], device), batches(dense[:most], device), strict=True)
+        values = torch.cat([measure(*pair).double().cpu() for pair in pairs])
+        values = values[values.isfinite()]
+        found[name] = float(values.mean()) if len(values) else None
+    return found
+
+
+def seams(
+    method: Any, geometry: Geometry | None, images: Tensor, dense: Tensor, device: torch.device
+) -> dict[str, float | None]:
+    """The energy of a method's lines, beside that of the dense pictures; nothing where it draws none."""
+    borders = None if geometry is None else _borders(method, geometry, device)
+    if borders is None or not float(borders.right.sum() + borders.below.sum()):
+        return {}
+    energies = [
+        quality.seam_energy(
+            torch.cat([quality.line_gradients(part, borders) for part in batches(each, device)])
+        )
+        for each in (images, dense)
+    ]
+    return {"seam": energies[0].value, "seam_error": energies[0].error, "dense_seam": energies[1].value}
+
+
+def _borders(method: Any, geometry: Geometry, device: torch.device) -> quality.Borders | None:
+    if isinstance(method, Hilbert):
+        return quality.tile_borders(method, geometry, q_block=128 if device.type == "cuda" else 16)
+    if isinstance(method, Merge | Merged):
+        return quality.region_borders(method, geometry)
+    return None
+
+
+def is_known(settings: Mapping[str, Any], rows: Sequence[quality.QualityRow]) -> bool:
+    """Whether a row was measured with these settings."""
+    wanted = _as_json_returns(settings)
+    return any(_as_json_returns(row.settings) == wanted for row in rows)
+
+
+def _as_json_returns(value: Any) -> Any:
+    """The same values with lists in the place of tuples: what was written and read is compared with what is meant."""
+    if isinstance(value, Mapping):
+        return {name: _as_json_returns(part) for name, part in value.items()}
+    return [_as_json_returns(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+# -- methods ---------------------------------------------------------------------------------------------------------
+
+
+def method_of(pattern: Pattern) -> Any:
+    """What `apply` is given."""
+    if pattern.method in _MASKS:
+        return Masked(pattern.method, **pattern.fields)
+    name = "Hilbert" if pattern.method == "hilbert" else pattern.method
+    return recipes.read({"format": recipes.FORMAT, "method": name, "fields": pattern.fields}).method
+
+
+def check_patterns(patterns: Sequence[Pattern]) -> None:
+    """Fields that are none, or do not go together, are told before anything takes time."""
+    for pattern in patterns:
+        try:
+            method_of(pattern)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"pattern {pattern.name!r}: {error}") from None
