@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearfield.bench.pareto_report import PANELS, Panel
 from nearfield.plan import Plan
 from nearfield.quality.results import QualityRow, pareto_front
 from nearfield.tuning import Trial, front
@@ -275,6 +276,94 @@ def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
     axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
     figure.tight_layout()
     _save(figure, path)
+
+
+def pareto_panels(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
+    """Methods as points of speed, pairs and distance to dense, a panel for every two figures that some points have.
+
+    Records are those of `bench pareto`. Colours tell methods, marks tell groups, and those that nothing in their group
+    beats are joined by a line.
+    """
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    panels = [panel for panel in PANELS if _drawn_in(panel, records)]
+    columns = min(2, len(panels)) or 1
+    rows = -(-len(panels) // columns) or 1
+    figure, grid = pyplot.subplots(rows, columns, figsize=(6.6 * columns, 4.9 * rows + 0.9), squeeze=False)
+    families = list(dict.fromkeys(record["family"] for record in records))
+    colours = {
+        family: INK if family == "dense" else _wheel(place / len(families), lightness=0.42)
+        for place, family in enumerate(families)
+    }
+    groups = list(dict.fromkeys(record["group"] for record in records))
+    marks = dict(zip(groups, "os^DvPX*" * len(groups), strict=False))
+    for axis, panel in zip(grid.flat, panels, strict=False):
+        _draw_panel(axis, panel, _drawn_in(panel, records), colours, marks)
+    for axis in grid.flat[len(panels) :]:
+        axis.set_visible(False)
+    handles = [pyplot.Line2D([], [], color=colour, marker="o", linestyle="", label=family)
+               for family, colour in colours.items()]  # fmt: skip
+    handles += [pyplot.Line2D([], [], color=MUTED, marker=mark, linestyle="", label=group)
+                for group, mark in marks.items()]  # fmt: skip
+    figure.suptitle(title, x=0.02, ha="left", fontsize=12, color=INK, fontweight="bold")
+    lines = -(-len(handles) // 4)
+    figure.legend(handles=handles, loc="lower left", ncols=4, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, min(0.4, (0.15 + 0.2 * lines) / figure.get_figheight()), 1, 0.98))
+    _save(figure, path)
+
+
+def _drawn_in(panel: Panel, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that have both figures. Where only speed was measured pairs say how well it was done; else they repeat."""
+    shown = [record for record in records if panel.value_of(record)]
+    return shown if panel.has_front else [record for record in shown if record["lpips"] is None]
+
+
+def _draw_panel(
+    axis: Any,
+    panel: Panel,
+    records: Sequence[dict[str, Any]],
+    colours: dict[str, Any],
+    marks: dict[str, str],
+) -> None:
+    fronts: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        place = panel.value_of(record)
+        assert place is not None  # others are not drawn here
+        is_best = panel.title in record["front"]
+        if is_best:
+            fronts.setdefault(record["group"], []).append(place)
+        mark, colour = marks[record["group"]], colours[record["family"]]
+        axis.plot(*place, mark, color=colour, markersize=7 if is_best else 4.5)
+        axis.annotate(record["name"], place, (5, 3), textcoords="offset points",
+                      fontsize=7.5 if is_best else 6, color=INK if is_best else MUTED)  # fmt: skip
+    where = "pre" if panel.is_more_better else "post"
+    for places in fronts.values():
+        axis.step(*zip(*sorted(places), strict=True), where=where, color=MUTED, linewidth=1)
+    _panel_axes(axis, panel)
+
+
+def _panel_axes(axis: Any, panel: Panel) -> None:
+    words = {
+        "speed_up": "speed-up over dense",
+        "pairs_kept": "pairs kept, over all layers and steps",
+        "lpips": "LPIPS to dense",
+        "fid": "FID",
+    }
+    axis.set_xlabel(words[panel.across], color=MUTED)
+    axis.set_ylabel(words[panel.up], color=MUTED)
+    if panel.across == "pairs_kept":
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    for name, direction in ((panel.across, axis.xaxis), (panel.up, axis.yaxis)):
+        if name == "speed_up":
+            direction.set_major_formatter(lambda value, _: f"{value:g}x")
+    if panel.up == "speed_up":
+        axis.set_yscale("log", base=2)
+    axis.margins(x=0.16, y=0.08)  # room for names
+    axis.grid(color=FAINT, linewidth=0.8)
+    axis.set_axisbelow(True)
+    _thin_spines(axis)
+    axis.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
 
 
 def tuning_front(path: Path, trials: Sequence[Trial], limit: float) -> None:

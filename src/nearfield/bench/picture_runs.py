@@ -104,6 +104,10 @@ class PictureMaker:
         self.task, self.device = task, device
         self._pipelines: dict[Path, DemoPipeline] = {}
 
+    def provide(self, path: Path, pipeline: DemoPipeline) -> None:
+        """A model that is in no file, under the name of one."""
+        self._pipelines[path] = pipeline.to(self.device)
+
     @contextmanager
     def using(self, pattern: Pattern | None) -> Iterator[Drawing]:
         """The model with a pattern, its weights and its LoRA; None: as it is."""

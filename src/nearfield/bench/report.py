@@ -11,6 +11,9 @@ from typing import Any
 from nearfield.bench.cases import Result
 from nearfield.bench.check import Checked
 
+COMMITTED = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+"""Where a checkout keeps results; an installed package has none."""
+
 _SIZES = ("preset", "work", "blocks", "kept", "impl")
 _FIGURES = ("of dense rate", "speed-up", "bound", "error / limit")
 _FEW_TOKENS = 8192

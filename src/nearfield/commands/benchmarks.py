@@ -16,7 +16,7 @@ from nearfield.bench import (
     presets,
     quality_cases,
 )
-from nearfield.commands import recall_benchmark, retrieval_benchmark, scaling_benchmark
+from nearfield.commands import pareto_benchmark, recall_benchmark, retrieval_benchmark, scaling_benchmark
 from nearfield.commands.arguments import (
     FAILED,
     GRAINS,
@@ -54,6 +54,7 @@ def add_commands(commands: Any) -> None:
     _add_bench_hilbert(benchmarks)
     _add_bench_loglinear(benchmarks)
     _add_bench_model(benchmarks)
+    pareto_benchmark.add_command(benchmarks)
     _add_bench_pixel(benchmarks)
     _add_bench_quality(benchmarks)
     recall_benchmark.add_command(benchmarks)
@@ -631,6 +632,7 @@ def _bench_quality(arguments: argparse.Namespace) -> int:
 def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Pattern]) -> bool:
     from nearfield import quality as measures
     from nearfield.bench import quality
+    from nearfield.bench.picture_runs import Task
     from nearfield.demo.generate import embedded_weights
     from nearfield.quality.inception import MissingWeights
     from nearfield.quality.results import table
@@ -650,7 +652,7 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
             source, arguments.size, on_progress=lambda done, total, words: bar.show(done, words)
         )
         references = quality.photograph_statistics(batches, network, arguments.size, kept)
-    task = quality.Task(
+    task = Task(
         arguments.weights or embedded_weights(),
         *(arguments.num, arguments.steps, arguments.size, arguments.seed, arguments.batch),
     )

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearfield import plots
+from nearfield.bench.report import COMMITTED
 from nearfield.quality.results import QualityRow, read_rows
 
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
-"""Where a checkout keeps them; an installed package has none."""
+RESULTS = COMMITTED
 
 NONE_THERE = (
     "There are no results here: they are part of a checkout (`benchmarks/results`), not of the installed package. "
@@ -117,6 +117,7 @@ def _drawing(kind: str, path: Path, document: dict[str, Any], machine: str) -> C
         "attend": lambda out: plots.benchmark_bars(out, records, machine),
         "hilbert": lambda out: plots.hilbert_bars(out, records, machine),
         "model": lambda out: plots.model_bars(out, records, machine),
+        "pareto": lambda out: plots.pareto_panels(out, records, f"Methods of nearfield on {machine}"),
         "recall": lambda out: plots.recall_lines(out, records, document["source"]["kind"]),
         "scaling": lambda out: plots.scaling_lines(out, records),
     }

@@ -1,0 +1,246 @@
+"""`nearfield bench pareto`: speed and quality of all methods in one figure."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfield.bench import quality_cases
+from nearfield.commands.arguments import FAILED, OK, UsageError, command, integer, output_file, wrong
+from nearfield.commands.generating import chosen_device, missing_extras_told
+from nearfield.commands.methods import number
+from nearfield.commands.progress import Bar
+from nearfield.commands.reports import note_load, require_reports, write_reports
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from nearfield.bench.pareto import TimedSweep
+    from nearfield.bench.pareto_report import Point
+
+_NONE = "none"
+_SIZE, _TINY_SIZE = 512, 128
+
+
+def add_command(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "pareto",
+        _bench_pareto,
+        "speed and quality of all methods in one figure, measured on the embedded model and read from results",
+        "  nearfield bench pareto --tiny --num 1 --steps 4 --plot pareto.png\n"
+        "  nearfield bench pareto --weights run512/model.safetensors --minutes 9 --out pareto.json\n"
+        "  nearfield bench pareto --patterns none --results quality.json model.json --plot pareto.svg",
+    )
+    parser.add_argument(
+        "--patterns",
+        default=",".join(quality_cases.ALL_METHODS),
+        metavar="A,B",
+        help=f"what to measure: groups ({', '.join(quality_cases.GROUPS)}), a .json file with a list of patterns, or"
+        f" {_NONE} (default {','.join(quality_cases.ALL_METHODS)})",
+    )
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="a model of `nearfield train demo` (default: the embedded one)",
+    )
+    parser.add_argument("--tiny", action="store_true", help="an untrained model of a few narrow layers")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="also show these results of bench quality, hilbert or model: files, or folders of them"
+        " (default: the committed ones of a checkout)",
+    )
+    for name, least, default, words in (
+        ("--num", 1, 4, "pictures of each pattern"),
+        ("--steps", 1, 20, "denoising steps"),
+        ("--seed", 0, 0, "of the noise"),
+        ("--batch", 1, 1, "pictures at a time; each batch is one timing"),
+    ):
+        parser.add_argument(
+            name, type=integer(name, least), default=default, metavar="N", help=f"{words} (default {default})"
+        )
+    parser.add_argument(
+        "--size",
+        type=integer("--size", 64),
+        metavar="N",
+        help=f"pixels per side (default {_SIZE}, or {_TINY_SIZE} with --tiny)",
+    )
+    parser.add_argument(
+        "--inception",
+        type=Path,
+        metavar="FILE",
+        help="the FID network, for distances of features (default: the installed package's, if there is one)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=number("--minutes", least=0.0, is_above=True),
+        metavar="X",
+        help="begin no further pattern after this time",
+    )
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    parser.add_argument(
+        "--out",
+        type=output_file("--out", ".json"),
+        default="pareto.json",
+        metavar="FILE",
+        help="what is measured; what stands there already is not measured again (default pareto.json)",
+    )
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write all points, and which nothing beats"
+    )
+    parser.add_argument(
+        "--plot", type=output_file("--plot", ".png", ".svg"), metavar="FILE", help="draw them (.png or .svg)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured and read")
+
+
+def _bench_pareto(arguments: argparse.Namespace) -> int:
+    patterns = _patterns(arguments)
+    _check(arguments)
+    arguments.out = Path(arguments.out)
+    for path in filter(None, (arguments.out, arguments.json)):
+        require_reports("--plot", arguments.plot, path)
+    with missing_extras_told():
+        files = _result_files(arguments)
+        if arguments.dry_run:
+            return _show_plan(arguments, patterns, files)
+        points = _read(files)
+        sweep, is_done = _swept(arguments, patterns)
+    from nearfield import plots
+    from nearfield.bench import machine, pareto_report
+
+    own = pareto_report.points_of(sweep.rows, arguments.out.stem) if sweep else []
+    if not own + points:
+        wrong("--results", "hold results, where nothing is measured", "none")
+    records = pareto_report.with_fronts(own + points)
+    print(pareto_report.tables(records))
+    document = pareto_report.as_json(records, machine.facts())
+    title = (
+        f"Methods of nearfield, on {machine.device_name(chosen_device(arguments.device))} where measured here"
+    )
+    written = write_reports(document, arguments.json, arguments.plot, plots.pareto_panels, title)
+    for name, reason in sweep.broken.items() if sweep else ():
+        print(f"{name}: not measured: {reason}", file=sys.stderr)
+    if not is_done:
+        print("time is up; the same command goes on", file=sys.stderr)
+    return OK if written and not (sweep and sweep.broken) else FAILED
+
+
+def _patterns(arguments: argparse.Namespace) -> list[quality_cases.Pattern]:
+    if arguments.patterns == _NONE:
+        return []
+    try:
+        return quality_cases.read_patterns(arguments.patterns)
+    except ValueError as error:
+        raise UsageError(f"`--patterns` must {error}.") from None
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.tiny and arguments.weights:
+        wrong("--weights", "be left out with `--tiny`", repr(str(arguments.weights)))
+    if arguments.weights and not arguments.weights.is_file():
+        wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
+    arguments.size = arguments.size or (_TINY_SIZE if arguments.tiny else _SIZE)
+    if arguments.size % 8:
+        wrong("--size", "be a multiple of 8 pixels", arguments.size)
+
+
+def _result_files(arguments: argparse.Namespace) -> list[Path]:
+    """What is read; not what this run writes."""
+    from nearfield.bench import pareto_report
+    from nearfield.bench.report import COMMITTED
+
+    for path in arguments.results or ():
+        if not path.exists():
+            wrong("--results", "name files or folders that are there", repr(str(path)))
+    paths = arguments.results or ([COMMITTED] if COMMITTED.is_dir() else [])
+    own = arguments.out.resolve()
+    return [path for path in pareto_report.files_in(paths) if path.resolve() != own]
+
+
+def _read(files: Sequence[Path]) -> "list[Point]":
+    from nearfield.bench import pareto_report
+
+    try:
+        return [point for path in files for point in pareto_report.read_points(path)]
+    except ValueError as error:
+        raise UsageError(f"`--results` must name results of benchmarks. {error}") from None
+
+
+def _sweep(
+    arguments: argparse.Namespace, device: "torch.device", bar: Bar | None = None
+) -> "TimedSweep | None":
+    """What measures; None, with a note, where there is no model."""
+    from nearfield.bench import pareto
+    from nearfield.bench.picture_runs import Task
+    from nearfield.demo.generate import NoWeights, embedded_weights
+
+    try:
+        weights = pareto.TINY if arguments.tiny else arguments.weights or embedded_weights()
+    except NoWeights as error:
+        print(f"nothing is measured: {error}, or use `--tiny`", file=sys.stderr)
+        return None
+    sizes = (arguments.num, arguments.steps, arguments.size, arguments.seed, arguments.batch)
+    try:
+        return pareto.TimedSweep(
+            Task(weights, *sizes),
+            arguments.out,
+            networks=_networks(arguments, device) if bar else {},
+            device=device,
+            on_picture=bar.show if bar else None,
+        )
+    except ValueError as error:  # --out holds something else
+        raise UsageError(f"`--out` must name a new file or one of these results. {error}") from None
+
+
+def _networks(arguments: argparse.Namespace, device: "torch.device") -> "dict[str, nn.Module]":
+    """Those that are there; one that was asked for must be."""
+    from nearfield import quality
+    from nearfield.quality.inception import MissingWeights
+
+    try:
+        return {"inception": quality.load_inception(arguments.inception, device)}
+    except MissingWeights as error:
+        if arguments.inception:
+            raise UsageError(str(error)) from None
+        print(f"no distances of Inception's features: {error}", file=sys.stderr)
+        return {}
+
+
+def _swept(
+    arguments: argparse.Namespace, patterns: Sequence[quality_cases.Pattern]
+) -> "tuple[TimedSweep | None, bool]":
+    """Measures what is missing; also tells whether time was enough."""
+    if not patterns:
+        return None, True
+    started, device = time.monotonic(), chosen_device(arguments.device)
+    note_load(device.type)
+    with Bar(arguments.num, "pictures") as bar:
+        sweep = _sweep(arguments, device, bar)
+        if sweep is None:
+            return None, True
+        limit = float("inf") if arguments.minutes is None else 60 * arguments.minutes
+        try:
+            is_done = sweep.run(patterns, lambda: time.monotonic() - started < limit)
+        except ValueError as error:  # fields that are none, or do not go together
+            raise UsageError(str(error)) from None
+    print(f"measured: {arguments.out}", file=sys.stderr)
+    return sweep, is_done
+
+
+def _show_plan(
+    arguments: argparse.Namespace, patterns: Sequence[quality_cases.Pattern], files: Sequence[Path]
+) -> int:
+    sweep = _sweep(arguments, chosen_device(arguments.device)) if patterns else None
+    missing = [pattern for pattern in (None, *patterns) if not sweep.is_known(pattern)] if sweep else []
+    names = [pattern.name if pattern else "dense" for pattern in missing]
+    print(f"{len(names)} to measure at {arguments.size} px, {arguments.steps} steps:", *names, sep="\n  ")
+    print(f"{len(files)} result files to read:", *files, sep="\n  ")
+    return OK
