@@ -51,6 +51,7 @@ COMMANDS = [
     "bench attend",
     "bench hilbert",
     "bench model",
+    "bench pareto",
     "bench quality",
     "demo",
     "show",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nearfield.quality import (
     Statistics,
+    cosine_distance,
     features_of,
     fid,
     frechet_distance,
@@ -133,6 +134,12 @@ def test_features_of_keeps_the_order_and_counts() -> None:
     found = features_of(images.split(3), network, heard.append)
     torch.testing.assert_close(found, network(images).detach())
     assert heard == [3, 3, 1]
+
+
+def test_cosine_distance_by_hand() -> None:
+    first = torch.tensor([[1.0, 0.0], [3.0, 4.0], [1.0, 1.0]])
+    second = torch.tensor([[0.0, 5.0], [6.0, 8.0], [-1.0, -1.0]])
+    torch.testing.assert_close(cosine_distance(first, second), torch.tensor([1.0, 0.0, 2.0]).double())
 
 
 # -- kernel distance, precision and recall -----------------------------------------------------------------------------
@@ -353,6 +360,10 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
     "kernel of other networks": (
         lambda: kernel_distance(FEW, FEW[:, :4]),
         "`second` must have 8 features like the first; got shape [4, 4].",
+    ),
+    "pairs of unequal sets": (
+        lambda: cosine_distance(FEW, FEW[:2]),
+        "`second` must have as many images as the first (4); got 2.",
     ),
     "too many blocks": (
         lambda: kernel_distance(FEW, FEW),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nearfield import Geometry, Hilbert, tiling
-from nearfield.quality import Borders, line_gradients, open_images, seam_energy, tile_borders
+from nearfield import Geometry, Hilbert, Merge, tiling
+from nearfield.quality import Borders, line_gradients, open_images, region_borders, seam_energy, tile_borders
 
 DATA = Path(__file__).with_name("data")
 
@@ -50,6 +50,30 @@ def test_borders_are_where_tiles_differ(
         else:
             assert torch.equal(found.right, expected.right)
             assert torch.equal(found.below, expected.below)
+
+
+def test_borders_of_merged_regions() -> None:
+    """Windows are squares of the image, runs of the curve cut it as the curve does, and the whole image has no border."""
+    geometry = Geometry((8, 12), text=16)
+    square = torch.arange(8)[:, None] // 4 * 3 + torch.arange(12) // 4
+    windows = region_borders(Merge(region="window", region_size=16), geometry)
+    expected = differing(square)
+    assert torch.equal(windows.right, expected.right)
+    assert torch.equal(windows.below, expected.below)
+    method = Merge(region_size=16) | Hilbert(tiles=6, shared="none")
+    runs = region_borders(method, geometry)
+    along = torch.empty(96, dtype=torch.long)
+    along[method.ordering(geometry).order] = torch.arange(96) // 16
+    expected = differing(along.view(8, 12))
+    assert torch.equal(runs.right, expected.right)
+    assert torch.equal(runs.below, expected.below)
+    whole = region_borders(Merge(region="global"), geometry)
+    assert not whole.right.any()
+    assert not whole.below.any()
+    with pytest.raises(TypeError, match="`method` must be a Merge, alone or with attention; got Hilbert"):
+        region_borders(Hilbert(), geometry)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`geometry` must have a grid of two sides"):
+        region_borders(Merge(), Geometry((2, 8, 8)))
 
 
 def test_cycle_is_the_mean_of_its_layers() -> None:

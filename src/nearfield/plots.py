@@ -326,7 +326,9 @@ def _draw_panel(
     colours: dict[str, Any],
     marks: dict[str, str],
 ) -> None:
+    _panel_axes(axis, panel)
     fronts: dict[str, list[tuple[float, float]]] = {}
+    names: list[tuple[tuple[float, float], str, bool]] = []
     for record in records:
         place = panel.value_of(record)
         assert place is not None  # others are not drawn here
@@ -335,12 +337,25 @@ def _draw_panel(
             fronts.setdefault(record["group"], []).append(place)
         mark, colour = marks[record["group"]], colours[record["family"]]
         axis.plot(*place, mark, color=colour, markersize=7 if is_best else 4.5)
-        axis.annotate(record["name"], place, (5, 3), textcoords="offset points",
-                      fontsize=7.5 if is_best else 6, color=INK if is_best else MUTED)  # fmt: skip
+        names.append((place, record["name"], is_best))
     where = "pre" if panel.is_more_better else "post"
     for places in fronts.values():
         axis.step(*zip(*sorted(places), strict=True), where=where, color=MUTED, linewidth=1)
-    _panel_axes(axis, panel)
+    _write_names(axis, names)
+
+
+def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
+    """Names beside points, of the best first; where another stands already a point goes without."""
+    axis.autoscale_view()  # now, and not when it is drawn: places depend on it
+    taken: set[tuple[int, int]] = set()
+    for place, name, is_best in sorted(names, key=lambda each: not each[2]):
+        across, up = axis.transAxes.inverted().transform(axis.transData.transform(place))
+        cells = {(column + int(8 * across), round(40 * up)) for column in (0, 1)}
+        if taken & cells and not is_best:
+            continue
+        taken |= cells
+        axis.annotate(name, place, (5, 3), textcoords="offset points",
+                      fontsize=7.5 if is_best else 6, color=INK if is_best else MUTED)  # fmt: skip
 
 
 def _panel_axes(axis: Any, panel: Panel) -> None:
@@ -352,13 +367,13 @@ def _panel_axes(axis: Any, panel: Panel) -> None:
     }
     axis.set_xlabel(words[panel.across], color=MUTED)
     axis.set_ylabel(words[panel.up], color=MUTED)
+    if panel.up == "speed_up":
+        axis.set_yscale("log", base=2)
     if panel.across == "pairs_kept":
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     for name, direction in ((panel.across, axis.xaxis), (panel.up, axis.yaxis)):
         if name == "speed_up":
             direction.set_major_formatter(lambda value, _: f"{value:g}x")
-    if panel.up == "speed_up":
-        axis.set_yscale("log", base=2)
     axis.margins(x=0.16, y=0.08)  # room for names
     axis.grid(color=FAINT, linewidth=0.8)
     axis.set_axisbelow(True)

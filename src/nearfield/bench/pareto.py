@@ -34,7 +34,7 @@ def tiny_pipeline() -> DemoPipeline:
         for parameter in model.parameters():
             if not parameter.any():
                 nn.init.normal_(parameter, std=0.1)
-    return DemoPipeline(model.requires_grad_(False))
+        return DemoPipeline(model.requires_grad_(False))
 
 
 class _Turns(NamedTuple):

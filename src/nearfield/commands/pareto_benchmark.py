@@ -145,8 +145,10 @@ def _patterns(arguments: argparse.Namespace) -> list[quality_cases.Pattern]:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.tiny and arguments.weights:
         wrong("--weights", "be left out with `--tiny`", repr(str(arguments.weights)))
-    if arguments.weights and not arguments.weights.is_file():
-        wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
+    for name in ("weights", "inception"):
+        path = getattr(arguments, name)
+        if path and not path.is_file():
+            wrong(f"--{name}", "name a file that is there", repr(str(path)))
     arguments.size = arguments.size or (_TINY_SIZE if arguments.tiny else _SIZE)
     if arguments.size % 8:
         wrong("--size", "be a multiple of 8 pixels", arguments.size)

@@ -134,7 +134,11 @@ def as_document(rows: Sequence[QualityRow], machine: Mapping[str, Any], about: s
 def read_rows(path: Path) -> list[QualityRow]:
     """Rows of a file that `as_document` describes; keys that are not known are passed over."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    if document.get("benchmark") != "quality" or document.get("format") != FORMAT:
+    if (
+        not isinstance(document, dict)
+        or document.get("benchmark") != "quality"
+        or document.get("format") != FORMAT
+    ):
         raise ValueError(f"{path} does not hold quality results of format {FORMAT}.")
     known = {each.name for each in fields(QualityRow)}
     return [
