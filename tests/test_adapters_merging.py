@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,19 +121,8 @@ class Oracle:
                 self.maps[(*key, sample)] = self.map_of(tokens[text:].detach())
             destinations, shares = self.maps[(*key, sample)]
             self.sizes = shares.sum(1)
-            short = torch.cat([tokens[:text], shares @ tokens[text:] / self.sizes[:, None]])
-            rotary = arguments.get("image_rotary_emb")
-            if rotary is not None and self.name == "qwen":
-                rotary = (rotary[0][destinations], rotary[1])
-            elif rotary is not None:
-                rows = torch.cat([torch.arange(TEXT), TEXT + destinations])
-                rotary = tuple(table[rows] for table in rotary)
-            extra = {} if rotary is None else {"image_rotary_emb": rotary}
-            output = forward(**arguments | {"hidden_states": short[None]} | extra)
+            parts = self.on_merged(block, forward, arguments, destinations, shares)
             self.sizes = None
-            parts = list(output) if isinstance(output, tuple) else [None, output]
-            added = parts[1][0] - short
-            parts[1] = torch.cat([parts[1][0, :text], tokens[text:] + shares.T @ added[text:]])[None]
             return parts
 
         def merged(*args: Any, **kwargs: Any) -> Any:
@@ -159,6 +149,36 @@ class Oracle:
             return image if is_single_result else (text, image)
 
         return merged
+
+    def on_merged(
+        self,
+        block: Any,
+        forward: Callable[..., Any],
+        arguments: dict[str, Any],
+        destinations: Tensor,
+        shares: Tensor,
+    ) -> list[Any]:
+        """The block among merged tokens; what it adds goes back to all. Returns text (or None) and image."""
+        del block
+        tokens = arguments["hidden_states"]
+        short = enter_by_hand(tokens, shares)
+        extra = self.rows(arguments, destinations)
+        output = forward(**arguments | {"hidden_states": short} | extra)
+        parts = list(output) if isinstance(output, tuple) else [None, output]
+        text = tokens.shape[1] - shares.shape[1]
+        added = leave_by_hand(parts[1] - short, shares)
+        parts[1] = torch.cat([parts[1][:, :text], (tokens + added)[:, text:]], dim=1)
+        return parts
+
+    def rows(self, arguments: dict[str, Any], destinations: Tensor) -> dict[str, Any]:
+        """The rotary argument of merged tokens, if there is one."""
+        rotary = arguments.get("image_rotary_emb")
+        if rotary is None:
+            return {}
+        if self.name == "qwen":
+            return {"image_rotary_emb": (rotary[0][destinations], rotary[1])}
+        rows = torch.cat([torch.arange(TEXT), TEXT + destinations])
+        return {"image_rotary_emb": tuple(table[rows] for table in rotary)}
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **kwargs: Any
@@ -192,6 +212,80 @@ class Oracle:
         return DENSE(query, key, value, bias.to(query.dtype), **kwargs)
 
 
+def enter_by_hand(x: Tensor, shares: Tensor) -> Tensor:
+    """Of `[1, text and tokens, C]` the tokens are merged."""
+    text = x.shape[1] - shares.shape[1]
+    return torch.cat([x[0, :text], shares @ x[0, text:] / shares.sum(1, keepdim=True)])[None]
+
+
+def leave_by_hand(x: Tensor, shares: Tensor) -> Tensor:
+    text = x.shape[1] - shares.shape[0]
+    return torch.cat([x[0, :text], shares.T @ x[0, text:]])[None]
+
+
+class ModuleOracle(Oracle):
+    """As the paper places it: what was normalised and modulated is merged before the projections of attention, and
+    parted before that of the result; in the single blocks of FLUX.1 around attention and MLP; in UNets also around
+    the MLP."""
+
+    def on_merged(
+        self,
+        block: Any,
+        forward: Callable[..., Any],
+        arguments: dict[str, Any],
+        destinations: Tensor,
+        shares: Tensor,
+    ) -> list[Any]:
+        extra = self.rows(arguments, destinations)
+
+        def merging(stock: Any) -> Any:
+            return lambda x, *args, **kwargs: stock(enter_by_hand(x, shares), *args, **kwargs)
+
+        def parting_before(stock: Any) -> Any:
+            return lambda x: stock(leave_by_hand(x, shares))
+
+        def parting_after(stock: Any) -> Any:
+            return lambda x: leave_by_hand(stock(x), shares)
+
+        def attending(stock: Any) -> Any:
+            def attend(hidden_states: Tensor, **kwargs: Any) -> Any:
+                return stock(hidden_states=enter_by_hand(hidden_states, shares), **kwargs | extra)
+
+            return attend
+
+        def rotating(stock: Any) -> Any:
+            return lambda **kwargs: stock(**kwargs | extra)
+
+        def normalising(stock: Any) -> Any:
+            def normalise(x: Tensor, emb: Tensor) -> tuple[Tensor, ...]:
+                normed, gate = stock(x, emb=emb)
+                return enter_by_hand(normed, shares), gate
+
+            return normalise
+
+        changes: list[tuple[nn.Module, Any]] = []
+        if self.name == "flux" and hasattr(block, "proj_mlp"):
+            changes = [(block.norm, normalising), (block.attn, rotating), (block.proj_out, parting_after)]
+        else:
+            for name in ("attn", "attn1", "attn2"):
+                attention = getattr(block, name, None)
+                if attention is not None:
+                    out = attention.to_out
+                    changes.append((attention, attending))
+                    changes.append((out[0] if isinstance(out, nn.ModuleList) else out, parting_before))
+            if self.name in ("sdxl", "pixart"):
+                changes += [(block.ff, merging), (block.ff.net[-1], parting_after)]
+        stocks = [module.forward for module, _ in changes]
+        for (module, change), stock in zip(changes, stocks, strict=True):
+            module.forward = change(stock)
+        try:
+            output = forward(**arguments)
+        finally:
+            for module, _ in changes:
+                del module.forward
+        return list(output) if isinstance(output, tuple) else [None, output]
+
+
 DENSE = functional.scaled_dot_product_attention
 
 
@@ -199,7 +293,8 @@ DENSE = functional.scaled_dot_product_attention
 def by_hand(name: str, model: Any, method: Any, whole: Geometry) -> Iterator[None]:
     """The stock model with blocks on tokens that are merged by hand."""
     method = method if isinstance(method, Merged) else Merged(method)
-    oracle = Oracle(name, method, whole)
+    kind = ModuleOracle if getattr(method.merge, "placement", "block") == "module" else Oracle
+    oracle = kind(name, method, whole)
     changed, layer = [], 0
     for kind_number, (kind, blocks) in enumerate(blocks_of(name, model)):
         for place, block in enumerate(blocks):
@@ -305,6 +400,45 @@ def test_equal_tokens_of_an_image_lose_nothing() -> None:
     stock = run(model, inputs)
     with nearfield.apply(model, Merge(0.75, region_size=16, skip_blocks=(0, 0), size_bias=True)):
         assert_same(run(model, inputs), stock)
+
+
+# -- module by module ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_are_merged_as_by_hand(name: str) -> None:
+    check(name, replace(HARD, placement="module"), (9, 14), 2)
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "sd3", "sdxl"])
+def test_modules_with_soft_shares_and_sizes_are_those_made_by_hand(name: str) -> None:
+    method = Merge(0.4, "window", 16, skip_blocks=(0, 1), size_bias=True, placement="module")
+    check(name, method, (12, 10), 2)
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen"])
+def test_modules_read_along_the_shorter_curve(name: str) -> None:
+    merge = Merge(0.5, region_size=16, skip_blocks=(1, 1), size_bias=True, placement="module")
+    check(name, merge | SPARSE, (12, 14), 2)
+
+
+def test_modules_of_reference_images_are_merged_by_themselves() -> None:
+    check("flux", replace(HARD, placement="module"), (9, 8), 2, ((7, 11), (4, 4)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_at_ratio_zero_are_the_stock_model(name: str) -> None:
+    make, inputs_of = MODELS[name]
+    model, inputs = make(), inputs_of((9, 14), 2)
+    stock = run(model, inputs)
+    whole = Merge(ratio=0, region="global", skip_blocks=(0, 0), placement="module")
+    with nearfield.apply(model, whole):
+        assert torch.equal(run(model, inputs), stock)
+    with nearfield.apply(model, replace(ALL, placement="module")):
+        by_module = run(model, inputs)
+    with nearfield.apply(model, ALL):
+        assert_differ(run(model, inputs), by_module)
+    assert torch.equal(run(model, inputs), stock)
 
 
 # -- with sparse attention -----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_borders_are_where_tiles_differ(
 
 
 def test_borders_of_merged_regions() -> None:
-    """Windows are squares of the image, runs of the curve cut it as the curve does, and the whole image has no border."""
+    """Windows are squares of the image, runs are cut from the curve, and the whole image has no border."""
     geometry = Geometry((8, 12), text=16)
     square = torch.arange(8)[:, None] // 4 * 3 + torch.arange(12) // 4
     windows = region_borders(Merge(region="window", region_size=16), geometry)

@@ -34,6 +34,9 @@ class Blocks:
         per_token: arguments `[B, tokens]` that say something about each image token.
         text_parts: modules inside that see text alone.
         once_parts: modules inside that see neither: they work once per sample.
+        parts: modules inside that are merged one by one where that is asked for (`placement="module"`); none: the block
+            as a whole, but for its `norm`.
+        norm: where `parts` is empty, the module whose result is merged in the place of its input.
     """
 
     path: str
@@ -44,6 +47,8 @@ class Blocks:
     per_token: tuple[str, ...] = ()
     text_parts: tuple[str, ...] = ()
     once_parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    norm: str | None = None
 
 
 def _as_they_are(rotary: Any) -> Rows:
@@ -59,6 +64,8 @@ def _of_complex(rotary: Any) -> Rows:
 
 _ADDED = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_added_qkv", "attn.to_add_out")
 
+_OF_TEXT = ("attn2.to_k", "attn2.to_v")
+
 BLOCKS: Mapping[str, tuple[Blocks, ...]] = MappingProxyType(
     {
         "FluxTransformer2DModel": (
@@ -69,9 +76,15 @@ BLOCKS: Mapping[str, tuple[Blocks, ...]] = MappingProxyType(
                 rows=_as_they_are,
                 text_parts=(*_ADDED, "ff_context"),
                 once_parts=("norm1", "norm1_context"),
+                parts=("attn",),
             ),
             Blocks(
-                "single_transformer_blocks.*", "single", result=1, rows=_as_they_are, once_parts=("norm",)
+                "single_transformer_blocks.*",
+                "single",
+                result=1,
+                rows=_as_they_are,
+                once_parts=("norm",),
+                norm="norm",
             ),
         ),
         "Flux2Transformer2DModel": (
@@ -81,8 +94,12 @@ BLOCKS: Mapping[str, tuple[Blocks, ...]] = MappingProxyType(
                 result=1,
                 rows=_as_they_are,
                 text_parts=(*_ADDED, "ff_context"),
+                parts=("attn",),
             ),
-            Blocks("single_transformer_blocks.*", "single", holds_text=True, rows=_as_they_are),
+            # Attention and MLP are one module.
+            Blocks(
+                "single_transformer_blocks.*", "single", holds_text=True, rows=_as_they_are, parts=("attn",)
+            ),
         ),
         "SD3Transformer2DModel": (
             Blocks(
@@ -91,6 +108,7 @@ BLOCKS: Mapping[str, tuple[Blocks, ...]] = MappingProxyType(
                 result=1,
                 text_parts=(*_ADDED, "ff_context"),
                 once_parts=("norm1", "norm1_context"),
+                parts=("attn", "attn2"),
             ),
         ),
         "QwenImageTransformer2DModel": (
@@ -102,13 +120,14 @@ BLOCKS: Mapping[str, tuple[Blocks, ...]] = MappingProxyType(
                 per_token=("modulate_index",),
                 text_parts=(*_ADDED, "txt_mlp"),
                 once_parts=("img_mod", "txt_mod"),
+                parts=("attn",),
             ),
         ),
         "PixArtTransformer2DModel": (
-            Blocks("transformer_blocks.*", "plain", text_parts=("attn2.to_k", "attn2.to_v")),
+            Blocks("transformer_blocks.*", "plain", text_parts=_OF_TEXT, parts=("attn1", "attn2", "ff")),
         ),
         "UNet2DConditionModel": (
-            Blocks("transformer_blocks.*", "plain", text_parts=("attn2.to_k", "attn2.to_v")),
+            Blocks("transformer_blocks.*", "plain", text_parts=_OF_TEXT, parts=("attn1", "attn2", "ff")),
         ),
     }
 )

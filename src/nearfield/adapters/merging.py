@@ -5,7 +5,8 @@ A block adds what it computes to its tokens. So a merged one becomes
     x + leave(block(enter(x)) - enter(x))
 
 The residual stream keeps all tokens, everything inside the block (attention, cross-attention, MLP, norms) runs on few,
-and no part of the block is written here again. Text is never merged.
+and no part of the block is written here again. Text is never merged. With `placement="module"` modules of a block are
+merged one by one, after norms and modulation: what they give is parted, and the block adds it to all tokens.
 
 The first block of a group makes the map, the others use it. Which maps of the last step still serve is decided at the
 region's entrance: a call continues the last one of its branch (guidance makes several calls per step), one or more
@@ -31,6 +32,8 @@ from nearfield.merging import Regions
 from nearfield.methods.merging import Merged
 
 _REMEMBERED = 4
+Processor = tuple[SparseProcessor, bool]
+"""One of a layer, and whether it sees the text."""
 
 COMPILED_WHOLE = (
     "`method` must not merge where torch.compile traces the whole model: which maps still serve is looked up at its"
@@ -43,12 +46,21 @@ class Block(NamedTuple):
 
     Args:
         group: blocks with one number use one map; None: it is not merged.
+        parts: modules in it that are merged one by one; none: it is merged as a whole.
+        norm: a module that sees all tokens in a block that is merged as a whole; what it gives is merged.
     """
 
     name: str
     module: nn.Module
     facts: Blocks
     group: int | None
+    parts: tuple[str, ...] = ()
+    norm: str | None = None
+
+    def processors_in(self, part: str, processors: Mapping[str, "Processor"]) -> list["Processor"]:
+        """Those of a module in it, or, for "", all of them."""
+        place = f"{self.name}.{part}" if part else self.name
+        return [value for name, value in processors.items() if f"{name}.".startswith(f"{place}.")]
 
 
 class Made(NamedTuple):
@@ -109,7 +121,7 @@ class Merger:
             (block.group for block in self.blocks if block.group is not None), default=-1
         )
         self.call: MergedCall | None = None
-        self._hooks: list[_BlockHook] = []
+        self._hooks: list[_Hook] = []
         self._last: OrderedDict[Any, _Last] = OrderedDict()
         self._begun: tuple[Any, _Last] | None = None
         self._renewed_at = -1
@@ -126,21 +138,33 @@ class Merger:
                 return block.group
         return None
 
-    def install(self, processors: Mapping[str, tuple[SparseProcessor, bool]]) -> list[RemovableHandle]:
-        """Hooks for all merged blocks. Args: processors: by name, and whether they see the text."""
+    def install(self, processors: Mapping[str, Processor]) -> list[RemovableHandle]:
+        """Hooks for all merged blocks, by the processors of all layers."""
         handles: list[RemovableHandle] = []
         for block in self.blocks:
-            if block.group is None:
-                continue
-            inside = [value for name, value in processors.items() if name.startswith(f"{block.name}.")]
-            hook = _BlockHook(self, block, inside)
-            self._hooks.append(hook)
-            # torch.compile leaves hooks alone: it compiles what lies between them.
-            before, after = torch.compiler.disable(hook.before), torch.compiler.disable(hook.after)
-            handles.append(block.module.register_forward_pre_hook(before, with_kwargs=True))
-            # First of all: tokens are parted before they leave the order of the region.
-            handles.append(block.module.register_forward_hook(after, prepend=True))
+            for module, hook in () if block.group is None else self._hooks_of(block, processors):
+                self._hooks.append(hook)
+                # torch.compile leaves hooks alone: it compiles what lies between them.
+                before, after = torch.compiler.disable(hook.before), torch.compiler.disable(hook.after)
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                # First of all: tokens are parted before they leave the order of the region.
+                handles.append(module.register_forward_hook(after, prepend=True))
         return handles
+
+    def _hooks_of(
+        self, block: Block, processors: Mapping[str, Processor]
+    ) -> Iterator[tuple[nn.Module, "_Hook"]]:
+        if block.parts:
+            yield block.module, _MapHook(self, block, block.module, [])
+            for part in block.parts:
+                module = block.module.get_submodule(part)
+                yield module, _PartHook(self, block, module, block.processors_in(part, processors))
+            return
+        around = _BlockHook(self, block, block.module, block.processors_in("", processors))
+        yield block.module, around
+        if block.norm is not None:
+            norm = block.module.get_submodule(block.norm)
+            yield norm, _NormHook(self, block, norm, [], around)
 
     def remove(self) -> None:
         self._hooks, self.call, self._begun = [], None, None
@@ -202,9 +226,15 @@ class Merger:
 
     def _check_blocks(self) -> None:
         for block in self.blocks:
-            for name in caches_in(block.module) if block.group is not None else ():
+            if block.group is None:
+                continue
+            for name in caches_in(block.module):
                 hint = "It would keep merged tokens for a step that merges others."
                 wrong_value(block.name, "have no cache of diffusers where tokens are merged", name, hint)
+            is_whole = not block.parts and block.norm is None
+            if not is_whole and getattr(block.module, "_compiled_call_impl", None) is not None:
+                hint = "Hooks inside of a compiled block would break its graph."
+                wrong_value("placement", f"be 'block' where {block.name} is compiled", "'module'", hint)
 
     # -- a block -------------------------------------------------------------------------------------------------
 
@@ -242,40 +272,67 @@ class Merger:
         return joint, image
 
 
-class _BlockHook:
-    """Merges what enters a block, and parts what leaves it."""
+class _Hook:
+    """Stands around a module of a merged block, or around the block."""
 
     def __init__(
-        self, merger: Merger, block: Block, processors: Sequence[tuple[SparseProcessor, bool]]
+        self, merger: Merger, block: Block, module: nn.Module, processors: Sequence[Processor]
     ) -> None:
         assert block.group is not None
         self.merger, self.facts, self.group, self.processors = merger, block.facts, block.group, processors
-        self.names = parameter_names(block.module)
-        self._inside: _Inside | None = None
+        self.names = parameter_names(module)
 
     def forget(self) -> None:
-        """No tokens are inside, also if the block raised."""
-        self._inside = None
+        """No tokens are inside, also if the module raised."""
         for processor, _ in self.processors:
             processor.extras = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.forget()  # what a block left that raised when it was computed again
-        call = self.merger.call
-        if call is None or not self.merger.is_inside():
-            return None
-        arguments = Arguments(self.names, args, kwargs)
-        tokens = arguments.get(TOKENS)
-        text = call.located.text if self.facts.holds_text else 0
-        image = tokens[:, text:]
+        raise NotImplementedError
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        raise NotImplementedError
+
+    def _call(self) -> MergedCall | None:
+        """What tokens are merged by, if they are."""
+        return self.merger.call if self.merger.call is not None and self.merger.is_inside() else None
+
+    def _num_text(self, call: MergedCall) -> int:
+        """Tokens of text that stand before the image."""
+        return call.located.text if self.facts.holds_text else 0
+
+    def _made(self, call: MergedCall, arguments: Arguments) -> Made:
+        """The map of the group, made where it is missing."""
         made = call.made[self.group]
         if made is None:
+            image = arguments.get(TOKENS)[:, self._num_text(call) :]
             rotary = self.facts.rows(arguments.get(ROTARY)) if self.facts.rows else None
             made = call.made[self.group] = self.merger.make(call, self.group, image, rotary)
-        with _in_full_precision(tokens):
-            short = made.tokens.enter(image)
-        if text:
-            short = torch.cat([tokens[:, :text], short], dim=1)
+        return made
+
+    def _tell_attention(self, made: Made) -> None:
+        for processor, sees_text in self.processors:
+            processor.extras = made.extras(sees_text)
+
+
+class _BlockHook(_Hook):
+    """Merges what enters a block, and parts what leaves it."""
+
+    inside: "_Inside | None" = None
+
+    def forget(self) -> None:
+        super().forget()
+        self.inside = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.forget()  # what a block left that raised when it was computed again
+        call = self._call()
+        if call is None:
+            return None
+        arguments = Arguments(self.names, args, kwargs)
+        tokens, text = arguments.get(TOKENS), self._num_text(call)
+        made = self._made(call, arguments)
+        short = _merged(tokens, made.tokens, text)
         arguments.set(TOKENS, short)
         if self.facts.rows:  # attention rotates by rows of its own, which differ from sample to sample
             arguments.set(ROTARY, None)
@@ -283,13 +340,12 @@ class _BlockHook:
             entries = arguments.get(name)
             if entries is not None:
                 arguments.set(name, entries.gather(1, made.tokens.destinations))
-        for processor, sees_text in self.processors:
-            processor.extras = made.extras(sees_text)
-        self._inside = _Inside(tokens, short, made.tokens, text)
+        self._tell_attention(made)
+        self.inside = _Inside(tokens, short, made.tokens, text)
         return tuple(arguments.args), arguments.kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        inside = self._inside
+        inside = self.inside
         if inside is None:
             return None
         self.forget()
@@ -300,6 +356,93 @@ class _BlockHook:
         parts = list(output)
         parts[self.facts.result] = image
         return tuple(parts)
+
+
+class _MapHook(_Hook):
+    """Makes the map of a block whose modules are merged one by one."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._call()
+        if call is not None:
+            self._made(call, Arguments(self.names, args, kwargs))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return None
+
+
+class _PartHook(_Hook):
+    """Merges what enters a module of a block, and parts what it gives, which the block will add to all tokens."""
+
+    _inside: "tuple[Any, int] | None" = None
+
+    def forget(self) -> None:
+        super().forget()
+        self._inside = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.forget()
+        call = self._call()
+        if call is None:
+            return None
+        made = call.made[self.group]
+        assert made is not None  # at the entrance of the block
+        arguments, text = Arguments(self.names, args, kwargs), self._num_text(call)
+        arguments.set(TOKENS, _merged(arguments.get(TOKENS), made.tokens, text))
+        if ROTARY in arguments.kwargs:
+            arguments.kwargs[ROTARY] = None
+        self._tell_attention(made)
+        self._inside = made.tokens, text
+        return tuple(arguments.args), arguments.kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._inside is None:
+            return None
+        tokens, text = self._inside
+        self.forget()
+        result = output[0] if isinstance(output, tuple) else output  # of the image, before that of the text
+        with _in_full_precision(result):
+            image = tokens.leave(result[:, text:])
+        whole = torch.cat([result[:, :text], image], dim=1) if text else image
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+
+class _NormHook(_Hook):
+    """Lets a block that runs on merged tokens normalise all of them, and merges what comes of it.
+
+    What the block adds to the merged tokens is parted, as ever. So its linear layers, which a LoRA may wrap, need none.
+    """
+
+    def __init__(
+        self,
+        merger: Merger,
+        block: Block,
+        module: nn.Module,
+        processors: Sequence[Processor],
+        around: _BlockHook,
+    ) -> None:
+        super().__init__(merger, block, module, processors)
+        self._around = around
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inside = self._around.inside
+        if inside is None:
+            return None
+        text = args[0].shape[1] - inside.short.shape[1]
+        return (torch.cat([args[0][:, :text], inside.full], dim=1), *args[1:]), kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        inside = self._around.inside
+        if inside is None:
+            return None
+        text = output[0].shape[1] - inside.full.shape[1]
+        return (_merged(output[0], inside.tokens, text), *output[1:])
+
+
+def _merged(tokens: Tensor, by: Any, text: int) -> Tensor:
+    """Text as it is, and merged tokens of the image behind it."""
+    with _in_full_precision(tokens):
+        short: Tensor = by.enter(tokens[:, text:])
+    return torch.cat([tokens[:, :text], short], dim=1) if text else short
 
 
 class _Inside(NamedTuple):
@@ -328,11 +471,13 @@ def _in_full_precision(tokens: Tensor) -> AbstractContextManager[Any]:
 
 def _grouped(module: nn.Module, kinds: Sequence[Blocks], method: Merged) -> Iterator[Block]:
     """The blocks of a region; groups of all kinds are numbered in one row."""
-    first = 0
+    first, by_module = 0, getattr(method.merge, "placement", "block") == "module"
     for facts in kinds:
         found = [
             method.merge.block_group(facts.kind, place) for place in range(len(find(module, facts.path)))
         ]
         for (name, block), group in zip(find(module, facts.path), found, strict=True):
-            yield Block(name, block, facts, None if group is None else first + group)
+            parts = tuple(part for part in facts.parts if getattr(block, part, None) is not None)
+            inner = (parts, facts.norm) if by_module else ()
+            yield Block(name, block, facts, None if group is None else first + group, *inner)
         first += 1 + max((group for group in found if group is not None), default=-1)

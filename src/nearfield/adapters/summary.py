@@ -129,7 +129,9 @@ def _block_lines(regions: Sequence[Region]) -> list[str]:
         for region, block in blocks
         if block.group is None
     ]
-    return lines + ([f"  on all tokens, skip_blocks: {_some(others)}"] if others else [])
+    lines += [f"  on all tokens, skip_blocks: {_some(others)}"] if others else []
+    parts = dict.fromkeys(part for _, block in blocks for part in block.parts)
+    return lines + ([f"  merged one by one, after norms: {', '.join(parts)}"] if parts else [])
 
 
 def _map_lines(method: Method, steps: Steps) -> list[str]:
@@ -323,9 +325,10 @@ def _work(region: Region, ready: Ready) -> _Work:
     if region.merger is None:
         return work
     for block in region.merger.blocks:
-        full = left = _products(block, ready.located.text, ready.located.num_image_tokens)
+        image = ready.located.num_image_tokens
+        full = left = _products(block, ready.located.text, image, image)
         if ready.regions is not None and block.group is not None:
-            left = _products(block, ready.located.text, ready.regions.num_merged)
+            left = _products(block, ready.located.text, image, ready.regions.num_merged)
         work = work.plus(_Work(left, full))
     for layer, reader in zip(region.layers, ready.readers, strict=True):
         if layer.index is not None:
@@ -337,13 +340,14 @@ def _work(region: Region, ready: Ready) -> _Work:
     return work
 
 
-def _products(block: Block, text: int, image: int) -> int:
-    """Multiplications by weights in a block, for so many tokens of text and image."""
+def _products(block: Block, text: int, image: int, merged: int) -> int:
+    """Multiplications by weights in a block, for so many tokens of text and image, of which so many are left."""
     facts, total = block.facts, 0
     for name, module in block.module.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        tokens = text + image if facts.kind == "single" else image
+        tokens = merged if not block.parts or _is_part(name, block.parts) else image
+        tokens += text if facts.kind == "single" else 0
         if _is_part(name, facts.text_parts):
             tokens = text
         elif _is_part(name, facts.once_parts):

@@ -23,6 +23,7 @@ from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
 Region = Literal["run", "window", "global"]
+Placement = Literal["block", "module"]
 Pieces = tuple[tuple[int, ...], ...]
 """For each image, how many tokens of its order may be merged with each other, one piece after another."""
 
@@ -43,6 +44,8 @@ class Merge:
         skip_blocks: how many of the first joint blocks and of the first single blocks are not merged. Models that have
             neither (UNets, PixArt) merge in all.
         size_bias: merged keys count as often as they have tokens: the log of that is added to the logits.
+        placement: tokens are merged once around a "block", or, as in the paper, around each "module" of it that is to
+            run on few, after norms and modulation.
     """
 
     ratio: float = 0.5
@@ -53,6 +56,7 @@ class Merge:
     groups: blockwise.Groups = "auto"
     skip_blocks: tuple[int, int] = (5, 5)
     size_bias: bool = False
+    placement: Placement = "block"
 
     def __post_init__(self) -> None:
         _check_number("ratio", self.ratio)
@@ -74,6 +78,7 @@ class Merge:
             self, "skip_blocks", blockwise.checked_pair("skip_blocks", self.skip_blocks, 0, "(joint, single)")
         )
         blockwise.check_size_bias(self.size_bias)
+        check_member("placement", self.placement, get_args(Placement))
 
     # -- which tokens become one -----------------------------------------------------------------------------------
 
