@@ -1,5 +1,6 @@
 """Merged tokens together with what else is done to models: schedules, guidance, training, LoRA, compiling."""
 
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -179,14 +180,16 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
         assert float((found[name] - gradient).abs().max()) <= 1e-6 * scale, name
 
 
+@pytest.mark.parametrize("placement", ["block", "module"])
 @pytest.mark.parametrize("name", ["flux", "sdxl"])
-def test_gradients_are_those_of_merging_by_hand(name: str) -> None:
+def test_gradients_are_those_of_merging_by_hand(name: str, placement: Any) -> None:
     """The choice is taken as it is; gradients go through the tokens."""
+    method = replace(ALL, placement=placement)
     make, inputs_of = MODELS[name]
     model, call = make().double(), double(inputs_of((6, 8), 2))
-    with by_hand(name, model, ALL, geometry_of(name, (6, 8))):
+    with by_hand(name, model, method, geometry_of(name, (6, 8))):
         expected = gradients(model, call)
-    with nearfield.apply(model, ALL):
+    with nearfield.apply(model, method):
         found = gradients(model, call)
         assert_same_gradients(found, expected)
         model.train().enable_gradient_checkpointing()
@@ -197,28 +200,30 @@ def test_gradients_are_those_of_merging_by_hand(name: str) -> None:
         one = gradients_after(later, model)
     assert_same_gradients(again, found)
     model.disable_gradient_checkpointing()
-    with nearfield.apply(model.eval(), ALL):
+    with nearfield.apply(model.eval(), method):
         assert_same_gradients(one, gradients_after(loss(model, name, (6, 8)), model))
 
 
 # -- together with -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("placement", ["block", "module"])
 @pytest.mark.parametrize("name", ["flux", "sdxl"])
-def test_lora_loaded_and_unloaded_between_calls(name: str) -> None:
+def test_lora_loaded_and_unloaded_between_calls(name: str, placement: Any) -> None:
+    method = replace(ALL, placement=placement)
     make, inputs_of = MODELS[name]
     model, call = make().double(), double(inputs_of((6, 8)))
-    with nearfield.apply(model, ALL):
+    with nearfield.apply(model, method):
         without = run(model, call)
         torch.manual_seed(0)
-        targets = ["to_q", "to_v", "to_out.0", "proj_mlp", "net.2"]
+        targets = ["to_q", "to_v", "to_out.0", "proj_mlp", "proj_out", "net.2"]
         model.add_adapter(peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
         model.double()
         found = run(model, call)
     assert_differ(found, without)
-    with by_hand(name, model, ALL, geometry_of(name, (6, 8))):
+    with by_hand(name, model, method, geometry_of(name, (6, 8))):
         assert_same(found, run(model, call))
-    with nearfield.apply(model, ALL):
+    with nearfield.apply(model, method):
         model.unload_lora()
         assert_same(run(model, call), without)
 
@@ -233,19 +238,23 @@ def test_controlnet_residuals_meet_their_tokens() -> None:
         assert_same(run(model, call), expected)
 
 
-def test_offloading_by_groups() -> None:
+@pytest.mark.parametrize("placement", ["block", "module"])
+def test_offloading_by_groups(placement: Any) -> None:
     model, call = tiny_models.flux(), tiny_models.flux_inputs((6, 8))
-    with nearfield.apply(model, ALL):
+    with nearfield.apply(model, replace(ALL, placement=placement)):
         expected = run(model, call)
         by_groups(model)
         assert torch.equal(run(model, call), expected)
 
 
-def test_autocast_keeps_the_residual_stream() -> None:
-    model, call = tiny_models.sd3(), tiny_models.sd3_inputs((6, 8))
-    with nearfield.apply(model, HARD), torch.autocast("cpu", dtype=torch.bfloat16):
+@pytest.mark.parametrize("placement", ["block", "module"])
+@pytest.mark.parametrize("name", ["sd3", "sdxl"])
+def test_autocast_keeps_the_residual_stream(name: str, placement: Any) -> None:
+    make, inputs_of = MODELS[name]
+    model, call, method = make(), inputs_of((6, 8)), replace(HARD, placement=placement)
+    with nearfield.apply(model, method), torch.autocast("cpu", dtype=torch.bfloat16):
         found = run(model, call)
-    with nearfield.apply(model, HARD):
+    with nearfield.apply(model, method):
         exact = run(model, call)
     assert 0 < (found - exact).abs().max() < 0.05 * exact.abs().max()
 
@@ -312,6 +321,19 @@ def test_compiled_blocks_rotate(graphs: Any) -> None:
         model.compile_repeated_blocks(fullgraph=True, backend="eager")
         assert torch.equal(run(model, call), expected)
         assert graphs() <= 3
+
+
+def test_compiled_blocks_whose_modules_merge_are_refused(graphs: Any) -> None:
+    model, call = tiny_models.flux(1, 1), tiny_models.flux_inputs((6, 8))
+    with nearfield.apply(model, Merge(region_size=16, skip_blocks=(1, 0), placement="module")):
+        expected = run(model, call)
+        model.transformer_blocks[0].compile(fullgraph=True, backend="eager")  # which is not merged
+        assert torch.equal(run(model, call), expected)
+        model.single_transformer_blocks[0].compile(fullgraph=True, backend="eager")
+        with pytest.raises(
+            ValueError, match=r"`placement` must be 'block' where single_transformer_blocks\.0 is comp"
+        ):
+            run(model, call)
 
 
 def test_a_model_that_is_compiled_as_a_whole_is_refused(graphs: Any) -> None:
@@ -428,12 +450,26 @@ def test_summary_says_what_is_merged_and_saved() -> None:
     assert f"  matrix products of all blocks: {left / full:.1%}" in "\n".join(lines)
 
 
+def test_summary_says_which_modules_are_merged() -> None:
+    """In a joint block of 32 channels 4 * 32^2 weights belong to attention, which alone is merged there."""
+    model = tiny_models.flux(3, 4)
+    with nearfield.apply(model, Merge(skip_blocks=(1, 2), placement="module")) as handle:
+        told = handle.summary(height=256, width=256, text=8)
+    assert "  blocks: 4 on merged tokens, which share 2 maps; 3 on all" in told
+    assert "    merged one by one, after norms: attn\n" in told
+    once = 3 * 2 * 6 * 32**2 + 4 * 3 * 32**2
+    full = 7 * 12 * 32**2 * 264 + once
+    left = full - 2 * 4 * 32**2 * 128 - 2 * 12 * 32**2 * 128
+    assert f"  matrix products of all blocks: {left / full:.1%}" in told
+
+
+@pytest.mark.parametrize("placement", ["block", "module"])
 @pytest.mark.parametrize("name", NAMES)
-def test_remove_leaves_no_trace(name: str) -> None:
+def test_remove_leaves_no_trace(name: str, placement: Any) -> None:
     make, inputs_of = MODELS[name]
     model, inputs = make(), inputs_of((6, 8), 2)
     stock, before = run(model, inputs), trace(model)
-    handle = nearfield.apply(model, ALL | SPARSE)
+    handle = nearfield.apply(model, replace(ALL, placement=placement) | SPARSE)
     assert trace(model) != before
     assert not torch.equal(run(model, inputs), stock)
     handle.remove()
@@ -441,11 +477,13 @@ def test_remove_leaves_no_trace(name: str) -> None:
     assert torch.equal(run(model, inputs), stock)
 
 
-def test_a_call_that_raises_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("placement", ["block", "module"])
+@pytest.mark.parametrize("part", ["transformer_blocks.1.attn.norm_q", "single_transformer_blocks.0.act_mlp"])
+def test_a_call_that_raises_leaves_nothing_behind(part: str, placement: Any) -> None:
     model, call = tiny_models.flux(), tiny_models.flux_inputs((6, 8))
-    with nearfield.apply(model, ALL):
+    with nearfield.apply(model, replace(ALL, placement=placement)):
         expected = run(model, call)
-        hook = model.transformer_blocks[1].ff.register_forward_pre_hook(lambda *_: 1 / 0)
+        hook = model.get_submodule(part).register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(model, call)
         hook.remove()
@@ -485,6 +523,11 @@ BAD = [
         lambda: nearfield.apply(tiny_models.z_image(), ALL),
         ValueError,
         "`target` must be, or have, one of Flux",
+    ),
+    (
+        lambda: Merge(placement="layer"),  # type: ignore[arg-type]
+        ValueError,
+        "`placement` must be one of 'block', 'module'; got 'layer'.",
     ),
     (lambda: ALL | Hilbert, TypeError, "`attention` must be a method such as nearfield.Hilbert(); got"),
     (

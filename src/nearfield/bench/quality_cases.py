@@ -104,9 +104,12 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         *(_chosen(f"BlockTopK, {keep:.0%}", "BlockTopK", keep=keep) for keep in (0.25, 0.5)),
     ],
     "merge": [
-        Pattern(f"merge {ratio}, {region}", _merge_fields(ratio=ratio, region=region), "Merge")
-        for region in ("run", "window", "global")
-        for ratio in (0.25, 0.5, 0.75)
+        *(
+            Pattern(f"merge {ratio}, {region}", _merge_fields(ratio=ratio, region=region), "Merge")
+            for region in ("run", "window", "global")
+            for ratio in (0.25, 0.5, 0.75)
+        ),
+        Pattern("merge 0.5, by module", _merge_fields(placement="module"), "Merge"),
     ],
     "peers": [
         *(
