@@ -125,12 +125,7 @@ class TimedSweep:
         found: dict[str, Any] = picture_runs.likeness(turns.images, turns.dense, self._lpips, self.device)
         method = picture_runs.method_of(pattern)
         found |= picture_runs.seams(method, turns.facts.geometry, turns.images, turns.dense, self.device)
-        for name, network in self.networks.items():
-            features = [
-                quality.features_of(picture_runs.batches(images, self.device), network)
-                for images in (turns.images, turns.dense)
-            ]
-            found[f"{name}_distance"] = float(quality.cosine_distance(*features).mean())
+        found |= picture_runs.feature_distances(turns.images, turns.dense, self.networks, self.device)
         return QualityRow(
             pattern.name,
             turns.facts.pairs_kept,

@@ -19,7 +19,7 @@ from nearfield.demo.sampler import DemoPipeline, Sampled
 from nearfield.methods.merging import Merged
 
 DENSE = "dense"
-_FEW = 200  # pairs for LPIPS and SSIM, which are slow and settle early
+_FEW = 200  # pairs for LPIPS, SSIM and features, which are slow and settle early
 _MASKS = ("window", "band")
 
 
@@ -161,6 +161,17 @@ def likeness(
         values = torch.cat([measure(*pair).double().cpu() for pair in pairs])
         values = values[values.isfinite()]
         found[name] = float(values.mean()) if len(values) else None
+    return found
+
+
+def feature_distances(
+    images: Tensor, dense: Tensor, networks: Mapping[str, nn.Module], device: torch.device
+) -> dict[str, float]:
+    """Means over pairs, by the names that `QualityRow` has for the networks' distances."""
+    found = {}
+    for name, network in networks.items():
+        features = [quality.features_of(batches(part[:_FEW], device), network) for part in (images, dense)]
+        found[f"{name}_distance"] = float(quality.cosine_distance(*features).mean())
     return found
 
 

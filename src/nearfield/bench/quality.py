@@ -4,7 +4,7 @@ One process for many patterns: the networks are loaded once, pictures stay in me
 every pattern, so that a sweep that is stopped goes on with the next.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class Sweep:
     Args:
         references: statistics of the photographs' features.
         network: what gives features of pictures.
+        networks: others, for the distance to the dense pictures alone, by the names `QualityRow` has.
         on_picture: called with the number of pictures made and what they are.
     """
 
@@ -35,11 +36,12 @@ class Sweep:
         network: nn.Module,
         out: Path,
         *,
+        networks: Mapping[str, nn.Module] | None = None,
         device: torch.device | str = "cpu",
         on_picture: Callable[[int, str], None] | None = None,
     ) -> None:
         self.task, self.references, self.network, self.out = task, references, network, out
-        self.device = torch.device(device)
+        self.networks, self.device = networks or {}, torch.device(device)
         self.rows = read_rows(out) if out.exists() else []
         self._on_picture = on_picture
         self._maker = PictureMaker(task, self.device)
@@ -74,6 +76,7 @@ class Sweep:
         distances = quality.cosine_distance(features, self._dense_features)
         found: dict[str, Any] = picture_runs.likeness(images, self._dense, self._lpips, self.device)
         method = picture_runs.method_of(pattern)
+        found |= picture_runs.feature_distances(images, self._dense, self.networks, self.device)
         found |= picture_runs.seams(method, facts.geometry, images, self._dense, self.device)
         row = QualityRow(
             pattern.name,

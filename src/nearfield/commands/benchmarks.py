@@ -657,7 +657,15 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
         *(arguments.num, arguments.steps, arguments.size, arguments.seed, arguments.batch),
     )
     with Bar(arguments.num, "pictures") as bar:
-        sweep = quality.Sweep(task, references, network, arguments.out, device=device, on_picture=bar.show)
+        sweep = quality.Sweep(
+            task,
+            references,
+            network,
+            arguments.out,
+            networks=pareto_benchmark.second_network(device),
+            device=device,
+            on_picture=bar.show,
+        )
         try:
             done = sweep.run(
                 patterns, lambda: not arguments.minutes or time.monotonic() - started < 60 * arguments.minutes

@@ -208,11 +208,21 @@ def _networks(arguments: argparse.Namespace, device: "torch.device") -> "dict[st
     from nearfield.quality.inception import MissingWeights
 
     try:
-        return {"inception": quality.load_inception(arguments.inception, device)}
+        return {"inception": quality.load_inception(arguments.inception, device)} | second_network(device)
     except MissingWeights as error:
-        if arguments.inception:
-            raise UsageError(str(error)) from None
         print(f"no distances of Inception's features: {error}", file=sys.stderr)
+        return second_network(device)
+
+
+def second_network(device: "torch.device") -> "dict[str, nn.Module]":
+    """EfficientNet-Lite0, where it is installed."""
+    from nearfield import quality
+    from nearfield.quality.inception import MissingWeights
+
+    try:
+        return {"efficientnet": quality.load_efficientnet(device)}
+    except MissingWeights as error:
+        print(f"no distances of EfficientNet's features: {error}", file=sys.stderr)
         return {}
 
 

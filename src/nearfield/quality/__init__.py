@@ -1,5 +1,6 @@
 """How good images are: FID, KID, precision and recall, LPIPS, PSNR, SSIM, and the energy of seams between tiles."""
 
+from nearfield.quality.efficientnet import EfficientNet, load_efficientnet
 from nearfield.quality.fid import (
     Estimate,
     PrecisionRecall,
@@ -26,6 +27,7 @@ from nearfield.quality.similarity import psnr, ssim
 
 __all__ = [
     "Borders",
+    "EfficientNet",
     "Estimate",
     "ImageSet",
     "Inception",
@@ -39,6 +41,7 @@ __all__ = [
     "frechet_distance",
     "kernel_distance",
     "line_gradients",
+    "load_efficientnet",
     "load_inception",
     "load_lpips",
     "open_images",
