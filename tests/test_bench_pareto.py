@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cats import SIZE, lively_model
 from tests.test_bench_quality import Features
 
 from nearfield import Hilbert, apply, cli, plots, quality
@@ -14,6 +15,7 @@ from nearfield.bench.pareto_report import PANELS, Point, files_in, points_of, re
 from nearfield.bench.picture_runs import Task
 from nearfield.bench.quality_cases import ALL_METHODS, Pattern, read_patterns
 from nearfield.bench.report import COMMITTED
+from nearfield.demo.model import save_model
 from nearfield.quality.results import QualityRow, as_document, read_rows, write_json
 from nearfield.studio import results as studio_results
 
@@ -151,6 +153,12 @@ def test_patterns_are_timed_and_compared_once(tmp_path: Path) -> None:
     seen.clear()
     assert sweep().run([TILES, SAME, MERGED], has_time=lambda: False)
     assert not seen
+
+
+def test_pictures_are_as_large_as_those_the_model_was_trained_with(tmp_path: Path) -> None:
+    save_model(tmp_path / "model.safetensors", lively_model())
+    assert pareto.trained_size(tmp_path / "model.safetensors") == SIZE
+    assert pareto.trained_size(pareto.TINY) == 128
 
 
 def test_the_first_timing_warms_up() -> None:

@@ -18,6 +18,7 @@ from nearfield.bench.picture_runs import DENSE, Facts, PictureMaker, Task
 from nearfield.bench.quality_cases import Pattern
 from nearfield.demo.model import ModelConfig, TinyFlux
 from nearfield.demo.sampler import DemoPipeline
+from nearfield.demo.storage import read_tensors
 from nearfield.quality.results import QualityRow, as_document, read_rows, write_json
 
 TINY = Path("tiny")
@@ -35,6 +36,14 @@ def tiny_pipeline() -> DemoPipeline:
             if not parameter.any():
                 nn.init.normal_(parameter, std=0.1)
         return DemoPipeline(model.requires_grad_(False))
+
+
+def trained_size(weights: Path) -> int:
+    """Pixels per side that a model file was trained at last."""
+    if weights == TINY:
+        return _TINY.size
+    _, facts = read_tensors(weights)
+    return int(facts.get("config", {}).get("size", ModelConfig.size))
 
 
 class _Turns(NamedTuple):

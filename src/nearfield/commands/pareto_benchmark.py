@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nearfield.bench.pareto_report import Point
 
 _NONE = "none"
-_SIZE, _TINY_SIZE = 512, 128
 
 
 def add_command(benchmarks: Any) -> None:
@@ -70,7 +69,7 @@ def add_command(benchmarks: Any) -> None:
         "--size",
         type=integer("--size", 64),
         metavar="N",
-        help=f"pixels per side (default {_SIZE}, or {_TINY_SIZE} with --tiny)",
+        help="pixels per side (default: what the model was trained at)",
     )
     parser.add_argument(
         "--inception",
@@ -149,8 +148,7 @@ def _check(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, name)
         if path and not path.is_file():
             wrong(f"--{name}", "name a file that is there", repr(str(path)))
-    arguments.size = arguments.size or (_TINY_SIZE if arguments.tiny else _SIZE)
-    if arguments.size % 8:
+    if arguments.size and arguments.size % 8:
         wrong("--size", "be a multiple of 8 pixels", arguments.size)
 
 
@@ -189,7 +187,8 @@ def _sweep(
     except NoWeights as error:
         print(f"nothing is measured: {error}, or use `--tiny`", file=sys.stderr)
         return None
-    sizes = (arguments.num, arguments.steps, arguments.size, arguments.seed, arguments.batch)
+    size = arguments.size or pareto.trained_size(weights)
+    sizes = (arguments.num, arguments.steps, size, arguments.seed, arguments.batch)
     try:
         return pareto.TimedSweep(
             Task(weights, *sizes),
@@ -253,6 +252,7 @@ def _show_plan(
     sweep = _sweep(arguments, chosen_device(arguments.device)) if patterns else None
     missing = [pattern for pattern in (None, *patterns) if not sweep.is_known(pattern)] if sweep else []
     names = [pattern.name if pattern else "dense" for pattern in missing]
-    print(f"{len(names)} to measure at {arguments.size} px, {arguments.steps} steps:", *names, sep="\n  ")
+    how = f" at {sweep.task.size} px, {arguments.steps} steps:" if sweep else ""
+    print(f"{len(names)} to measure{how}", *names, sep="\n  ")
     print(f"{len(files)} result files to read:", *files, sep="\n  ")
     return OK
