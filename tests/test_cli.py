@@ -1,10 +1,12 @@
 """The commands: what they print, write and return, and what they say when they cannot."""
 
+import argparse
 import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +19,7 @@ from nearfield.attend import attend
 from nearfield.bench import explain, presets
 from nearfield.bench.attend import dense_attention
 from nearfield.commands import arguments as choices
+from nearfield.commands import following
 from nearfield.kernels import launch
 from nearfield.plan import BLOCKS
 
@@ -477,3 +480,38 @@ def is_a_picture(path: Path) -> bool:
     pixels = torch.from_numpy(imread(path))[..., :3]
     colours = pixels.flatten(0, 1).mul(255).round().unique(dim=0)
     return min(pixels.shape[:2]) > 100 and len(colours) > 8
+
+
+# -- what to do next -----------------------------------------------------------------------------------------------
+
+
+def all_commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[str]:
+    """Every command as it is typed, from the parser itself."""
+    actions = [x for x in parser._actions if isinstance(x, argparse._SubParsersAction)]
+    if not actions:
+        yield path
+    for name, child in (pair for action in actions for pair in action.choices.items()):
+        yield from all_commands(child, f"{path} {name}".strip())
+
+
+def test_every_command_names_the_next() -> None:
+    commands = set(all_commands(cli._parser([]))) - following.ENDLESS
+    assert set(following._NEXT) == commands
+    for command in commands:
+        hint = following.after([*shlex.split(command), "--json", "x"])
+        assert hint is not None
+        suggested = hint.removeprefix("next: ").partition("   (")[0]
+        if suggested.startswith("nearfield "):
+            words = shlex.split(suggested)[1:]
+            assert any(" ".join(words[:length]) in commands for length in (1, 2)), suggested
+
+
+@pytest.mark.parametrize("at_a_terminal", [True, False])
+def test_the_next_command_is_said_to_people(
+    at_a_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: at_a_terminal)
+    assert cli.main(["explain", "flux-1024"]) == 0
+    assert ("next: nearfield bench attend --quick" in capsys.readouterr().err) is at_a_terminal
+    assert cli.main(["explain", "nothing"]) == 2
+    assert "next:" not in capsys.readouterr().err

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from nearfield.commands import (
     benchmarks,
+    following,
     generating,
     inspecting,
     retrieving,
@@ -61,6 +62,9 @@ def _run(argv: Sequence[str] | None) -> int:
         words = sys.argv[1:] if argv is None else argv
         arguments = _parser(words).parse_args(argv)
         code: int = arguments.run(arguments)
+        hint = following.after(words)
+        if code == OK and hint and sys.stderr.isatty():  # for people; scripts and logs want results alone
+            print(hint, file=sys.stderr)
         return code
     finally:
         sys.stdout.flush()
@@ -91,7 +95,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"examples:\n  nearfield doctor\n  nearfield explain flux-1024 --grid 90x160\n  nearfield demo\n"
         f"  nearfield show --grid 64x64 --layer 0..3\n"
-        f"  nearfield generate --weights model.safetensors --compare --out cats.png\n"
+        f"  nearfield generate --compare --out cats.png\n"
         f"  nearfield bench attend --quick\n\n{CODES}",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
