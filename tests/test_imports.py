@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-EXTRAS = ("triton", "diffusers", "transformers", "matplotlib")
+EXTRAS = ("triton", "diffusers", "transformers", "matplotlib", "ray")
 
 BLOCK_EXTRAS = f"""
 import sys

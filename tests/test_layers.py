@@ -33,7 +33,7 @@ LEVELS = {
         "predict",
     },
     4: {"methods", "recipes"},
-    5: {"adapters", "parallel", "retrieval"},
+    5: {"adapters", "engines", "parallel", "retrieval"},
     6: {"demo", "training", "quality", "tuning"},
     7: {"cli", "commands", "bench", "plots", "studio", "__main__"},
 }
@@ -80,6 +80,7 @@ OWNERS = {
     "matplotlib": ("plots",),
     "gradio": ("studio",),
     "starlette": ("studio",),
+    "ray": ("engines",),
 }
 FIRST_LEVEL_WITH_EXTRAS = 5
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.commands.arguments import OK, UsageError, command, integer, output_file, wrong
+from nearfield.commands.arguments import OK, UsageError, command, integer, member, output_file, wrong
 from nearfield.commands.launched import local_rank, mesh_of_ranks, num_ranks
 from nearfield.commands.methods import add_method, method_of
 from nearfield.commands.progress import Bar
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _PIXELS, _ON_SHEET = 8, 8
 _LORA_OFF = "none"
+_SHEET = Path("cats.png")
+ENGINES = ("process", "ray")
 
 
 def add_commands(commands: Any) -> None:
@@ -33,7 +35,8 @@ def add_commands(commands: Any) -> None:
         "  nearfield generate --compare --out cats.png\n  nearfield generate --method dense --num 8 --seed 7\n"
         "  nearfield generate --weights run/model.safetensors --tiles 4 --dense-steps 0 --compare\n"
         "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare\n"
-        "  torchrun --nproc-per-node 4 -m -- nearfield generate --size 2048 --num 1",
+        "  torchrun --nproc-per-node 4 -m -- nearfield generate --size 2048 --num 1\n"
+        "  nearfield generate --num 10000 --engine ray --images samples",
     )
     add_method(parser, "hilbert")
     parser.add_argument(
@@ -52,12 +55,39 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=output_file("--out", ".png"),
-        default="cats.png",
         metavar="FILE",
         help="the sheet of pictures (default cats.png)",
     )
     parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write figures and machine facts"
+    )
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """Who makes pictures that are many."""
+    many = parser.add_argument_group(
+        "many pictures, to --images DIR; the same command goes on where it ended"
+    )
+    many.add_argument(
+        "--engine",
+        type=member("--engine", ENGINES),
+        metavar="NAME",
+        help="process (this one) or ray (a Ray cluster)",
+    )
+    many.add_argument(
+        "--tries", type=integer("--tries", 1, 100), metavar="N", help="of pictures that fail (default 3)"
+    )
+    many.add_argument(
+        "--workers",
+        type=integer("--workers", 1, 10**5),
+        metavar="N",
+        help="for ray (default: one for each GPU of the cluster; where it has none, for each core)",
+    )
+    many.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of a cluster: auto, HOST:PORT (default: RAY_ADDRESS, else a cluster of this machine alone)",
     )
 
 
@@ -100,6 +130,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def _generate(arguments: argparse.Namespace) -> int:
     method = method_of(arguments)
     _check(arguments)
+    if arguments.engine:
+        from nearfield.commands.many import generate_many
+
+        return generate_many(arguments, method, _lora(arguments, method))
+    arguments.out = arguments.out or _SHEET
     with missing_extras_told():
         from nearfield.demo import generate, pictures
 
@@ -138,6 +173,26 @@ def _check(arguments: argparse.Namespace) -> None:
         wrong("--compare", "compare dense with another `--method`", "dense")
     if arguments.lora and arguments.lora != _LORA_OFF and not Path(arguments.lora).is_file():
         wrong("--lora", "name a file that is there", repr(arguments.lora))
+    _check_engine(arguments)
+
+
+def _check_engine(arguments: argparse.Namespace) -> None:
+    for name in ("tries", "workers", "ray_address"):
+        needed = "--engine" if name == "tries" else "--engine ray"
+        if getattr(arguments, name) is not None and arguments.engine not in (
+            ENGINES if name == "tries" else ("ray",)
+        ):
+            wrong(f"--{name.replace('_', '-')}", f"be given with `{needed}` only", getattr(arguments, name))
+    if arguments.engine is None:
+        return
+    if arguments.images is None:
+        wrong("--images", "name a folder with `--engine`", None, "Example: --images samples")
+    if arguments.out:
+        wrong("--out", "be left out with `--engine`, which makes no sheet", str(arguments.out))
+    if arguments.compare:
+        wrong("--compare", "be left out with `--engine`", True, "Run it once more with --method dense.")
+    if num_ranks() > 1:
+        wrong("--engine", "be left out under torchrun", arguments.engine, "Ray starts workers by itself.")
 
 
 def check_model(arguments: argparse.Namespace) -> None:
@@ -156,24 +211,36 @@ def prepared(
     arguments: argparse.Namespace, lora: Path | None = None, *, on_step: "OnStep | None" = None
 ) -> tuple[Any, "Sampler"]:
     """The pipeline, and what makes its pictures."""
+    pipeline = opened(arguments, lora)
+    return pipeline, sampler_of(arguments, pipeline, on_step=on_step)
+
+
+def opened(arguments: argparse.Namespace, lora: Path | None = None) -> Any:
+    """The pipeline."""
     from nearfield.demo import generate
     from nearfield.demo.sampler import DemoPipeline
 
     device = chosen_device(arguments.device)
-    common = {"size": arguments.size, "steps": arguments.steps, "seed": arguments.seed}
+    pipeline: Any
     if arguments.model:
         pipeline = generate.open_pipeline(arguments.model, device)
-        common["size"] = arguments.size or 1024
-        sample = generate.pipeline_sampler(
-            pipeline, arguments.prompt, arguments.num, on_step=on_step, **common
-        )
     else:
         pipeline = DemoPipeline.load(arguments.weights or generate.embedded_weights(), device)
-        common |= {"first": arguments.first, "batch": arguments.batch}
-        sample = generate.demo_sampler(pipeline, arguments.num, on_step, **common)
     if lora is not None:
         generate.load_lora(pipeline.transformer, lora)
-    return pipeline, sample
+    return pipeline
+
+
+def sampler_of(arguments: argparse.Namespace, pipeline: Any, *, on_step: "OnStep | None" = None) -> "Sampler":
+    """What makes the pictures that were asked for."""
+    from nearfield.demo import generate
+
+    common = {"size": arguments.size, "steps": arguments.steps, "seed": arguments.seed}
+    if arguments.model:
+        common["size"] = arguments.size or 1024
+        return generate.pipeline_sampler(pipeline, arguments.prompt, arguments.num, on_step=on_step, **common)
+    common |= {"first": arguments.first, "batch": arguments.batch}
+    return generate.demo_sampler(pipeline, arguments.num, on_step, **common)
 
 
 def _lora(arguments: argparse.Namespace, method: Any) -> Path | None:

@@ -1,12 +1,12 @@
 """`nearfield sample`: pictures by a model of `nearfield train pixel`, one file each, for `nearfield quality`."""
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from nearfield.commands.arguments import FAILED, OK, UsageError, command, integer, output_file, wrong
+from nearfield.commands.folders import check_settings, missing_pictures, run_length
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.methods import number
 from nearfield.commands.progress import Bar
@@ -71,12 +71,12 @@ def _sample(arguments: argparse.Namespace) -> int:
             "size": arguments.size or model.config.size,
             **{name: getattr(arguments, name) for name in ("steps", "seed")},
         }
-        _check_folder(arguments.out, settings)
+        check_settings("--out", arguments.out, settings)
         started, made = time.monotonic(), 0
-        missing = [n for n in range(arguments.num) if not (arguments.out / f"{n:06d}.png").exists()]
+        missing = missing_pictures(arguments.out, range(arguments.num))
         with Bar(arguments.num, "pictures") as bar:
             while missing and not _is_late(started, arguments.minutes):
-                first, count = missing[0], _run_length(missing, arguments.batch)
+                first, count = missing[0], run_length(missing, arguments.batch)
                 bar.show(arguments.num - len(missing))
                 try:
                     images = pixel.sample(
@@ -97,29 +97,6 @@ def _sample(arguments: argparse.Namespace) -> int:
     if missing:
         print("time is up; the same command goes on")
     return OK if write_reports(_document(settings, made, seconds, len(missing)), arguments.json) else FAILED
-
-
-def _check_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """A folder holds the pictures of one model and one way of making them."""
-    from nearfield.demo.storage import write_json
-
-    path = folder / "settings.json"
-    if not path.exists():
-        write_json(path, settings)
-        return
-    known = json.loads(path.read_text(encoding="utf-8"))
-    for name, value in settings.items():
-        if known.get(name) != value:
-            got = f"{folder}, made with {name} = {known.get(name)} instead of {value}"
-            wrong("--out", "hold pictures of the same settings, or none", got, "Name another folder.")
-
-
-def _run_length(missing: list[int], most: int) -> int:
-    """How many consecutive pictures can be made at once."""
-    count = 1
-    while count < min(most, len(missing)) and missing[count] == missing[0] + count:
-        count += 1
-    return count
 
 
 def _is_late(started: float, minutes: float | None) -> bool:

@@ -1,5 +1,6 @@
 """Pictures on one sheet, with captions, as PNG files."""
 
+import io
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,10 +45,38 @@ def write_picture(path: Path, image: Tensor) -> None:
 
 def write_pictures(folder: Path, images: Tensor, first: int = 0) -> None:
     """Every picture to a file of its own, named by its number; several at a time, for packing takes long."""
-    names = [folder / f"{number:06d}.png" for number in range(first, first + len(images))]
+    names = [numbered(folder, number) for number in range(first, first + len(images))]
     with ThreadPoolExecutor() as writers:
         for _ in writers.map(write_picture, names, images):
             pass
+
+
+def numbered(folder: Path, number: int) -> Path:
+    """The file of the picture with a number."""
+    return folder / f"{number:06d}.png"
+
+
+def packed(image: Tensor) -> bytes:
+    """`[height, width, 3]` uint8 as the content of a PNG file."""
+    content = io.BytesIO()
+    _save(_as_pillow(image), content)
+    return content.getvalue()
+
+
+def write_packed(path: Path, content: bytes) -> None:
+    """What `packed` gave to its file."""
+    replace_file(path, lambda part: part.write_bytes(content))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there and is a picture from its first byte to its last, by its checksums."""
+    pillow = _pillow()
+    try:
+        with pillow.Image.open(path) as image:
+            image.verify()
+    except (OSError, SyntaxError):  # which Pillow raises for a file that begins as a picture and goes wrong
+        return False
+    return True
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -76,7 +105,11 @@ def _as_pillow(image: Tensor) -> Any:
 
 
 def _write(path: Path, image: Any) -> None:
-    replace_file(path, lambda part: image.save(part, format="PNG", compress_level=2))
+    replace_file(path, lambda part: _save(image, part))
+
+
+def _save(image: Any, target: Any) -> None:
+    image.save(target, format="PNG", compress_level=2)
 
 
 def _pillow() -> Any:
