@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from nearfield import cli
-from nearfield.bench import scaling
+from nearfield import Plan, cli
+from nearfield.bench import scaling, scaling_times
 from nearfield.bench.scaling_cases import CASES, LINKS, TINY
+from nearfield.bench.scaling_times import KernelTimes
+from nearfield.bench.timing import Effort, Function, Timing
+from nearfield.parallel import attention
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
@@ -76,6 +81,83 @@ def test_real_processes_send_what_is_counted() -> None:
     checked = scaling.check(TINY, 2)
     assert checked.passed
     assert min(checked.sent) > 0
+
+
+# -- kernel times ------------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_against_an_even_share() -> None:
+    whole, *ranks = (Timing(median, median, median, 1) for median in (8.0, 2.0, 2.2, 1.0, 2.0))
+    slower = tuple(Timing(2 * time.median, 0.0, 0.0, 1) for time in ranks)
+    result = KernelTimes("x", 4, 0, whole, tuple(ranks), slower, (10, 12, 8, 10))
+    assert result.kernel_loss == pytest.approx(0.1)
+    assert result.layer_loss == pytest.approx(1.2)
+    assert result.pair_loss == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_is_timed_is_what_ranks_compute(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks' calls are timed on their own plans, and these are together the whole, pair by pair."""
+    timed: dict[str, list[Plan]] = {}
+    here = scaling_times.attend_here
+
+    def run_once(functions: dict[str, Function], *_: object) -> dict[str, Timing]:
+        for name, function in functions.items():
+            plans = timed[name] = []
+            with monkeypatch.context() as patch:
+                for module in (scaling_times, attention):
+                    patch.setattr(
+                        module,
+                        "attend_here",
+                        lambda *given, plans=plans, **rest: _noted(plans, here, given, rest),
+                    )
+                function()
+        return {name: Timing(1.0, 1.0, 1.0, 1) for name in functions}
+
+    monkeypatch.setattr(scaling_times.timing, "measure", run_once)
+    result = scaling_times.measure(TINY, num_ranks, 1, torch.device("cpu"), Effort(1, 0.0))
+    (whole,) = timed["whole"]
+    ranks = range(num_ranks)
+    assert sum(result.pairs) == whole.num_pairs
+    for rank in ranks:
+        kernels, layer = timed[f"kernels {rank}"], timed[f"layer {rank}"]
+        assert [id(plan) for plan in kernels] == [id(plan) for plan in layer]
+        assert sum(plan.num_pairs for plan in kernels) == result.pairs[rank]
+
+
+def _noted(plans: list[Plan], attend: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+    plans.append(given[3])
+    found = attend(*given, **rest)
+    assert found.out.isfinite().all()
+    return found
+
+
+def test_command_times_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "times.json"
+    words = "bench scaling --kernel-time --quick --ranks 2 --device cpu --json"
+    assert cli.main([*words.split(), str(report)]) == 0
+    assert "kernels: of the slowest rank" in capsys.readouterr().out
+    document = json.loads(report.read_text(encoding="utf-8"))
+    assert (document["benchmark"], document["device"]) == ("scaling-kernel-time", "cpu")
+    assert [record["layer"] for record in document["results"]] == [0, 1, 2, 3]
+    for record in document["results"]:
+        slowest = max(time["median"] for time in record["kernels"])
+        assert record["kernel_loss"] == pytest.approx(slowest / (record["whole"]["median"] / 2) - 1)
+        assert len(record["layers"]) == record["ranks"] == 2
+
+
+BAD_KERNEL_TIMES = {
+    "--quick": "`--quick` must be given with `--kernel-time` only; got True.",
+    "--device cpu": "`--device` must be given with `--kernel-time` only; got cpu.",
+    "--kernel-time --processes 2": "`--processes` must be left out with `--kernel-time`; got [2].",
+    "--kernel-time --quick --cases flux-2048": "`--cases` must be left out with `--quick`; got flux-2048.",
+}
+
+
+@pytest.mark.parametrize("call", BAD_KERNEL_TIMES)
+def test_arguments_that_do_not_go_together_are_refused(call: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "scaling", *call.split()]) == 2
+    assert capsys.readouterr().err == f"nearfield: error: {BAD_KERNEL_TIMES[call]}\n"
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,11 @@ import argparse
 from typing import Any
 
 from nearfield.bench import scaling_cases as cases
-from nearfield.commands.arguments import FAILED, OK, comma_list, command, integer, member, output_file
-from nearfield.commands.reports import require_reports, write_reports
+from nearfield.commands.arguments import FAILED, OK, comma_list, command, integer, member, output_file, wrong
+from nearfield.commands.generating import chosen_device
+from nearfield.commands.reports import note_load, require_reports, write_reports
+
+_TIMED, _TIMED_RANKS = ("flux-4096",), (8,)
 
 
 def add_command(benchmarks: Any) -> None:
@@ -15,21 +18,20 @@ def add_command(benchmarks: Any) -> None:
         _bench_scaling,
         "count what ranks send when one image is split over them, beside ring attention and Ulysses",
         "  nearfield bench scaling --cases flux-2048 --ranks 8\n"
-        "  nearfield bench scaling --processes 2,4 --json scaling.json --plot scaling.png",
+        "  nearfield bench scaling --processes 2,4 --json scaling.json --plot scaling.png\n"
+        "  nearfield bench scaling --kernel-time --json kernel-time.json",
     )
     parser.add_argument(
         "--cases",
         type=comma_list(member("--cases", tuple(cases.CASES))),
-        default=list(cases.CASES),
         metavar="A,B",
-        help=f"any of {', '.join(cases.CASES)} (default all)",
+        help=f"any of {', '.join(cases.CASES)} (default all; with --kernel-time flux-4096)",
     )
     parser.add_argument(
         "--ranks",
         type=comma_list(integer("--ranks", 2, 1024)),
-        default=list(cases.RANKS),
         metavar="N,N",
-        help=f"how many ranks (default {','.join(map(str, cases.RANKS))})",
+        help=f"how many ranks (default {','.join(map(str, cases.RANKS))}; with --kernel-time 8)",
     )
     parser.add_argument(
         "--processes",
@@ -39,12 +41,24 @@ def add_command(benchmarks: Any) -> None:
         help="also run a small case on so many real processes, and compare what they send with what is counted",
     )
     parser.add_argument(
+        "--kernel-time",
+        action="store_true",
+        help="instead time on this device what each rank computes, one after another, beside its share of the whole",
+    )
+    parser.add_argument("--quick", action="store_true", help="with --kernel-time: a tiny case, timed shortly")
+    parser.add_argument("--device", metavar="NAME", help="with --kernel-time (default: cuda if there is one)")
+    parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
     )
     parser.add_argument("--plot", type=output_file("--plot", ".png"), metavar="FILE", help="draw them")
 
 
 def _bench_scaling(arguments: argparse.Namespace) -> int:
+    if arguments.kernel_time:
+        return _time_kernels(arguments)
+    for name in ("quick", "device"):
+        if getattr(arguments, name):
+            wrong(f"--{name}", "be given with `--kernel-time` only", getattr(arguments, name))
     require_reports("--plot", arguments.plot, arguments.json)
     from nearfield import plots
     from nearfield.bench import machine, scaling
@@ -54,11 +68,38 @@ def _bench_scaling(arguments: argparse.Namespace) -> int:
     for one in checks:
         verdict = "as counted" if one.passed else f"but {one.counted} were counted"
         print(f"{one.ranks} processes sent {one.sent} bytes, {verdict}")
-    chosen = [cases.CASES[name] for name in arguments.cases]
-    with Progress(len(chosen) * len(arguments.ranks)) as progress:
-        results = scaling.run_all(chosen, arguments.ranks, progress.step)
+    chosen = [cases.CASES[name] for name in arguments.cases or cases.CASES]
+    ranks = arguments.ranks or cases.RANKS
+    with Progress(len(chosen) * len(ranks)) as progress:
+        results = scaling.run_all(chosen, ranks, progress.step)
     print(scaling.results_table(results))
     print("sent: by the busiest rank, per layer, forward. Step times are computed, not measured.")
     document = scaling.as_json(results, checks, machine.facts())
     written = write_reports(document, arguments.json, arguments.plot, plots.scaling_lines)
     return OK if written and all(one.passed for one in checks) else FAILED
+
+
+def _time_kernels(arguments: argparse.Namespace) -> int:
+    for name in ("processes", "plot"):
+        if getattr(arguments, name):
+            wrong(f"--{name}", "be left out with `--kernel-time`", getattr(arguments, name))
+    if arguments.quick and arguments.cases:
+        wrong("--cases", "be left out with `--quick`", ",".join(arguments.cases))
+    from nearfield import Hilbert
+    from nearfield.bench import machine, scaling_times, timing
+    from nearfield.bench.progress import Progress
+
+    device = chosen_device(arguments.device)
+    note_load(device.type)
+    chosen = [cases.TINY] if arguments.quick else [cases.CASES[name] for name in arguments.cases or _TIMED]
+    ranks = arguments.ranks or _TIMED_RANKS
+    effort = timing.Effort.of(device, arguments.quick)
+    layers = sum(Hilbert(**case.fields).cycle for case in chosen)
+    with Progress(layers * len(ranks)) as progress:
+        results = scaling_times.run_all(chosen, ranks, device, effort, progress.step)
+    print(scaling_times.results_table(results))
+    print(
+        "kernels: of the slowest rank; all: with packing and merging; pairs: the busiest rank over an even share."
+    )
+    document = scaling_times.as_json(results, str(device), machine.facts())
+    return OK if write_reports(document, arguments.json) else FAILED

@@ -104,18 +104,21 @@ class Ranks:
         device = next((part.device for rank in parts for part in rank), None)
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         buffer = torch.cat([nothing, *(part for rank in parts for part in rank)])
-        received = buffer.new_empty(sum(wanted))
-        work = None
+        received, work = buffer.new_empty(sum(wanted)), None
         if self.size > 1:
-            try:
-                work = dist.all_to_all_single(
-                    received, buffer, wanted, sizes, group=self.group, async_op=True
-                )
-            except RuntimeError as error:
-                self._failed(error)
+            received, work = self._carry(buffer, sizes, wanted)
             self.bytes_sent += sum(sizes)
             self.num_exchanges += 1
         return Exchange(self, work, buffer, received, tuple(incoming))
+
+    def _carry(self, buffer: Tensor, sizes: list[int], wanted: list[int]) -> tuple[Tensor, Any]:
+        """Let the bytes travel: where others' arrive, and what to wait for until they have."""
+        received = buffer.new_empty(sum(wanted))
+        try:
+            work = dist.all_to_all_single(received, buffer, wanted, sizes, group=self.group, async_op=True)
+        except RuntimeError as error:
+            self._failed(error)
+        return received, work
 
     def _failed(self, error: RuntimeError) -> Any:
         raise ExchangeFailed(

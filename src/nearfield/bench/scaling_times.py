@@ -1,0 +1,222 @@
+"""What each rank of a split computes, timed on one device, rank after rank: how much more than its share of the whole.
+
+Nothing is sent. A rank's layer is the code that runs on several GPUs (`parallel.attend`), among ranks that are not
+there: what they would have sent is random numbers of the same sizes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearfield import Geometry, Hilbert
+from nearfield.attend import attend as attend_here
+from nearfield.bench import report, timing
+from nearfield.bench.scaling import split_of
+from nearfield.bench.scaling_cases import ScalingCase
+from nearfield.bench.timing import Timing
+from nearfield.parallel import Ranks, Route, Traffic, attend
+from nearfield.parallel.route import Call
+
+Sides = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
+
+_GPU_BLOCK, _CPU_BLOCK = 128, 16
+TARGET = 0.10
+"""Loss of the kernels that is aimed at, on 8 ranks at 4096 pixels."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """One layer of a case on one number of ranks; times in milliseconds.
+
+    Args:
+        whole: one call of `attend` over the whole sequence.
+        kernels: of each rank, its calls of `attend`: over keys that are here, that came, and for queries that came.
+        layers: of each rank, all that it computes for the layer: packing, the kernels, merging.
+        pairs: of each rank, per batch element and head.
+    """
+
+    case: str
+    ranks: int
+    layer: int
+    whole: Timing
+    kernels: tuple[Timing, ...]
+    layers: tuple[Timing, ...]
+    pairs: tuple[int, ...]
+    status: str = "ok"
+
+    @property
+    def kernel_loss(self) -> float:
+        return _loss(self.kernels, self.whole)
+
+    @property
+    def layer_loss(self) -> float:
+        return _loss(self.layers, self.whole)
+
+    @property
+    def pair_loss(self) -> float:
+        """The part of it that the split itself causes: the busiest rank has more pairs than others."""
+        return max(self.pairs) * self.ranks / sum(self.pairs) - 1
+
+
+def _loss(times: Sequence[Timing], whole: Timing) -> float:
+    return max(time.median for time in times) / (whole.median / len(times)) - 1
+
+
+class AbsentRanks(Ranks):
+    """All ranks but one are missing: whatever is sent arrives nowhere, and noise comes back at once."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self._index, self._size = index, size
+        self.bytes_sent = self.num_exchanges = 0
+        self._noise: dict[int, Tensor] = {}
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def index(self) -> int:
+        return self._index
+
+    def agree(self, **facts: object) -> None:
+        pass
+
+    def _carry(self, buffer: Tensor, sizes: list[int], wanted: list[int]) -> tuple[Tensor, None]:
+        count = sum(wanted)
+        if count not in self._noise:  # made once: it is not part of what is timed
+            # Read as float32, two numbers of 16 bits are one that is about as large as the second.
+            noise = torch.randn(-(-count // 2), device=buffer.device).bfloat16()
+            self._noise[count] = noise.view(torch.uint8)[:count]
+        return self._noise[count], None
+
+
+def run_all(
+    cases: Sequence[ScalingCase],
+    ranks: Sequence[int],
+    device: torch.device,
+    effort: timing.Effort,
+    on_result: Callable[[str], None],
+) -> list[KernelTimes]:
+    results = []
+    for case in cases:
+        for num_ranks in ranks:
+            for layer in range(Hilbert(**case.fields).cycle):
+                on_result(f"{case.name} on {num_ranks}, layer {layer}")
+                results.append(measure(case, num_ranks, layer, device, effort))
+    return results
+
+
+def measure(
+    case: ScalingCase, num_ranks: int, layer: int, device: torch.device, effort: timing.Effort
+) -> KernelTimes:
+    is_gpu = device.type == "cuda"
+    block = _GPU_BLOCK if is_gpu else _CPU_BLOCK
+    geometry = Geometry(case.grid, text=case.text)
+    plan = Hilbert(**case.fields).plan(geometry, layer, q_block=block, k_block=block, device=device)
+    split = split_of(case, num_ranks, block)
+    traffic = Traffic(plan, split)
+    routes = [traffic.route(rank, device) for rank in range(num_ranks)]
+    whole = _tensors(case, geometry.num_tokens, device)
+    functions: dict[str, timing.Function] = {"whole": lambda: attend_here(*whole, plan)}
+    for route in routes:
+        held = split.held(route.rank).to(device)
+        mine = _picked(whole, held)
+        functions[f"kernels {route.rank}"] = _kernels(case, route, mine)
+        functions[f"layer {route.rank}"] = _layer(route, mine)
+    with torch.no_grad():
+        times = timing.measure(functions, device, effort)
+    return KernelTimes(
+        case.name,
+        num_ranks,
+        layer,
+        times["whole"],
+        tuple(times[f"kernels {rank}"] for rank in range(num_ranks)),
+        tuple(times[f"layer {rank}"] for rank in range(num_ranks)),
+        tuple(route.num_pairs for route in routes),
+    )
+
+
+def _tensors(case: ScalingCase, tokens: int, device: torch.device) -> Sides:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = 3, 1, case.heads, tokens, case.head_dim
+    query, key, value = torch.randn(shape, device=device, dtype=dtype)
+    return query, key, value
+
+
+def _picked(sides: Sides, tokens: Tensor) -> Sides:
+    query, key, value = (x.index_select(2, tokens) for x in sides)
+    return query, key, value
+
+
+def _layer(route: Route, mine: Sides) -> timing.Function:
+    ranks = AbsentRanks(route.rank, route.num_ranks)
+    return lambda: attend(*mine, route, ranks)
+
+
+def _kernels(case: ScalingCase, route: Route, mine: Sides) -> timing.Function:
+    """The calls of `attend` alone, on tensors that lie ready."""
+    query, key, value = mine
+    calls = [_ready(route.local, query, key, value)]
+    if route.fetched is not None:
+        _, keys, values = _tensors(case, len(route.fetched.keys.place), query.device)
+        calls.append(_ready(route.fetched, query, keys, values))
+    if route.visited is not None:
+        visitors, *_ = _tensors(case, len(route.visited.queries.place), query.device)
+        calls.append(_ready(route.visited, visitors, key, value))
+
+    def run() -> None:
+        for call, tensors in calls:
+            attend_here(*tensors, call.plan)
+
+    return run
+
+
+def _ready(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Call, Sides]:
+    return call, (call.queries.enter(query), call.keys.enter(key), call.keys.enter(value))
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def results_table(results: Sequence[KernelTimes]) -> str:
+    rows = [["case", "ranks", "layer", "whole", "share", "kernels", "loss", "all", "loss", "pairs"]]
+    for result in results:
+        rows.append(
+            [
+                result.case,
+                str(result.ranks),
+                str(result.layer),
+                f"{result.whole.median:.3f} ms",
+                f"{result.whole.median / result.ranks:.3f}",
+                f"{max(time.median for time in result.kernels):.3f}",
+                f"{result.kernel_loss:+.1%}",
+                f"{max(time.median for time in result.layers):.3f}",
+                f"{result.layer_loss:+.1%}",
+                f"{result.pair_loss:+.1%}",
+            ]
+        )
+    return report.table(rows)
+
+
+def as_json(results: Sequence[KernelTimes], device: str, machine: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "benchmark": "scaling-kernel-time",
+        "machine": machine,
+        "device": device,
+        "measured": "milliseconds on one device, the ranks one after another; nothing is sent",
+        "target_kernel_loss": TARGET,
+        "results": [
+            asdict(result)
+            | {
+                "kernel_loss": result.kernel_loss,
+                "layer_loss": result.layer_loss,
+                "pair_loss": result.pair_loss,
+            }
+            for result in results
+        ],
+    }
