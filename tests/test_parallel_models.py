@@ -20,11 +20,13 @@ from tests.split_models import (
     run,
     run_kind,
     started_by_torchrun,
+    summarised,
 )
 from tests.worlds import CONTEXT, Failed, World, world_of
 
-from nearfield import cli
+from nearfield import Geometry, Hilbert, cli
 from nearfield.demo.model import save_model
+from nearfield.parallel.model import SplitFarField, even_split
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size} ranks")
@@ -61,13 +63,30 @@ def test_other_models_are_split(world: World, kind: str) -> None:
         assert (out - exact).norm() <= budget
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_gradients_averaged_over_ranks_are_those_of_one_process(world: World, is_checkpointed: bool) -> None:
+@pytest.mark.parametrize(("name", "is_checkpointed"), [("two-way", False), ("two-way", True), ("far", False)])
+def test_gradients_averaged_over_ranks_are_those_of_one_process(
+    world: World, name: str, is_checkpointed: bool
+) -> None:
     """Up to the rounding of float32, in which FLUX rotates queries and keys even here."""
-    wanted = gradients(None, False)
-    for found in world.run(gradients, is_checkpointed):
+    wanted = gradients(None, False, name)
+    for found in world.run(gradients, is_checkpointed, name):
         for mine, one in zip(found, wanted, strict=True):
             assert (mine - one).norm() <= torch.finfo(torch.float32).eps * one.norm()
+
+
+def test_summaries_travel_as_counted(world: World) -> None:
+    for counted in world.run(summarised):
+        assert counted.summaries >= 20
+        assert counted.sent == counted.counted > 0
+
+
+def test_every_rank_needs_a_summary() -> None:
+    geometry, method = Geometry((4, 8), text=4), Hilbert(tiles=4, shared="none", far=8)
+    split = even_split(method, geometry, 5, 16)
+    far = method.reader(geometry).far
+    assert far is not None
+    with pytest.raises(ValueError, match=r"^`far` must leave every rank a summary; got 8, none on rank \d\."):
+        SplitFarField.of(far, split, 0)
 
 
 def test_summary_tells_about_the_split(world: World) -> None:
@@ -88,13 +107,11 @@ def test_ranks_that_were_started_differently_are_told(world: World, about: str) 
 
 def test_what_cannot_be_split_is_refused(world: World) -> None:
     for messages in world.run(refused):
-        assert len(messages) == 3
+        assert len(messages) == 2
         assert "`target` must be, or have, one of FluxTransformer2DModel" in messages[0]
         assert "got UNet2DConditionModel" in messages[0]
         for message in messages[1:]:
-            assert (
-                "`method` must read one plan per layer, known beforehand (Hilbert without `far`)" in message
-            )
+            assert "`method` must read what is known beforehand (Hilbert)" in message
 
 
 def test_caches_by_which_ranks_could_part_are_refused(world: World) -> None:

@@ -241,9 +241,14 @@ class FarField(NamedTuple):
     bias: Tensor
     plan: Plan
 
+    @property
+    def begins(self) -> Tensor:
+        """The first token of every window, `[windows]`, on the CPU."""
+        return torch.cat([_windows(span, self.window) for span in self.spans])
+
     def pooled(self, x: Tensor) -> Tensor:
         """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
-        sums = torch.cat([_sums(x, span, self.window) for span in self.spans], dim=2)
+        sums = torch.cat([window_sums(x, span, self.window) for span in self.spans], dim=2)
         return (sums / self.sizes.to(sums.dtype)[:, None]).to(x.dtype)
 
 
@@ -547,11 +552,15 @@ def _windows(span: Span, window: int) -> Tensor:
     return torch.cat([torch.tensor([start], device="cpu"), inner])
 
 
-def _sums(x: Tensor, span: Span, window: int) -> Tensor:
-    """The sum of each window of a span, in float32 at least."""
+def window_sums(x: Tensor, span: Span, window: int, shift: int = 0) -> Tensor:
+    """The sum of each window of a span of `x`, in float32 at least.
+
+    Args:
+        shift: of a part of a sequence, where it stands there: windows lie on multiples of `window` in the whole.
+    """
     start, stop = span
     tokens = x[:, :, start:stop]
-    before, after = start % window, -stop % window
+    before, after = (start + shift) % window, -(stop + shift) % window
     if before or after:  # padding copies, even by nothing
         tokens = nn.functional.pad(tokens, (0, 0, before, after))
     windows: Tensor = tokens.unflatten(2, (-1, window))

@@ -4,18 +4,20 @@ The text is on every rank. Between entrance and exit a rank computes its share o
 only attention sends anything.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearfield import planning
+from nearfield import planning, tiling
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.geometry import Geometry
-from nearfield.methods.hilbert import Hilbert, HilbertReader
+from nearfield.attend import merge
+from nearfield.geometry import Geometry, Span
+from nearfield.methods.hilbert import FarField, Hilbert, HilbertReader, window_sums
 from nearfield.parallel.attention import Sent, Shapes, attend, bytes_sent
 from nearfield.parallel.ranks import Parcel, Ranks
 from nearfield.parallel.route import Route, Traffic, traffic
@@ -104,16 +106,19 @@ class SplitReader:
     plan: Plan
     route: Route
     ranks: Ranks
+    far: "SplitFarField | None" = None
 
     @property
     def num_pairs(self) -> int:
         """Pairs of all ranks, per batch element and head."""
-        return round(self.plan.num_pairs / self.plan.blocks.shape[1])
+        plans = [self.plan] if self.far is None else [self.plan, self.far.route.traffic.plan]
+        return round(sum(plan.num_pairs / plan.blocks.shape[1] for plan in plans))
 
     @property
     def plans(self) -> list[Plan]:
         """What this rank calls `nearfield.attend` with."""
-        calls = (self.route.local, self.route.fetched, self.route.visited)
+        routes = [self.route] if self.far is None else [self.route, self.far.route]
+        calls = [call for route in routes for call in (route.local, route.fetched, route.visited)]
         return [call.plan for call in calls if call is not None]
 
     def attend(
@@ -126,10 +131,69 @@ class SplitReader:
         scale: float | None = None,
         impl: Impl = "auto",
     ) -> Attended:
-        return attend(query, key, value, self.route, self.ranks, key_bias=key_bias, scale=scale, impl=impl)
+        near = attend(query, key, value, self.route, self.ranks, key_bias=key_bias, scale=scale, impl=impl)
+        if self.far is None:
+            return near
+        far = self.far
+        summaries = far.pooled(key), far.pooled(value)
+        read = attend(query, *summaries, far.route, self.ranks, key_bias=far.bias, scale=scale, impl=impl)
+        return merge(near, read)
 
     def bytes_sent(self, shapes: Shapes) -> Sent:
-        return bytes_sent(self.route.traffic, shapes)
+        sent = bytes_sent(self.route.traffic, shapes)
+        if self.far is None:
+            return sent
+        more = bytes_sent(self.far.route.traffic, shapes._replace(has_bias=True))
+        return Sent(*(tuple(map(sum, zip(*both, strict=True))) for both in zip(sent, more, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class SplitFarField:
+    """The far field on one rank. Summaries are keys like others: made where their tokens are, and sent to readers.
+
+    Args:
+        window: tokens per summary.
+        pieces: the spans of this rank's tokens that it summarises, each with where it stands in the sequence.
+        sizes, bias: of this rank's summaries.
+        route: the way of summaries; its queries are those of the tokens.
+    """
+
+    window: int
+    pieces: tuple[tuple[Span, int], ...]
+    sizes: Tensor
+    bias: Tensor
+    route: Route
+
+    @classmethod
+    def of(cls, field: FarField, split: Split, rank: int) -> "SplitFarField":
+        owners = split.owners[field.begins]
+        for one in range(split.num_ranks):
+            if not (owners == one).any():
+                hint = "Use fewer ranks, or smaller summaries."
+                wrong_value("far", "leave every rank a summary", f"{field.window}, none on rank {one}", hint)
+        summaries = Split(len(owners), tuple(_runs(owners == one) for one in range(split.num_ranks)))
+        held, pieces = split.held(rank), list[tuple[Span, int]]()
+        for start, stop in field.spans:
+            for begin, end in split.owned[rank]:
+                first, last = max(start, begin), min(stop, end)
+                if first < last:
+                    place = int(torch.searchsorted(held, first))
+                    pieces.append(((place, place + last - first), first - place))
+        mine = summaries.own(rank).to(field.sizes.device)
+        route = Traffic(field.plan, split, summaries).route(rank)
+        return cls(field.window, tuple(pieces), field.sizes[mine], field.bias[mine], route)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """The means of this rank's windows."""
+        sums = [window_sums(x, span, self.window, shift) for span, shift in self.pieces]
+        return (torch.cat(sums, dim=2) / self.sizes.to(sums[0].dtype)[:, None]).to(x.dtype)
+
+
+def _runs(marks: Tensor) -> tuple[Span, ...]:
+    """Spans of the places that are marked."""
+    edges = torch.nn.functional.pad(marks.int(), (1, 1)).diff()
+    starts, stops = ((edges == sign).nonzero().flatten().tolist() for sign in (1, -1))
+    return tuple(zip(starts, stops, strict=True))
 
 
 def even_split(method: Hilbert, geometry: Geometry, num_ranks: int, block: int) -> Split:
@@ -141,15 +205,23 @@ def even_split(method: Hilbert, geometry: Geometry, num_ranks: int, block: int) 
     of its tokens, on every rank that holds some.
     """
     spans = method.spans(geometry)
+    segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
+    rings = [segment.ring for segment in segments]
     share = max(stop - start for start, stop in spans) // num_ranks // _SHARE_OVER_UNIT
     units = []
     for start, stop in spans:
         is_spread = method.share == "two-way" and stop - start < block * num_ranks
-        units.append(
-            min(block, _power_of_two(share // (num_ranks - 1) if is_spread and num_ranks > 1 else share))
-        )
+        unit = min(block, _power_of_two(share // (num_ranks - 1) if is_spread and num_ranks > 1 else share))
+        is_summarised = method.far is not None and (start, stop) in rings
+        units.append(_whole_windows(unit, method.far or 1, share) if is_summarised else unit)
     text = [geometry.text_span] if geometry.text else []
     return Split.even(spans, num_ranks, unit=units, replicated=text)
+
+
+def _whole_windows(unit: int, far: int, share: int) -> int:
+    """Cuts that tear no summary's tokens apart, and no block if shares are large enough for both."""
+    both = math.lcm(unit, far)
+    return both if both <= share else far
 
 
 def _power_of_two(number: int) -> int:
@@ -177,9 +249,12 @@ class SplitModel:
 
     def reader(self, reader: object) -> SplitReader:
         """What a method's layer reads."""
-        if not isinstance(reader, HilbertReader) or reader.far is not None:
+        if not isinstance(reader, HilbertReader):
             wrong_value("method", SPLITTABLE, type(reader).__name__)
-        return self._reader(reader.near)
+        near = self._reader(reader.near)
+        if reader.far is None:
+            return near
+        return replace(near, far=SplitFarField.of(reader.far, self.split, self.ranks.index))
 
     def dense_reader(self, device: torch.device) -> SplitReader:
         """What a dense layer reads: all."""
@@ -191,9 +266,9 @@ class SplitModel:
         return SplitReader(plan, everyones.route(self.ranks.index), self.ranks)
 
 
-SPLITTABLE = "read one plan per layer, known beforehand (Hilbert without `far`), to be split over ranks"
+SPLITTABLE = "read what is known beforehand (Hilbert) to be split over ranks"
 
 
 def check_splittable(method: object) -> None:
-    if not isinstance(method, Hilbert) or method.far is not None:
+    if not isinstance(method, Hilbert):
         wrong_value("method", SPLITTABLE, method)
