@@ -12,9 +12,10 @@ from tests import tiny_models
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nearfield import Geometry, Hilbert, LogLinear, apply, cli
+from nearfield import Geometry, Hilbert, LogLinear, Merge, apply, cli
+from nearfield.methods import BipartiteMerge
 from nearfield.parallel import Ranks, Shapes
-from nearfield.parallel.model import SplitModel
+from nearfield.parallel.model import SplitModel, even_split
 
 GRID = (10, 12)
 VIDEO = (3, 6, 8)
@@ -26,6 +27,10 @@ METHODS = {
     "far, interleaved": Hilbert(
         tiles=5, shared_tokens=16, share="keys", far=6, interleave=True, dense_layers=1, dense_steps=0
     ),
+    "merged": Merge(region_size=16, skip_blocks=(0, 0)),
+    "merged, weighed": Merge(0.4, region_size=9, region="window", skip_blocks=(1, 0), size_bias=True),
+    "merged and sparse": Merge(0.5, region_size=8, skip_blocks=(0, 1), size_bias=True)
+    | Hilbert(tiles=4, shared_tokens=16, dense_layers=1, dense_steps=0),
     "interleaved": Hilbert(tiles=4, shared_tokens=16, interleave=True, dense_layers=0, dense_steps=0),
 }
 
@@ -60,7 +65,9 @@ def run(mesh: DeviceMesh | None, name: str, references: tuple[tuple[int, int], .
     return Ran(outs, summary, sent)
 
 
-def run_kind(mesh: DeviceMesh | None, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def run_kind(
+    mesh: DeviceMesh | None, kind: str, dtype: torch.dtype = torch.float32, method: str = "two-way"
+) -> Tensor:
     """One call of another class of models."""
     if kind in tiny_models.VIDEO_MODELS:
         make, make_inputs = tiny_models.VIDEO_MODELS[kind]
@@ -69,8 +76,24 @@ def run_kind(mesh: DeviceMesh | None, kind: str, dtype: torch.dtype = torch.floa
         model, inputs = getattr(tiny_models, kind)(), getattr(tiny_models, f"{kind}_inputs")(GRID, batch=2)
     for name in ("hidden_states", "encoder_hidden_states"):
         inputs[name] = inputs[name].to(dtype)
-    with torch.no_grad(), apply(model.to(dtype), METHODS["two-way"], mesh=mesh):
+    with torch.no_grad(), apply(model.to(dtype), METHODS[method], mesh=mesh):
         return tiny_models.first(model(**inputs))
+
+
+def loop(mesh: DeviceMesh | None) -> list[Tensor]:
+    """Denoising steps on merged tokens: first a dense one, then sparse ones, with maps that serve for two steps."""
+    model, inputs = model_of(), inputs_of()
+    schedule = diffusers.FlowMatchEulerDiscreteScheduler()
+    schedule.set_timesteps(4)
+    merge = Merge(0.5, region_size=8, refresh=(2, 1), skip_blocks=(0, 0), size_bias=True)
+    method = merge | Hilbert(tiles=4, shared_tokens=16, dense_layers=0, dense_steps=1)
+    outs = []
+    with apply(model, method, scheduler=schedule, mesh=mesh), torch.no_grad():
+        for timestep in schedule.timesteps:
+            outs.append(model(**inputs)[0])
+            step = schedule.step(outs[-1], timestep, inputs["hidden_states"], return_dict=False)
+            inputs["hidden_states"] = step[0].double()
+    return outs
 
 
 def gradients(mesh: DeviceMesh | None, is_checkpointed: bool, name: str = "two-way") -> list[Tensor]:
@@ -104,7 +127,7 @@ def summarised(mesh: DeviceMesh) -> Counted:
     ranks = Ranks(mesh)
     geometry, method = Geometry(GRID, text=7), METHODS["far"]
     assert isinstance(method, Hilbert)
-    model = SplitModel(method, geometry, 16, ranks)
+    model = SplitModel(even_split(method, geometry, ranks.size, 16), 16, ranks)
     whole = method.reader(geometry, 1)
     reader = model.reader(whole)
     shapes = Shapes(2, 3, 3, 8, torch.float32)
@@ -143,6 +166,10 @@ def refused(mesh: DeviceMesh) -> list[str]:
     for model, method in (
         (tiny_models.sdxl(), Hilbert()),
         (tiny_models.flux(), LogLinear()),
+        (tiny_models.flux(), BipartiteMerge()),
+        (tiny_models.flux(), Merge(region="global")),
+        (tiny_models.flux(), Merge() | Hilbert(far=16)),
+        (tiny_models.flux(), Merge() | LogLinear()),
     ):
         try:
             apply(model, method, mesh=mesh)

@@ -16,6 +16,7 @@ from tests.split_models import (
     command,
     disagreeing,
     gradients,
+    loop,
     refused,
     run,
     run_kind,
@@ -24,9 +25,10 @@ from tests.split_models import (
 )
 from tests.worlds import CONTEXT, Failed, World, world_of
 
-from nearfield import Geometry, Hilbert, cli
+from nearfield import Geometry, Hilbert, Merge, cli
 from nearfield.demo.model import save_model
-from nearfield.parallel.model import SplitFarField, even_split
+from nearfield.methods.merging import Merged
+from nearfield.parallel.model import SplitFarField, even_split, split_between_regions
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size} ranks")
@@ -48,9 +50,10 @@ def test_split_model_gives_what_the_whole_one_does(world: World, name: str) -> N
     assert not torch.allclose(wanted.outs[0], wanted.outs[2])
 
 
-def test_reference_images_are_split_too(world: World) -> None:
-    wanted = run(None, "two-way", ((6, 8),))
-    for one in world.run(run, "two-way", ((6, 8),)):
+@pytest.mark.parametrize("name", ["two-way", "merged and sparse"])
+def test_reference_images_are_split_too(world: World, name: str) -> None:
+    wanted = run(None, name, ((6, 8),))
+    for one in world.run(run, name, ((6, 8),)):
         assert torch.allclose(one.outs[0], wanted.outs[0], rtol=1e-9, atol=1e-9)
 
 
@@ -61,6 +64,22 @@ def test_other_models_are_split(world: World, kind: str) -> None:
     budget = 2 * (run_kind(None, kind) - exact).norm()
     for out in world.run(run_kind, kind):
         assert (out - exact).norm() <= budget
+
+
+@pytest.mark.parametrize("kind", ["flux2", "qwen_edit", "pixart"])
+def test_other_models_merge_on_ranks(world: World, kind: str) -> None:
+    """In double precision: which tokens are chosen may hang on the last digit."""
+    wanted = run_kind(None, kind, torch.float64, "merged")
+    for out in world.run(run_kind, kind, torch.float64, "merged"):
+        assert torch.allclose(out, wanted, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(run_kind(None, kind, torch.float64), wanted)
+
+
+def test_maps_serve_for_several_steps_on_every_rank(world: World) -> None:
+    wanted = loop(None)
+    for outs in world.run(loop):
+        for out, one in zip(outs, wanted, strict=True):
+            assert torch.allclose(out, one, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "is_checkpointed"), [("two-way", False), ("two-way", True), ("far", False)])
@@ -97,6 +116,53 @@ def test_summary_tells_about_the_split(world: World) -> None:
         assert f"rank {rank} sends" in one.summary
 
 
+def test_summary_tells_what_is_merged(world: World) -> None:
+    wanted = run(None, "merged").summary
+    for one in world.run(run, "merged"):
+        assert f"split: 127 tokens over {world.size} ranks:" in one.summary
+        assert "MiB per merged dense layer (forward, one sample)" in one.summary
+        for line in wanted.splitlines():  # of all tokens, not of this rank's
+            assert line in one.summary.splitlines()
+
+
+LAYOUTS = [
+    (Merge(region_size=16), Geometry((10, 12), text=7)),
+    (Merge(0.3, region_size=7), Geometry((9, 13), text=5, text_first=False)),
+    (Merge(region="window", region_size=9), Geometry((10, 11), references=((5, 7),))),
+    (Merge(0.6, region_size=8) | Hilbert(shared_tokens=16), Geometry((12, 10), text=3, references=((6, 9),))),
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("method", "geometry"), LAYOUTS)
+def test_ranks_part_between_regions(method: Merge | Merged, geometry: Geometry, num_ranks: int) -> None:
+    merged = method if isinstance(method, Merged) else Merged(method)
+    split = split_between_regions(merged, geometry, num_ranks, 16)
+    regions = merged.regions(geometry)
+    begin = geometry.text if geometry.text_first else 0
+    for one, sizes in ((split.whole, regions.lengths), (split.merged, regions.counts)):
+        assert one.num_tokens == geometry.text + sum(sizes)
+        place, owners = begin, list[int]()
+        for size in sizes:
+            (owner,) = set(one.owners[place : place + size].tolist())  # one rank has all of a region
+            owners.append(owner)
+            place += size
+        for rank, mine in enumerate(split.regions):
+            of_rank = [number for number, owner in enumerate(owners) if owner == rank]
+            assert mine.lengths == tuple(regions.lengths[number] for number in of_rank)
+            assert mine.counts == tuple(regions.counts[number] for number in of_rank)
+    sizes = [mine.num_tokens for mine in split.regions]
+    largest = max(regions.lengths)
+    pieces = sum(map(len, merged.pieces(geometry)))
+    assert max(sizes) - min(sizes) <= 2 * largest * pieces
+
+
+def test_every_rank_needs_a_region() -> None:
+    expected = r"^`method` must leave each of 4 ranks a region to merge in; got 2 regions, none for rank \d\. Use fewer"
+    with pytest.raises(ValueError, match=expected):
+        split_between_regions(Merged(Merge(region_size=64)), Geometry((8, 16)), 4, 16)
+
+
 @pytest.mark.parametrize("about", ["target", "method", "tokens", "hidden_states"])
 def test_ranks_that_were_started_differently_are_told(world: World, about: str) -> None:
     for answer in world.tell(disagreeing, about):
@@ -106,12 +172,18 @@ def test_ranks_that_were_started_differently_are_told(world: World, about: str) 
 
 
 def test_what_cannot_be_split_is_refused(world: World) -> None:
+    expected = [
+        "`target` must be, or have, one of FluxTransformer2DModel",
+        "`method` must read what is known beforehand (Hilbert) to be split over ranks; got LogLinear(",
+        "`method` must merge inside runs or windows (Merge) to be split over ranks; got BipartiteMerge(",
+        "`method` must merge inside runs or windows (Merge) to be split over ranks; got Merge(",
+        "`far` must be None where tokens are merged and split over ranks; got 16.",
+        "`method` must read what is known beforehand (Hilbert) to be split over ranks; got Merged(",
+    ]
     for messages in world.run(refused):
-        assert len(messages) == 2
-        assert "`target` must be, or have, one of FluxTransformer2DModel" in messages[0]
+        for message, beginning in zip(messages, expected, strict=True):
+            assert message.startswith(beginning)
         assert "got UNet2DConditionModel" in messages[0]
-        for message in messages[1:]:
-            assert "`method` must read what is known beforehand (Hilbert)" in message
 
 
 def test_caches_by_which_ranks_could_part_are_refused(world: World) -> None:

@@ -86,9 +86,15 @@ class MergedCall:
     """One call of a region: what it starts with, and the maps that were made in it."""
 
     def __init__(
-        self, regions: Regions, located: Located, known: Sequence[Any], keeps_shares: bool, num_groups: int
+        self,
+        regions: Regions,
+        located: Located,
+        known: Sequence[Any],
+        keeps_shares: bool,
+        num_groups: int,
+        is_split: bool = False,
     ) -> None:
-        self.regions, self.located = regions, located
+        self.regions, self.located, self.is_split = regions, located, is_split
         self.known, self.keeps_shares = tuple(known), keeps_shares
         """Maps of an earlier step, group by group: for their destinations, or whole."""
         self.made: list[Made | None] = [None] * num_groups
@@ -178,12 +184,18 @@ class Merger:
     # -- a call --------------------------------------------------------------------------------------------------
 
     def begin(
-        self, regions: Regions | None, located: Located | None, batch: int, moment: Moment | None
+        self,
+        regions: Regions | None,
+        located: Located | None,
+        batch: int,
+        moment: Moment | None,
+        is_split: bool = False,
     ) -> bool:
         """Tokens enter. Which maps of an earlier step still serve? None without a moment, which is not known then.
 
         Args:
             regions: None if nothing is merged in this call.
+            is_split: whether they are those of one rank, and other ranks have others.
 
         Returns:
             Whether this is the first call of a step at which destinations are chosen anew.
@@ -203,7 +215,7 @@ class Merger:
                 if old[0] == new[0]:
                     known = [None if made is None else made.tokens for made in last.call.made]
                     keeps_shares = old[1] == new[1]
-        self.call = MergedCall(regions, located, known, keeps_shares, self.num_groups)
+        self.call = MergedCall(regions, located, known, keeps_shares, self.num_groups, is_split)
         if moment is None:
             return False
         self._begun = kind, _Last(moment.place, self.call)
@@ -245,14 +257,18 @@ class Merger:
             tokens = known
             if known is None or not call.keeps_shares:
                 destinations = None if known is None else known.destinations
-                geometry = call.located.geometry(self.spec.text_first, sees_text=True)
-                made = self.method.merging(
-                    image.detach(), geometry, destinations=destinations, impl=self.impl
-                )
-                tokens = made.to(image.dtype)
+                tokens = self._merging(call, image.detach(), destinations).to(image.dtype)
             rows = None if rotary is None else self._rows(tokens, rotary, call.located)
             bias = self._bias(tokens, call.located) if self.method.merge.size_bias else None
         return Made(tokens, rows, bias)
+
+    def _merging(self, call: MergedCall, image: Tensor, destinations: Tensor | None) -> Any:
+        if call.is_split:
+            return self.method.merge.merging_in(
+                image, call.regions, destinations=destinations, impl=self.impl
+            )
+        geometry = call.located.geometry(self.spec.text_first, sees_text=True)
+        return self.method.merging(image, geometry, destinations=destinations, impl=self.impl)
 
     def _rows(self, tokens: Any, rotary: Rows, located: Located) -> Rows:
         assert self.spec.text_first  # as in all models that rotate the text with the image

@@ -40,12 +40,13 @@ from nearfield.merging import Regions
 from nearfield.methods import Hilbert, Method, Reader, TimedReader
 from nearfield.methods.merging import Merged, full_reader
 from nearfield.parallel import Ranks
-from nearfield.parallel.model import Share, SplitModel, SplitReader
+from nearfield.parallel.model import Share, SplitModel, SplitReader, even_split, split_between_regions
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 
 _REMEMBERED = 8
 _MANY_STEPS = 1000
+_DENSE_BLOCK = 128  # of plans where everyone reads everyone
 _LARGEST_HEAD = 128  # that a kernel takes
 _LOOKED_AT = 4096  # numbers of a sample that ranks compare
 _NO_BACKWARD = -1
@@ -111,6 +112,7 @@ class Ready:
         dense_reader: what dense steps read where tokens are split over ranks.
         weighing: what each layer reads in dense steps, or where it is dense, if merged keys have a bias.
         regions: how image tokens are merged; None where they are not.
+        own_regions: those of this rank, where tokens are split over several.
         derived: for which batches, and whether for training, plans have derived what they keep.
     """
 
@@ -121,6 +123,7 @@ class Ready:
     dense_reader: Reader | None = None
     weighing: tuple[Reader | None, ...] = ()
     regions: Regions | None = None
+    own_regions: Regions | None = None
     derived: set[tuple[int, bool]] = field(default_factory=set)
 
 
@@ -380,9 +383,11 @@ class Region:
         if now is not None and now.is_new:
             self._forget()
         if self.merger is not None:
-            regions = None if self.ready is None else self.ready.regions
-            located = None if self.ready is None else self.ready.located
-            if self.merger.begin(regions, located, len(samples), now and now.moment):
+            ready = self.ready
+            regions = None if ready is None else ready.own_regions or ready.regions
+            located = None if ready is None else ready.located
+            is_split = self.ranks is not None
+            if self.merger.begin(regions, located, len(samples), now and now.moment, is_split):
                 self._forget_lists()
         if now is None:
             return
@@ -519,7 +524,7 @@ class Region:
             if layer.is_sparse and layer.index is not None:
                 reader = self.method.reader(geometry, layer.index, heads=layer.attention.heads, device=device)
             readers.append(reader)
-            is_weighed = layer.group is not None and regions is not None and self._weighs
+            is_weighed = layer.group is not None and regions is not None and self.weighs
             weighing.append(full_reader(geometry.num_tokens, str(device)) if is_weighed else None)
         ready = Ready(located, device, ordering, tuple(readers), None, tuple(weighing), regions)
         for reader in self._timed_readers(ready):
@@ -536,25 +541,49 @@ class Region:
         return regions, {sees: self.method.shortened(geometry, regions) for sees, geometry in whole.items()}
 
     @property
-    def _weighs(self) -> bool:
+    def weighs(self) -> bool:
         """Whether merged keys have a bias, which only our own attention adds."""
         return isinstance(self.method, Merged) and self.method.merge.size_bias
 
     def _split(self, ready: Ready, ranks: Ranks) -> Ready:
         """The same for the share of one rank. Dense layers read all, wherever it is."""
         assert isinstance(ready.ordering, Ordering)
-        assert isinstance(self.method, Hilbert)
         geometry = ready.located.geometry(self.spec.text_first, sees_text=True)
-        block = self.method.plan(geometry, heads=1, device=ready.device).q_block
-        model = SplitModel(self.method, geometry, block, ranks)
-        dense = model.dense_reader(ready.device)
-        readers = tuple(
-            (model.reader(reader) if reader is not None else dense) if layer.is_ours else None
-            for layer, reader in zip(self.layers, ready.readers, strict=True)
-        )
+        whole, merged, own_regions = self._split_models(geometry, ready, ranks)
+        models = [whole if layer.group is None else merged for layer in self.layers]
+        dense = {id(model): model.dense_reader(ready.device) for model in (whole, merged)}
+        readers, weighing = list[Reader | None](), list[Reader | None]()
+        for layer, reader, model in zip(self.layers, ready.readers, models, strict=True):
+            everything = dense[id(model)] if layer.is_ours else None
+            readers.append(everything if reader is None else model.reader(reader))
+            weighing.append(everything)
         return replace(
-            ready, ordering=model.share(ready.ordering, geometry), readers=readers, dense_reader=dense
+            ready,
+            ordering=whole.share(ready.ordering, geometry),
+            readers=tuple(readers),
+            dense_reader=dense[id(whole)],
+            weighing=tuple(weighing),
+            own_regions=own_regions,
         )
+
+    def _split_models(
+        self, geometry: Geometry, ready: Ready, ranks: Ranks
+    ) -> tuple[SplitModel, SplitModel, Regions | None]:
+        """Who holds which of all tokens, and of the merged ones; and where this rank merges."""
+        attention = self.method.attention if isinstance(self.method, Merged) else self.method
+        assert attention is None or isinstance(attention, Hilbert)
+        block = _DENSE_BLOCK
+        if attention is not None:
+            block = attention.plan(geometry, heads=1, device=ready.device).q_block
+        if not isinstance(self.method, Merged):
+            assert attention is not None
+            whole = SplitModel(even_split(attention, geometry, ranks.size, block), block, ranks)
+            return whole, whole, None
+        split = split_between_regions(self.method, geometry, ranks.size, block)
+        whole = SplitModel(split.whole, block, ranks)
+        if ready.regions is None:
+            return whole, whole, None
+        return whole, SplitModel(split.merged, block, ranks), split.regions[ranks.index]
 
     def _derive(self, ready: Ready, batch: int) -> None:
         """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""

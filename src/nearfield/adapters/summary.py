@@ -254,24 +254,35 @@ def _split_lines(region: Region, ready: Ready) -> list[str]:
         for reader, layer in zip(ready.readers, region.layers, strict=True)
         if isinstance(reader, SplitReader) and layer.is_sparse
     ]
+    merged = [
+        reader
+        for reader, layer in zip(ready.weighing, region.layers, strict=True)
+        if isinstance(reader, SplitReader) and layer.group is not None and ready.regions is not None
+    ]
     words = [
-        f"{_mean_sent(region, some):.3g} MiB per {kind} layer"
-        for kind, some in (("sparse", sparse), ("dense", [ready.dense_reader]))
+        f"{_mean_sent(region, ready, some):.3g} MiB per {kind} layer"
+        for kind, some in (("sparse", sparse), ("dense", [ready.dense_reader]), ("merged dense", merged))
         if some
     ]
     return [
-        f"split: {readers[0].route.traffic.queries}",
+        f"split: {ready.dense_reader.route.traffic.queries}",
         f"  rank {ranks.index} sends {', '.join(words)} (forward, one sample)",
     ]
 
 
-def _mean_sent(region: Region, readers: Sequence[SplitReader]) -> float:
+def _mean_sent(region: Region, ready: Ready, readers: Sequence[SplitReader]) -> float:
     attention = next(layer.attention for layer in region.layers if layer.is_ours)
     dtype = region.dtype or next(attention.parameters()).dtype
     heads = attention.heads
     shapes = Shapes(1, heads, heads, attention.inner_dim // heads, dtype)
+    geometry = ready.located.geometry(region.spec.text_first, sees_text=True)
     # Layers whose tiles lie alike have one plan, and need be counted but once.
-    sizes = {id(reader.plan): reader.bytes_sent(shapes).forward[reader.ranks.index] for reader in readers}
+    sizes = dict[int, int]()
+    for reader in readers:
+        has_bias = region.weighs and reader.plan.num_keys < geometry.num_tokens
+        if id(reader.plan) not in sizes:
+            sent = reader.bytes_sent(shapes._replace(has_bias=has_bias)).forward
+            sizes[id(reader.plan)] = sent[reader.ranks.index]
     return sum(sizes[id(reader.plan)] for reader in readers) / len(readers) / 2**20
 
 

@@ -121,6 +121,12 @@ class Merge:
         if features.shape[1] != regions.num_tokens:
             rule = f"have the {regions.num_tokens} image tokens of the geometry ({geometry})"
             wrong_value("features", rule, shape_of(features))
+        return self.merging_in(features, regions, destinations=destinations, impl=impl)
+
+    def merging_in(
+        self, features: Tensor, regions: Regions, *, destinations: Tensor | None = None, impl: Impl = "auto"
+    ) -> Merging:
+        """The same for some of the regions, or all: they know nothing of each other."""
         sharpness = float(self.sharpness)
         return merging_of(features, regions, sharpness=sharpness, destinations=destinations, impl=impl)
 
@@ -226,6 +232,10 @@ class Merged:
         """How the image tokens are cut in that order, and how many of each region are left."""
         regions: Regions = self.merge.regions(geometry, self._pieces(geometry))
         return regions
+
+    def pieces(self, geometry: Geometry) -> Pieces:
+        """Of every image, the lengths of the runs of that order which regions do not cross."""
+        return self._pieces(geometry) or _images(geometry)
 
     def _pieces(self, geometry: Geometry) -> Pieces | None:
         if self.attention is None:

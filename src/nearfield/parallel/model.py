@@ -5,8 +5,10 @@ only attention sends anything.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import merge
 from nearfield.geometry import Geometry, Span
+from nearfield.merging import Regions
 from nearfield.methods.hilbert import FarField, Hilbert, HilbertReader, window_sums
+from nearfield.methods.merging import Merge, Merged
 from nearfield.parallel.attention import Sent, Shapes, attend, bytes_sent
 from nearfield.parallel.ranks import Parcel, Ranks
 from nearfield.parallel.route import Route, Traffic, traffic
@@ -171,6 +175,10 @@ class SplitFarField:
             if not (owners == one).any():
                 hint = "Use fewer ranks, or smaller summaries."
                 wrong_value("far", "leave every rank a summary", f"{field.window}, none on rank {one}", hint)
+        ends = field.begins + field.sizes.long().cpu() - 1
+        if not torch.equal(split.owners[ends], owners):
+            hint = "Use `even_split`."
+            wrong_value("split", f"be cut on multiples of `far` ({field.window})", split, hint)
         summaries = Split(len(owners), tuple(_runs(owners == one) for one in range(split.num_ranks)))
         held, pieces = split.held(rank), list[tuple[Span, int]]()
         for start, stop in field.spans:
@@ -229,17 +237,100 @@ def _power_of_two(number: int) -> int:
     return int(2 ** (max(number, 1).bit_length() - 1))
 
 
-class SplitModel:
-    """How the tokens of one geometry are split, and what layers read of them then.
+class MergedSplit(NamedTuple):
+    """Tokens that are merged inside regions, split between regions: a rank merges and parts its own by itself.
 
     Args:
-        method: whose order the image tokens stand in.
-        block: of its plans.
+        whole: of all tokens.
+        merged: of those that are left.
+        regions: of each rank.
     """
 
-    def __init__(self, method: Hilbert, geometry: Geometry, block: int, ranks: Ranks) -> None:
-        self.ranks, self.block = ranks, block
-        self.split = even_split(method, geometry, ranks.size, block)
+    whole: Split
+    merged: Split
+    regions: tuple[Regions, ...]
+
+
+def split_between_regions(method: Merged, geometry: Geometry, num_ranks: int, block: int) -> MergedSplit:
+    """Every piece of the order cut evenly, as far as regions allow, the text on all ranks.
+
+    Of the places between two regions those are preferred that tear no block.
+    """
+    regions = method.regions(geometry)
+    runs = list(zip(regions.lengths, regions.counts, strict=True))
+    pieces = [tokens for image in method.pieces(geometry) for tokens in image]
+    unit = min(block, _power_of_two(max(pieces) // num_ranks // _SHARE_OVER_UNIT))
+    begin = geometry.text if geometry.text_first else 0
+    place, first = begin, 0
+    mine: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]  # first and last region, one per piece
+    for tokens in pieces:
+        borders = [place]
+        while borders[-1] < place + tokens:
+            borders.append(borders[-1] + runs[first + len(borders) - 1][0])
+        cuts = _cut_at(borders, num_ranks, unit)
+        for rank, (start, stop) in enumerate(pairwise(cuts)):
+            if start < stop:
+                mine[rank].append((first + start, first + stop))
+        place, first = place + tokens, first + len(borders) - 1
+    for rank, spans in enumerate(mine):
+        if not spans:
+            hint = "Use fewer ranks, or smaller regions."
+            got = f"{len(runs)} regions, none for rank {rank}"
+            wrong_value("method", f"leave each of {num_ranks} ranks a region to merge in", got, hint)
+    short = method.shortened(geometry, regions)
+    return MergedSplit(
+        _split_at(mine, begin, [length for length, _ in runs], geometry),
+        _split_at(mine, begin, [count for _, count in runs], short),
+        tuple(_regions_in(regions, spans) for spans in mine),
+    )
+
+
+def _cut_at(borders: Sequence[int], num_ranks: int, unit: int) -> list[int]:
+    """Which of some places to cut at, into one part per rank.
+
+    Those on multiples of `unit` are taken where they are hardly farther from an even share than others.
+    """
+    places = range(len(borders))
+    aligned = [number for number in places if borders[number] % unit == 0]
+    share = (borders[-1] - borders[0]) / num_ranks
+    cuts = [0]
+    for rank in range(1, num_ranks):
+        ideal = borders[0] + share * rank
+
+        def distance(number: int, ideal: float = ideal) -> float:
+            return abs(borders[number] - ideal)
+
+        nearest = min(places, key=distance)
+        whole = min(aligned, key=distance, default=nearest)
+        is_close = distance(whole) <= distance(nearest) + share / (2 * _SHARE_OVER_UNIT)
+        cuts.append(max(cuts[-1], whole if is_close else nearest))
+    return [*cuts, places[-1]]
+
+
+def _split_at(mine: list[list[Span]], begin: int, sizes: list[int], geometry: Geometry) -> Split:
+    """The split of a sequence whose regions have some sizes."""
+    places = [begin, *(begin + size for size in accumulate(sizes))]
+    owned = tuple(tuple((places[start], places[stop]) for start, stop in spans) for spans in mine)
+    return Split(geometry.num_tokens, owned, (geometry.text_span,) if geometry.text else ())
+
+
+def _regions_in(regions: Regions, spans: Sequence[Span]) -> Regions:
+    chosen = [number for start, stop in spans for number in range(start, stop)]
+    return Regions(
+        tuple(regions.lengths[number] for number in chosen),
+        tuple(regions.counts[number] for number in chosen),
+    )
+
+
+class SplitModel:
+    """What layers read of tokens that are split over ranks.
+
+    Args:
+        block: of a dense layer's plan.
+    """
+
+    def __init__(self, split: Split, block: int, ranks: Ranks) -> None:
+        self.split, self.block, self.ranks = split, block, ranks
 
     def share(self, ordering: Ordering, geometry: Geometry) -> Share:
         """The tokens of the images alone, which stand in the sequence as in the model's own tensors."""
@@ -267,8 +358,20 @@ class SplitModel:
 
 
 SPLITTABLE = "read what is known beforehand (Hilbert) to be split over ranks"
+_MERGEABLE = "merge inside runs or windows (Merge) to be split over ranks"
 
 
 def check_splittable(method: object) -> None:
-    if not isinstance(method, Hilbert):
+    """Whether tokens can be split for a method at all."""
+    attention = method
+    if isinstance(method, Merged):
+        if not isinstance(method.merge, Merge) or method.merge.region == "global":
+            wrong_value("method", _MERGEABLE, method.merge)
+        attention = method.attention
+        if attention is None:
+            return
+        if getattr(attention, "far", None) is not None:
+            hint = "Ranks part between regions, and that would tear the tokens of a summary apart."
+            wrong_value("far", "be None where tokens are merged and split over ranks", attention.far, hint)
+    if not isinstance(attention, Hilbert):
         wrong_value("method", SPLITTABLE, method)
