@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from nearfield import Geometry, Hilbert, LogLinear, Merge, apply, cli
 from nearfield.methods import BipartiteMerge
 from nearfield.parallel import Ranks, Shapes
-from nearfield.parallel.model import SplitModel, even_split
+from nearfield.parallel.cuts import even_split
+from nearfield.parallel.model import SplitModel
 
 GRID = (10, 12)
 VIDEO = (3, 6, 8)

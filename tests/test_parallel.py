@@ -25,7 +25,7 @@ from tests.worlds import Failed, World, world_of
 from nearfield import Geometry, Hilbert, Plan, planning
 from nearfield.methods.hilbert import Share
 from nearfield.parallel import Route, Shapes, Split, Traffic, bytes_sent
-from nearfield.parallel.model import even_split
+from nearfield.parallel.cuts import even_split
 from nearfield.parallel.route import Call
 
 # -- splits ------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from tests.worlds import CONTEXT, Failed, World, world_of
 from nearfield import Geometry, Hilbert, Merge, cli
 from nearfield.demo.model import save_model
 from nearfield.methods.merging import Merged
-from nearfield.parallel.model import SplitFarField, even_split, split_between_regions
+from nearfield.parallel.cuts import even_split, split_between_regions
+from nearfield.parallel.far import SplitFarField
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size} ranks")

@@ -40,7 +40,8 @@ from nearfield.merging import Regions
 from nearfield.methods import Hilbert, Method, Reader, TimedReader
 from nearfield.methods.merging import Merged, full_reader
 from nearfield.parallel import Ranks
-from nearfield.parallel.model import Share, SplitModel, SplitReader, even_split, split_between_regions
+from nearfield.parallel.cuts import even_split, split_between_regions
+from nearfield.parallel.model import Share, SplitModel, SplitReader
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
 

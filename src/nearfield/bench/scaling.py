@@ -138,7 +138,7 @@ def _plans(case: ScalingCase, block: int) -> tuple[Plan, ...]:
 
 def split_of(case: ScalingCase, num_ranks: int, block: int) -> Split:
     """As `apply` splits it."""
-    from nearfield.parallel.model import even_split
+    from nearfield.parallel.cuts import even_split
 
     return even_split(Hilbert(**case.fields), _geometry(case), num_ranks, block)
 

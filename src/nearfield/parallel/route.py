@@ -294,9 +294,9 @@ class _Reads(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def traffic(plan: Plan, queries: Split) -> Traffic:
+def traffic(plan: Plan, queries: Split, keys: Split | None = None) -> Traffic:
     """`Traffic`, kept: layers whose tiles lie alike share a plan."""
-    return Traffic(plan, queries)
+    return Traffic(plan, queries, keys)
 
 
 # -- who reads whom ----------------------------------------------------------------------------------------------------
