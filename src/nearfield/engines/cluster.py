@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ from nearfield.engines import Answer, MissingExtra, Start, Work, WorkersLost
 
 _STARTS = 3  # in a row that may fail before a worker is given up
 _PATIENCE = 30.0  # seconds without any worker after which it is said what is waited for
+_RESTART = 120.0  # seconds that an actor may take to be restarted, each try at it being refused at once
+_BREATH = 0.5  # seconds between such tries
 
 
 class RayWorkers:
@@ -27,10 +30,11 @@ class RayWorkers:
         self._items = dict[Any, tuple[Any, Any]]()  # what is being done: the actor and its item
         self._starting = dict[Any, Any]()  # who was asked to load
         self._failed_starts = dict[Any, int]()
+        self._deadlines = dict[Any, float]()  # until when a worker's being restarted is no failure
         for _ in range(num_workers):
             worker = actor.remote(start)
             self._failed_starts[worker] = 0
-            self._ask_to_load(worker)
+            self._begin_start(worker)
 
     @property
     def num_workers(self) -> int:
@@ -56,6 +60,10 @@ class RayWorkers:
         for worker in self._failed_starts:
             self._ray.kill(worker)
 
+    def _begin_start(self, worker: Any) -> None:
+        self._deadlines[worker] = time.monotonic() + _RESTART
+        self._ask_to_load(worker)
+
     def _ask_to_load(self, worker: Any) -> None:
         self._starting[worker.load.remote()] = worker
 
@@ -68,7 +76,7 @@ class RayWorkers:
         if is_alive:
             self._idle.append(worker)
         else:
-            self._ask_to_load(worker)
+            self._begin_start(worker)
         return [Answer(item, value, error)]
 
     def _result(self, reference: Any) -> tuple[Any, Exception | None, bool]:
@@ -85,6 +93,11 @@ class RayWorkers:
         if error is None:
             self._failed_starts[worker] = 0
             self._idle.append(worker)
+            return
+        is_restarting = isinstance(error, self._ray.exceptions.ActorUnavailableError)
+        if is_restarting and time.monotonic() < self._deadlines[worker]:
+            time.sleep(_BREATH)
+            self._ask_to_load(worker)
             return
         self._failed_starts[worker] += 1
         if self._failed_starts[worker] < _STARTS:
