@@ -1,6 +1,5 @@
 """The CPU path: how it groups, what it copies, and that pieces do not show in the result."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -148,33 +147,3 @@ def test_bits_do_not_depend_on_other_groups(heads: int) -> None:
     for _ in range(3):
         again = run(call, "grouped")
         assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("queries", [range(10, 26), range(30, 46), range(16), [5, 9, 9, 12, 40, 40]], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
-def test_keys_that_all_see_are_read_without_a_mask(
-    queries: Sequence[int], turned: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys at 3, 4, ... 42: some before all queries, some after, some at the very place of one."""
-    query, key, value = (x.to(dtype) for x in random_inputs(1, 4, len(queries), 40, 8, key_heads=2))
-    places = torch.arange(3, 43).flip(0) if turned else torch.arange(3, 43)
-    positions = Positions(torch.tensor(queries)[None], places[None])
-    plan = planning.full(len(queries), 40, q_block=8, k_block=8)
-    masked = []
-    real = grouped._read_fused
-
-    def spied(*call: Any) -> Any:
-        masked.append((call[1].shape[2], call[3] is not None))
-        return real(*call)
-
-    monkeypatch.setattr(grouped, "_read_fused", spied)
-    got = nearfield.attend(query, key, value, plan, positions=positions, impl="grouped")
-    doubles = (x.double() for x in (query, key, value))
-    exact = nearfield.attend(*doubles, plan, positions=positions, impl="reference")
-    tolerance = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(got.out.double(), exact.out, rtol=0, atol=tolerance)
-    torch.testing.assert_close(got.lse.double(), exact.lse, rtol=0, atol=tolerance)
-    seen = max(0, min(queries) - 2)
-    may_split = not turned and dtype != torch.bfloat16 and seen > 0
-    assert masked == ([(seen, False), (40 - seen, True)] if may_split else [(40, True)])

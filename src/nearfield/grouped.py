@@ -377,43 +377,6 @@ def _indices(runs: list[Run], device: torch.device) -> Tensor:
 
 
 def _read(part: _Part, scale: float) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of one group. Keys that all its queries see are read without a mask, which costs half as much."""
-    seen = _num_seen_by_all(part)
-    if seen == 0:
-        return _read_masked(part, scale)
-    keys = slice(seen), slice(seen, None)
-    first, rest = (part._replace(key=part.key[:, :, some], value=part.value[:, :, some]) for some in keys)
-    read = _read_masked(first._replace(positions=None), scale)
-    if rest.key.shape[2] == 0 or part.positions is None:
-        return read
-    positions = part.positions._replace(key=part.positions.key[:, seen:])
-    return _merged(read, _read_masked(rest._replace(positions=positions), scale))
-
-
-def _num_seen_by_all(part: _Part) -> int:
-    """How many keys from the first on lie before all queries, where that is worth knowing.
-
-    Half types are left alone: what is merged has been rounded once more.
-    """
-    if part.positions is None or part.bias is not None or part.query.device.type != "cpu":
-        return 0
-    keys, queries = part.positions.key, part.positions.query
-    if part.query.element_size() < 4 or len(keys) > 1 or not keys.numel() or not queries.numel():
-        return 0
-    keys = keys[0]
-    if bool((keys[1:] < keys[:-1]).any()):
-        return 0
-    return int(torch.searchsorted(keys, queries.min(), right=True))
-
-
-def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two readings as one; the first of each row read something."""
-    lse = torch.logaddexp(first[1], second[1])
-    before, after = (out * (part - lse).exp().unsqueeze(-1) for out, part in (first, second))
-    return before + after, lse
-
-
-def _read_masked(part: _Part, scale: float) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of one group. A mask, or the weights where they are made at all, come in pieces of queries."""
     read = _read_fused if part.query.device.type == "cpu" else _read_plainly
     num_heads, repeats, num_queries = part.query.shape[:3]
