@@ -149,14 +149,18 @@ def test_each_part_is_checked(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("swapped", [False, True])
-def test_on_a_gpu_one_part_goes_on_from_the_other(dtype: torch.dtype, swapped: bool) -> None:
-    """Whichever comes first: the long one is read by the fastest implementation, the short one by the plain kernel."""
+@pytest.mark.parametrize("q_block", [16, 64])
+def test_on_a_gpu_parts_may_have_kernels_of_their_own(
+    q_block: int, dtype: torch.dtype, swapped: bool
+) -> None:
+    """The long part is for the fastest kernel. So is the short one with blocks of 64 queries, and they are merged; with
+    16 the plain kernel goes on from the other's results, whichever was named first."""
     device = torch.device("cuda")
     query, key, value = (x.to(dtype) for x in random_inputs(2, 4, 1000, 1000, 64, device=device))
     _, far_key, far_value = (x.to(dtype) for x in random_inputs(2, 4, 1000, 90, 64, device=device, seed=5))
     bias = random_bias(1, 4, 90, device=device)
     near = random_plan(1000, 1000, q_block=128, k_block=64, heads=4, device=device)
-    far = random_plan(1000, 90, q_block=64, k_block=8, empty_rows=True, device=device, seed=1)
+    far = random_plan(1000, 90, q_block=q_block, k_block=8, empty_rows=True, device=device, seed=1)
     parts = [Part(key, value, near), Part(far_key, far_value, far, bias)][:: -1 if swapped else 1]
     exact, low = (
         dense(

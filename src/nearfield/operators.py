@@ -274,25 +274,14 @@ def _attend_together(
     return attended.out, attended.lse
 
 
-def _most_pairs(plan: Plan) -> int:
-    """What the lists have room for, known without asking the device."""
-    return plan.blocks.shape[-1] * plan.q_block * plan.k_block
-
-
 def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str, Part]]:
-    """Parts in the order they are read in, and by what.
-
-    The plain kernel goes on from what was read before, which saves three passes over the output for merging. So the
-    fastest implementation reads one part, the longest it can, and the plain kernel what is left.
-    """
+    """Parts in the order they are read in, and by what: the plain kernel goes on from what was read before it, so it
+    comes last and saves the merging."""
     choices = [
         (explain_choice(query, part.key, part.plan, key_bias=part.key_bias, impl=impl).impl, part)
         for part in parts
     ]
-    choices.sort(key=lambda choice: (choice[0] == "triton", -_most_pairs(choice[1].plan)))
-    if impl == "auto":
-        choices[1:] = [("triton", part) for _, part in choices[1:]]
-    return choices
+    return sorted(choices, key=lambda choice: choice[0] == "triton")
 
 
 @_attend_together.register_fake
