@@ -290,3 +290,19 @@ def test_the_bar_counts_and_estimates(
         bar.show(40, "loss 1.0")
         bar.show(50)  # too soon to say so
     assert capsys.readouterr().err.splitlines() == ["0/100 steps", "40/100 steps, loss 1.0, 2.0/s, 0:30 left"]
+
+
+def test_the_bar_forgets_what_it_counted_before(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 100.0, 200.0, 220.0])
+    monkeypatch.setattr("nearfield.commands.progress.time.monotonic", lambda: next(clock))
+    with Bar(2, "pictures") as bar:
+        bar.show(0)
+        bar.show(1, "dense")
+        bar.show(0, "sparse")
+        bar.show(1, "sparse")
+    assert capsys.readouterr().err.splitlines()[2:] == [
+        "0/2 pictures, sparse",
+        "1/2 pictures, sparse, 20.0 s each, 0:20 left",
+    ]

@@ -13,6 +13,7 @@ class Bar:
         self.total, self.unit = total, unit
         self._rewrites = sys.stderr.isatty()
         self._first: tuple[int, float] | None = None
+        self._last = 0
         self._said = float("-inf")
 
     def __enter__(self) -> "Bar":
@@ -26,7 +27,9 @@ class Bar:
         """Say how far it is, if it was not said a moment ago."""
         self.total = self.total if total is None else total
         now = time.monotonic()
-        self._first = self._first or (done, now)
+        if self._first is None or done < self._last:  # it counts anew, for the next of several works
+            self._first = done, now
+        self._last = done
         if now - self._said < (_IN_TERMINAL if self._rewrites else _IN_LOG):
             return
         self._said = now
