@@ -131,6 +131,10 @@ class RayError(Exception):
     pass
 
 
+class ActorUnavailableError(RayError):
+    pass
+
+
 class RayTaskError(RayError):
     def __init__(self, cause: Exception) -> None:
         self.cause = cause
@@ -160,7 +164,9 @@ class Reference:
 class StandIn:
     """A cluster with room for some actors: the others wait until one of the first is killed."""
 
-    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+    exceptions = SimpleNamespace(
+        RayError=RayError, RayTaskError=RayTaskError, ActorUnavailableError=ActorUnavailableError
+    )
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -219,6 +225,31 @@ def test_actors_that_cannot_start_are_given_up(monkeypatch: pytest.MonkeyPatch) 
         list(mapped(workers, range(8), tries=2))
     assert len(starts) == 9  # three times each
     assert ray.living == []
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_an_actor_that_is_being_restarted_is_waited_for(
+    is_in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses every try at once, far more often than starts may fail."""
+    refusals = list[int]()
+    monkeypatch.setattr(cluster, "_BREATH", 0.0)
+    if not is_in_time:
+        monkeypatch.setattr(cluster, "_RESTART", -1.0)
+
+    def start() -> Callable[[int], int]:
+        if len(refusals) < 10:
+            refusals.append(0)
+            raise ActorUnavailableError("it is restarting")
+        return lambda item: item + 1
+
+    _, opened = on_stand_in(monkeypatch, start, num_workers=1, room=1)
+    if is_in_time:
+        with opened as workers:
+            assert [outcome.value for outcome in mapped(workers, range(3), tries=1)] == [1, 2, 3]
+        return
+    with pytest.raises(WorkersLost, match="it is restarting"), opened as workers:
+        list(mapped(workers, range(3), tries=1))
 
 
 def test_actors_that_can_start_do_what_the_others_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,14 @@ Make = TypeVar("Make", bound=Callable[..., Tensor])
 def kept(make: Make) -> Make:
     """Remember what a function of hashable arguments, a device among them, gives.
 
-    Not while something is traced or captured: a tracer's stand-ins hold no values, and a graph's memory holds none
-    before its first replay.
+    Not while something is traced or captured: a tracer's stand-ins hold no values and take nothing real beside them,
+    and a graph's memory holds none before its first replay.
     """
     known: dict[Hashable, Tensor] = {}
 
     @wraps(make)
     def remembered(*sizes: Hashable) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
             return make(*sizes)
         if sizes in known:
             return known[sizes]
