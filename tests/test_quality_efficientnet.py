@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cats import CATS
-from torch import Tensor
 from torch.nn.functional import conv2d
 
 from nearfield.quality import EfficientNet, efficientnet, load_efficientnet, open_images
@@ -70,26 +69,6 @@ def test_padding_is_tensorflows(length: int, kernel: int, stride: int) -> None:
     wide[..., before : before + length, before : before + length] = x
     expected = conv2d(wide, convolution.weight, stride=stride)[..., :outputs, :outputs]
     torch.testing.assert_close(convolution(x), expected)
-
-
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        (
-            torch.zeros(3, 8, 8),
-            "`images` must have 4 dimensions; got shape [3, 8, 8]. Expected [batch, 3, height, width].",
-        ),
-        (torch.zeros(1, 1, 8, 8), "`images` must have 3 channels; got shape [1, 1, 8, 8]."),
-        (
-            torch.zeros(1, 3, 8, 8).int(),
-            "`images` must be uint8 or floating point, from 0 to 255; got torch.int32.",
-        ),
-    ],
-)
-def test_bad_images_are_named(images: Tensor, message: str) -> None:
-    with pytest.raises((TypeError, ValueError)) as error:
-        EfficientNet()(images)
-    assert str(error.value) == message
 
 
 def test_missing_weights_say_where_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nearfield.quality import inception, open_images, storage
+from nearfield.quality import EfficientNet, inception, open_images, storage
 from nearfield.quality.inception import Inception, load_inception, resize_like_tensorflow
 
 DATA = Path(__file__).with_name("data")
@@ -146,9 +146,10 @@ def test_missing_weights_say_where_to_get_them(monkeypatch: pytest.MonkeyPatch, 
         ),
     ],
 )
-def test_bad_images_are_named(images: Tensor, message: str) -> None:
+@pytest.mark.parametrize("network", [Inception, EfficientNet])
+def test_bad_images_are_named(network: type[nn.Module], images: Tensor, message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
-        Inception()(images)
+        network()(images)
     assert str(error.value) == message
 
 
