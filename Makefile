@@ -41,8 +41,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## run the demonstration (ARGS="--grid 45x80" for another grid)
-	$(BIN)/nearfield demo $(ARGS)
+demo: $(STAMP) ## make a picture with dense and with sparse attention (ARGS="--num 4 --steps 16" for more and better)
+	$(BIN)/nearfield generate --compare --num 1 --first 3 --steps 8 --out demo.png $(ARGS)
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --timeout 300

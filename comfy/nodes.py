@@ -36,9 +36,9 @@ class NearfieldHilbert:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         fields: dict[str, tuple[Any, dict[str, Any]]] = {
             "tiles": ("INT", {"default": 16, "min": 1, "max": 1024}),
-            "shared": (list(get_args(Shared)), {"default": "centre"}),
+            "shared": (list(get_args(Shared)), {"default": "none"}),
             "share": (list(get_args(Share)), {"default": "two-way"}),
-            "far": ("INT", {"default": 0, "min": 0, "max": 4096}),
+            "far": ("INT", {"default": 16, "min": 0, "max": 4096}),
             # From 1 on it would be a number of steps.
             "dense_steps": ("FLOAT", {"default": 0.2, "min": 0.0, "max": 0.95, "step": 0.05}),
             "dense_layers": ("INT", {"default": 1, "min": 0, "max": 1000}),

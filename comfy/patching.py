@@ -86,13 +86,15 @@ class SparseCall:
         self.method, self.geometries, self.num_layers = method, geometries, num_layers
         self.is_dense_step, self.before = is_dense_step, before
         self.calls: Counter[str] = Counter()
+        self._mask: Tensor | None = None
+        self._mask_hides_image = False
 
     def __call__(self, attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         call = Attention.of(*args, **kwargs)
         geometry = self.geometries.get(call.num_queries) if call.num_queries == call.num_keys else None
         if geometry is not None:
             layer = self.calls.total()
-            reason = self._dense_reason(call, layer)
+            reason = self._dense_reason(call, geometry, layer)
             self.calls[reason or "sparse"] += 1
             if reason is None:
                 return self._sparse(call, geometry, layer)
@@ -100,17 +102,28 @@ class SparseCall:
             return self.before(attention, *args, **kwargs)
         return attention(*args, **kwargs)
 
-    def _dense_reason(self, call: "Attention", layer: int) -> str | None:
+    def _dense_reason(self, call: "Attention", geometry: Geometry, layer: int) -> str | None:
         if self.is_dense_step:
             return f"dense, dense_steps={self.method.dense_steps}"
         if call.has_own_masks:
             return "dense, a mask that differs between queries"
-        if call.mask is not None and not self.method.weighs_image_keys:
-            return "dense, a mask, of which summaries of a far field know nothing"
+        if not self.method.weighs_image_keys and self._hides_image(call.mask, geometry):
+            return "dense, a mask that hides image tokens, of which summaries of a far field know nothing"
         if call.has_shared_heads:
             return "dense, heads share keys"
         reason = self.method.dense_layer_reason(layer, self.num_layers)
         return reason and f"dense, {reason}"
+
+    def _hides_image(self, mask: Tensor | None, geometry: Geometry) -> bool:
+        """Whether more than text is hidden. Waits for the device, once for all layers that have the same mask."""
+        if mask is None:
+            return False
+        if mask is not self._mask:
+            start, stop = geometry.text_span
+            image = torch.cat([mask[..., :start], mask[..., stop:]], dim=-1)
+            self._mask = mask
+            self._mask_hides_image = bool((~image if image.dtype == torch.bool else image != 0).any())
+        return self._mask_hides_image
 
     def _sparse(self, call: "Attention", geometry: Geometry, layer: int) -> Tensor:
         device = call.query.device

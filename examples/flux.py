@@ -45,8 +45,8 @@ def generate(pipe: FluxPipeline, call: dict) -> tuple[object, float]:
 pipe, call = load()
 dense, dense_time = generate(pipe, call)
 
-# Every token reads its tile of a Hilbert curve, the centre of the image, and the text. The first layer and the first
-# fifth of the steps stay dense.
+# Every token reads its tile of a Hilbert curve, the text, and the rest of the image in summary. The first layer and the
+# first fifth of the steps stay dense.
 with nearfield.apply(pipe, nearfield.Hilbert(tiles=16)) as handle:
     sparse, sparse_time = generate(pipe, call)
     print(handle.summary())

@@ -8,7 +8,7 @@ from nearfield import Geometry, Hilbert, HilbertAttention
 
 GRID, TEXT, DIM, LAYERS = (16, 16), 16, 32, 4
 GEOMETRY = Geometry(GRID, text=TEXT)
-METHOD = Hilbert(tiles=4, shared_tokens=16, far=16)
+METHOD = Hilbert(tiles=4)
 
 
 class Block(nn.Module):

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.tiles import paper
 from torch import Tensor, nn
 
 import comfy_standin as standin
-from nearfield import Geometry, Hilbert
+from nearfield import Geometry
 
 NODES = Path(__file__).resolve().parents[1] / "comfy"
 TEXT = 7
@@ -169,7 +170,7 @@ def main(folder: str, name: str) -> None:
     (sparse,) = node().patch(plain, tiles=4, dense_layers=1, **fields)
     (whole,) = node().patch(plain, tiles=1, dense_layers=0, **fields | {"shared": "none"})
     masked = plain.clone()
-    override = standin.Masked(Hilbert(tiles=4), calls)
+    override = standin.Masked(paper(tiles=4), calls)
     masked.model_options["transformer_options"]["optimized_attention_override"] = override
     out, expected = run(sparse), run(masked)
     assert not override.left, f"{len(override.left)} attention calls did not come"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import diffusers
 import torch
 from tests import tiny_models
+from tests.tiles import paper
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,18 +22,18 @@ from nearfield.parallel.model import SplitModel
 GRID = (10, 12)
 VIDEO = (3, 6, 8)
 METHODS = {
-    "two-way": Hilbert(tiles=4, shared_tokens=16, dense_layers=1, dense_steps=0),
-    "keys": Hilbert(tiles=6, shared_tokens=16, share="keys", dense_layers=0, dense_steps=0),
-    "nothing shared": Hilbert(tiles=8, shared="none", dense_layers=(0, -1), dense_steps=0),
-    "far": Hilbert(tiles=6, shared_tokens=16, far=4, dense_layers=0, dense_steps=0),
-    "far, interleaved": Hilbert(
+    "two-way": paper(tiles=4, shared_tokens=16, dense_layers=1, dense_steps=0),
+    "keys": paper(tiles=6, shared_tokens=16, share="keys", dense_layers=0, dense_steps=0),
+    "nothing shared": paper(tiles=8, shared="none", dense_layers=(0, -1), dense_steps=0),
+    "far": paper(tiles=6, shared_tokens=16, far=4, dense_layers=0, dense_steps=0),
+    "far, interleaved": paper(
         tiles=5, shared_tokens=16, share="keys", far=6, interleave=True, dense_layers=1, dense_steps=0
     ),
     "merged": Merge(region_size=16, skip_blocks=(0, 0)),
     "merged, weighed": Merge(0.4, region_size=9, region="window", skip_blocks=(1, 0), size_bias=True),
     "merged and sparse": Merge(0.5, region_size=8, skip_blocks=(0, 1), size_bias=True)
-    | Hilbert(tiles=4, shared_tokens=16, dense_layers=1, dense_steps=0),
-    "interleaved": Hilbert(tiles=4, shared_tokens=16, interleave=True, dense_layers=0, dense_steps=0),
+    | paper(tiles=4, shared_tokens=16, dense_layers=1, dense_steps=0),
+    "interleaved": paper(tiles=4, shared_tokens=16, interleave=True, dense_layers=0, dense_steps=0),
 }
 
 
@@ -87,7 +88,7 @@ def loop(mesh: DeviceMesh | None) -> list[Tensor]:
     schedule = diffusers.FlowMatchEulerDiscreteScheduler()
     schedule.set_timesteps(4)
     merge = Merge(0.5, region_size=8, refresh=(2, 1), skip_blocks=(0, 0), size_bias=True)
-    method = merge | Hilbert(tiles=4, shared_tokens=16, dense_layers=0, dense_steps=1)
+    method = merge | paper(tiles=4, shared_tokens=16, dense_layers=0, dense_steps=1)
     outs = []
     with apply(model, method, scheduler=schedule, mesh=mesh), torch.no_grad():
         for timestep in schedule.timesteps:
@@ -145,7 +146,7 @@ def disagreeing(mesh: DeviceMesh, about: str) -> None:
     is_odd = mesh.get_local_rank() % 2
     model = tiny_models.flux(layers=1 + is_odd if about == "target" else 1)
     tiles = 4 + is_odd if about == "method" else 4
-    handle = apply(model, Hilbert(tiles=tiles, dense_steps=0), mesh=mesh)
+    handle = apply(model, paper(tiles=tiles, dense_steps=0), mesh=mesh)
     inputs = tiny_models.flux_inputs((8, 8 + 2 * is_odd) if about == "tokens" else (8, 8))
     if about == "hidden_states":
         inputs["hidden_states"] = inputs["hidden_states"] + is_odd
@@ -165,11 +166,11 @@ def refused(mesh: DeviceMesh) -> list[str]:
     """Messages of what cannot be split; no rank sends anything for it."""
     messages = []
     for model, method in (
-        (tiny_models.sdxl(), Hilbert()),
+        (tiny_models.sdxl(), paper()),
         (tiny_models.flux(), LogLinear()),
         (tiny_models.flux(), BipartiteMerge()),
         (tiny_models.flux(), Merge(region="global")),
-        (tiny_models.flux(), Merge() | Hilbert(far=16)),
+        (tiny_models.flux(), Merge() | paper(far=16)),
         (tiny_models.flux(), Merge() | LogLinear()),
     ):
         try:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from tests.tiles import paper
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,21 +60,19 @@ def _torn_text(num_ranks: int) -> Split:
 
 PICTURE = Geometry((12, 13), text=24)
 CASES = {
-    "hilbert": _hilbert(Hilbert(tiles=5, shared_tokens=16), PICTURE),
-    "hilbert, keys": _hilbert(Hilbert(tiles=5, shared_tokens=16, share="keys"), PICTURE, layer=2),
-    "hilbert, nothing shared": _hilbert(Hilbert(tiles=8, shared="none"), Geometry((16, 16))),
-    "hilbert, text torn": _hilbert(Hilbert(tiles=4, shared_tokens=16), Geometry((12, 13), text=21)),
+    "hilbert": _hilbert(paper(tiles=5, shared_tokens=16), PICTURE),
+    "hilbert, keys": _hilbert(paper(tiles=5, shared_tokens=16, share="keys"), PICTURE, layer=2),
+    "hilbert, nothing shared": _hilbert(paper(tiles=8, shared="none"), Geometry((16, 16))),
+    "hilbert, text torn": _hilbert(paper(tiles=4, shared_tokens=16), Geometry((12, 13), text=21)),
     "hilbert, text behind": _hilbert(
-        Hilbert(tiles=4, shared_tokens=16), Geometry((12, 12), text=10, text_first=False), has_bias=True
+        paper(tiles=4, shared_tokens=16), Geometry((12, 12), text=10, text_first=False), has_bias=True
     ),
-    "hilbert, video": _hilbert(Hilbert(tiles=6, shared_tokens=16), Geometry((3, 7, 8), text=16)),
-    "hilbert, two images": _hilbert(
-        Hilbert(tiles=3, shared_tokens=16), Geometry((8, 9), references=((8, 8),))
-    ),
+    "hilbert, video": _hilbert(paper(tiles=6, shared_tokens=16), Geometry((3, 7, 8), text=16)),
+    "hilbert, two images": _hilbert(paper(tiles=3, shared_tokens=16), Geometry((8, 9), references=((8, 8),))),
     "hilbert, interleaved": _hilbert(
-        Hilbert(tiles=6, shared_tokens=16, interleave=True), PICTURE, heads=4, batch=2
+        paper(tiles=6, shared_tokens=16, interleave=True), PICTURE, heads=4, batch=2
     ),
-    "contiguous": _contiguous(Hilbert(tiles=5).plan(PICTURE, 3, q_block=16, k_block=4), has_bias=True),
+    "contiguous": _contiguous(paper(tiles=5).plan(PICTURE, 3, q_block=16, k_block=4), has_bias=True),
     "full": _contiguous(planning.full(75, q_block=16, k_block=8), heads=4, key_heads=2),
     "random lists": _contiguous(_random_lists(), batch=2, heads=4, key_heads=2, has_bias=True),
     "read twice": _contiguous(_repeated()),

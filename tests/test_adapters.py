@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny_models
+from tests.tiles import paper
 from tests.tiny_models import MODELS, TEXT, Grid, Inputs, first
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,8 +22,8 @@ from nearfield import Geometry, Hilbert
 from nearfield.adapters import grids
 from nearfield.adapters.grids import image_grids
 
-EVERYTHING = Hilbert(tiles=1, dense_layers=0, dense_steps=0)
-SPARSE = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
+EVERYTHING = paper(tiles=1, dense_layers=0, dense_steps=0)
+SPARSE = paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)
 # Rotary tables are float32 in every precision, so a difference of the last bit in float64 can become one of float32.
 TOLERANCE = 1e-6
 
@@ -234,14 +235,14 @@ def test_small_and_thin_images_with_default_fields(name: str, grid: Grid) -> Non
     stock = run(model, inputs)
     with nearfield.apply(model, EVERYTHING):
         assert_same(run(model, inputs), stock)
-    with nearfield.apply(model, Hilbert()):
+    with nearfield.apply(model, paper()):
         assert run(model, inputs).isfinite().all()
 
 
 def test_dense_layers_are_stock(oracle: Callable[..., Tensor]) -> None:
     model, inputs = tiny_models.flux().double(), double(tiny_models.flux_inputs((9, 14)))
     layouts = geometries("flux", (9, 14), 1, ())
-    method = Hilbert(tiles=4, shared="none", dense_layers=(1, -1), dense_steps=0)
+    method = paper(tiles=4, shared="none", dense_layers=(1, -1), dense_steps=0)
     expected = oracle(model, inputs, method, layouts, dense_layers=(1, 4))
     with nearfield.apply(model, method):
         assert_same(run(model, inputs), expected)
@@ -252,9 +253,9 @@ def test_dense_layers_are_stock(oracle: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        Hilbert(tiles=4, shared="centre", share="keys", dense_layers=0, dense_steps=0),
-        Hilbert(tiles=4, interleave=True, dense_layers=0, dense_steps=0),
-        Hilbert(tiles=4, shared="distributed", cycle=3, curve="morton", dense_layers=0, dense_steps=0),
+        paper(tiles=4, shared="centre", share="keys", dense_layers=0, dense_steps=0),
+        paper(tiles=4, interleave=True, dense_layers=0, dense_steps=0),
+        paper(tiles=4, shared="distributed", cycle=3, curve="morton", dense_layers=0, dense_steps=0),
     ],
 )
 def test_any_fields_of_the_method(method: Hilbert, oracle: Callable[..., Tensor]) -> None:
@@ -266,7 +267,7 @@ def test_any_fields_of_the_method(method: Hilbert, oracle: Callable[..., Tensor]
 
 def test_far_field_is_read() -> None:
     """In one layer, with its pooled keys and all, against the reader itself on tokens that a test put in order."""
-    method = Hilbert(tiles=4, shared="none", far=8, dense_layers=0, dense_steps=0)
+    method = paper(tiles=4, shared="none", far=8, dense_layers=0, dense_steps=0)
     model, inputs = tiny_models.pixart(1).double(), double(tiny_models.pixart_inputs((12, 10)))
     geometry = Geometry((12, 10))
     with nearfield.apply(model, SPARSE):
@@ -451,7 +452,7 @@ def test_geometry_is_that_of_the_last_call() -> None:
 def test_summary_of_a_size_is_that_of_a_call_of_this_size(name: str) -> None:
     make, inputs_of = MODELS[name]
     model = make()
-    with nearfield.apply(model, Hilbert(tiles=4)) as handle:
+    with nearfield.apply(model, paper(tiles=4)) as handle:
         asked = handle.summary(height=9 * 16 + 5, width=14 * 16, text=TEXT)
         run(model, inputs_of((9, 14)))
         told = handle.summary()
@@ -549,7 +550,7 @@ def test_other_models_of_the_class_are_untouched() -> None:
 def test_two_models_with_different_methods(oracle: Callable[..., Tensor]) -> None:
     models = [tiny_models.flux().double(), tiny_models.flux().double()]
     inputs = [double(tiny_models.flux_inputs(grid)) for grid in ((9, 14), (16, 8))]
-    methods = [SPARSE, Hilbert(tiles=2, shared="none", cycle=2, dense_layers=0, dense_steps=0)]
+    methods = [SPARSE, paper(tiles=2, shared="none", cycle=2, dense_layers=0, dense_steps=0)]
     expected = [
         oracle(model, call, method, geometries("flux", grid, 1, ()))
         for model, call, method, grid in zip(models, inputs, methods, ((9, 14), (16, 8)), strict=True)

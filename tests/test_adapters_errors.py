@@ -22,6 +22,7 @@ from diffusers.models.attention_processor import (
 )
 from tests import tiny_models
 from tests.test_adapters import EVERYTHING, SPARSE, run, trace
+from tests.tiles import paper
 
 import nearfield
 from nearfield import Hilbert
@@ -124,13 +125,13 @@ def test_bad_method_and_impl() -> None:
 @pytest.mark.parametrize("layer", [5, -6, 99])
 def test_dense_layers_that_are_none(layer: int) -> None:
     with pytest.raises(ValueError) as error:
-        nearfield.apply(tiny_models.flux(), Hilbert(dense_layers=(0, layer)))
+        nearfield.apply(tiny_models.flux(), paper(dense_layers=(0, layer)))
     assert str(error.value) == f"`dense_layers` must hold indices from -5 to 4; got {layer}."
 
 
 def test_applied_twice_where_every_layer_is_dense() -> None:
     model = tiny_models.flux()
-    with nearfield.apply(model, Hilbert(dense_layers=99)), pytest.raises(ValueError, match="adapted already"):
+    with nearfield.apply(model, paper(dense_layers=99)), pytest.raises(ValueError, match="adapted already"):
         nearfield.apply(model, SPARSE)
 
 
@@ -171,7 +172,7 @@ def test_fused_projections_that_exchange_processors_are_noticed() -> None:
 
 def test_a_replaced_processor_of_a_dense_layer_is_noticed() -> None:
     model, inputs = tiny_models.sd3(), tiny_models.sd3_inputs((9, 14))
-    with nearfield.apply(model, Hilbert(tiles=4, dense_layers=(2,), dense_steps=0)):
+    with nearfield.apply(model, paper(tiles=4, dense_layers=(2,), dense_steps=0)):
         model.transformer_blocks[1].attn.set_processor(JointAttnProcessor2_0())
         with pytest.raises(ValueError) as error:
             run(model, inputs)
@@ -285,7 +286,7 @@ def test_heads_that_were_split_since_are_refused() -> None:
 )
 def test_an_adapted_model_is_not_copied(name: str, copied: Callable[[Any], Any]) -> None:
     model = tiny_models.MODELS[name][0]()
-    with nearfield.apply(model, Hilbert(tiles=4, dense_layers=0), scheduler=diffusers.DDIMScheduler()):
+    with nearfield.apply(model, paper(tiles=4, dense_layers=0), scheduler=diffusers.DDIMScheduler()):
         with pytest.raises(ValueError) as error:
             copied(model)
         assert str(error.value) == (

@@ -13,12 +13,12 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from tests import tiny_models
 from tests.test_adapters import EVERYTHING, SPARSE, assert_differ, assert_same, double, run
+from tests.tiles import paper
 from tests.tiny_models import MODELS, first
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import nearfield
-from nearfield import Hilbert
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def _own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_own_backend")
 def test_attention_backend_of_dense_parts(flux: Any, inputs: dict[str, Any]) -> None:
-    method = Hilbert(tiles=4, shared="none", dense_layers=1, dense_steps=0)
+    method = paper(tiles=4, shared="none", dense_layers=1, dense_steps=0)
     with nearfield.apply(flux, method):
         expected = run(flux, inputs)
         flux.set_attention_backend("_native_math")
@@ -491,7 +491,7 @@ def test_compiled_blocks_with_dense_steps(graphs: Any) -> None:
     model, call, schedule = tiny_models.flux(2, 1), tiny_models.flux_inputs((9, 14)), Schedule()
     stock = run(model, call)
     model.compile_repeated_blocks(fullgraph=True, backend="eager")
-    with nearfield.apply(model, Hilbert(tiles=4, dense_layers=0, dense_steps=2), scheduler=schedule):
+    with nearfield.apply(model, paper(tiles=4, dense_layers=0, dense_steps=2), scheduler=schedule):
         differences, made = [], []
         for step in range(6):
             schedule.step_index = step or None
@@ -545,7 +545,7 @@ def test_whole_model_compiled_with_dense_steps(graphs: Any) -> None:
     model, call, schedule = tiny_models.flux(1, 1), tiny_models.flux_inputs((9, 14)), Schedule()
     stock = run(model, call)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    method = Hilbert(tiles=4, dense_layers=0, dense_steps=2)
+    method = paper(tiles=4, dense_layers=0, dense_steps=2)
     with nearfield.apply(model, method, scheduler=schedule) as handle:
         handle.prepare(height=9 * 16, width=14 * 16, text=tiny_models.TEXT)
         differences, made = [], []

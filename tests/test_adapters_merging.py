@@ -16,12 +16,13 @@ import pytest
 import torch
 from tests import tiny_models
 from tests.test_adapters import assert_differ, assert_same, double, geometries, run
+from tests.tiles import paper
 from tests.tiny_models import MODELS, TEXT, Grid
 from torch import Tensor, nn
 from torch.nn import functional
 
 import nearfield
-from nearfield import Geometry, Hilbert, Merge
+from nearfield import Geometry, Merge
 from nearfield.methods import BipartiteMerge, peers
 from nearfield.methods.merging import Merged
 from nearfield.reference import locate as reference
@@ -29,7 +30,7 @@ from nearfield.reference import locate as reference
 NAMES = ("flux", "flux2", "sd3", "qwen", "sdxl", "pixart")
 HARD = Merge(sharpness=math.inf, region_size=16, skip_blocks=(1, 1))
 ALL = Merge(region_size=16, skip_blocks=(0, 0))
-SPARSE = Hilbert(tiles=4, shared_tokens=16, dense_layers=0, dense_steps=0)
+SPARSE = paper(tiles=4, shared_tokens=16, dense_layers=0, dense_steps=0)
 
 
 # -- the oracle ----------------------------------------------------------------------------------------------------
@@ -447,5 +448,5 @@ def test_modules_at_ratio_zero_are_the_stock_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["flux", "qwen", "sdxl"])
 @pytest.mark.parametrize("share", ["two-way", "keys"])
 def test_attention_reads_along_the_shorter_curve(name: str, share: Any) -> None:
-    attention = Hilbert(tiles=4, shared_tokens=16, share=share, dense_layers=0, dense_steps=0)
+    attention = paper(tiles=4, shared_tokens=16, share=share, dense_layers=0, dense_steps=0)
     check(name, Merge(0.5, region_size=16, skip_blocks=(1, 1), size_bias=True) | attention, (12, 14), 2)

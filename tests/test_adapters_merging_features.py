@@ -11,6 +11,7 @@ from tests import tiny_models
 from tests.test_adapters import assert_differ, assert_same, double, run, trace
 from tests.test_adapters_features import by_groups, gradients, gradients_after, graphs, loss
 from tests.test_adapters_merging import ALL, HARD, NAMES, SPARSE, by_hand, geometry_of
+from tests.tiles import paper
 from tests.tiny_models import (
     MODELS,
     TEXT,
@@ -355,12 +356,12 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(graphs: Any) -> None:
     [
         FineGrained(query_block=16, predict="online", mass=1.0, guard=None),
         LogLinear(block=4, topk=64, enrich=0, dense_layers=0, dense_steps=0),
-        Hilbert(tiles=1, shared="none", dense_layers=0, dense_steps=0),
+        paper(tiles=1, shared="none", dense_layers=0, dense_steps=0),
     ],
 )
 def test_methods_that_read_everything_change_nothing_about_merging(attention: Any) -> None:
     model, call = tiny_models.flux().double(), double(tiny_models.flux_inputs((6, 8), 2))
-    with by_hand("flux", model, Merged(HARD, Hilbert(tiles=1, shared="none")), geometry_of("flux", (6, 8))):
+    with by_hand("flux", model, Merged(HARD, paper(tiles=1, shared="none")), geometry_of("flux", (6, 8))):
         expected = run(model, call)
     with nearfield.apply(model, HARD | attention):
         assert_same(run(model, call), expected)
@@ -370,10 +371,10 @@ def test_attention_among_merged_tokens_is_dense_in_dense_steps() -> None:
     model, call = tiny_models.flux().double(), double(tiny_models.flux_inputs((12, 14)))
     schedule = diffusers.FlowMatchEulerDiscreteScheduler()
     schedule.set_timesteps(4)
-    attention = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=2)
+    attention = paper(tiles=4, shared="none", dense_layers=0, dense_steps=2)
     weighed = Merge(region_size=16, skip_blocks=(0, 0), size_bias=True)
     # The order of the attention, in which tokens are merged, without its tiles.
-    with nearfield.apply(model, weighed | Hilbert(tiles=1, shared="none", dense_layers=0, dense_steps=0)):
+    with nearfield.apply(model, weighed | paper(tiles=1, shared="none", dense_layers=0, dense_steps=0)):
         expected = run(model, call)
     with nearfield.apply(model, weighed | attention, scheduler=schedule):
         schedule._step_index = 1
@@ -390,23 +391,23 @@ def plans_alike(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("text_first", [True, False])
 def test_plans_of_a_shorter_curve(share: Any, text_first: bool) -> None:
     whole = Geometry((10, 12), 7, text_first, references=((8, 6),))
-    method = Hilbert(tiles=4, shared_tokens=16, share=share)
+    method = paper(tiles=4, shared_tokens=16, share=share)
     pieces = [length for image in method.pieces(whole) for length in image]
     # Nothing merged: the plan of the whole.
     same = Shortened.of(whole, [(length, length) for length in pieces])
     assert all(plans_alike(method.plan(same, layer), method.plan(whole, layer)) for layer in range(4))
     # No shared tokens: the plan of a line.
-    plain = Hilbert(tiles=4, shared="none")
+    plain = paper(tiles=4, shared="none")
     short = Shortened.of(whole, [(20, 10)] * 6 + [(16, 8)] * 3)
     line = Geometry((60,), 7, text_first, references=((24,),))
-    flat = Hilbert(tiles=4, shared="none", curve="raster")
+    flat = paper(tiles=4, shared="none", curve="raster")
     assert all(plans_alike(plain.plan(short, layer), flat.plan(line, layer)) for layer in range(4))
 
 
 def test_tiles_of_merged_tokens_cover_the_same_part_of_the_image() -> None:
     whole = Geometry((32, 32), 32)
-    method = Merge(0.5) | Hilbert(tile_size=256, shared="none")
-    by_number = Merge(0.5) | Hilbert(tiles=4, shared="none")
+    method = Merge(0.5) | paper(tile_size=256, shared="none")
+    by_number = Merge(0.5) | paper(tiles=4, shared="none")
     short = method.shortened(whole)
     assert plans_alike(method.attention.plan(short), by_number.attention.plan(short))
 
@@ -414,7 +415,7 @@ def test_tiles_of_merged_tokens_cover_the_same_part_of_the_image() -> None:
 @pytest.mark.parametrize("text", [512, 77, 333, 0])
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.7])
 def test_rings_of_merged_tokens_begin_on_whole_blocks(text: int, ratio: float) -> None:
-    method = Merge(ratio) | Hilbert(tiles=16)
+    method = Merge(ratio) | paper(tiles=16)
     short = method.shortened(Geometry((64, 64), text))
     shared = [count for length, count in short.runs][: len(short.runs)]
     pieces = method.attention.pieces(short.whole)[0]
@@ -531,11 +532,11 @@ BAD = [
     ),
     (lambda: ALL | Hilbert, TypeError, "`attention` must be a method such as nearfield.Hilbert(); got"),
     (
-        lambda: ALL | (ALL | Hilbert()),
+        lambda: ALL | (ALL | paper()),
         TypeError,
         "`attention` must be a method such as nearfield.Hilbert(); got",
     ),
-    (lambda: Merge(region="window") | Hilbert(), ValueError, WINDOW),
+    (lambda: Merge(region="window") | paper(), ValueError, WINDOW),
     (
         lambda: Merge(size_bias=True) | FineGrained(),
         ValueError,
@@ -547,7 +548,7 @@ BAD = [
         "`size_bias` must be False together with LogLinear",
     ),
     (
-        lambda: Merge(size_bias=True) | Hilbert(far=16),
+        lambda: Merge(size_bias=True) | paper(far=16),
         ValueError,
         "`size_bias` must be False together with Hilbert",
     ),
@@ -558,7 +559,7 @@ BAD = [
         "`runs` must make up the 16 tokens of (4, 4)",
     ),
     (
-        lambda: Hilbert(shared_tokens=16).plan(Shortened.of(Geometry((8, 8)), [(64, 32)])),
+        lambda: paper(shared_tokens=16).plan(Shortened.of(Geometry((8, 8)), [(64, 32)])),
         ValueError,
         "`runs` must end where the 16 shared tokens do; got [(64, 32)].",
     ),

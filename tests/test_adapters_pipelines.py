@@ -9,18 +9,19 @@ import diffusers
 import pytest
 import torch
 from tests import tiny_models
+from tests.tiles import paper
 from tests.tiny_models import flux_call, flux_pipeline, guided_call, sd3_pipeline
 from torch import Tensor
 
 import nearfield
 from nearfield import Hilbert
 
-EVERYTHING = Hilbert(tiles=1, dense_layers=0, dense_steps=0)
+EVERYTHING = paper(tiles=1, dense_layers=0, dense_steps=0)
 TOLERANCE = 1e-5  # of float32, over several steps
 
 
 def sparse(**fields: Any) -> Hilbert:
-    return Hilbert(**({"tiles": 4, "shared": "none", "dense_layers": 0, "dense_steps": 0} | fields))
+    return paper(**({"tiles": 4, "shared": "none", "dense_layers": 0, "dense_steps": 0} | fields))
 
 
 def images(pipe: Any, call: dict[str, Any], **more: Any) -> Tensor:
@@ -298,7 +299,7 @@ def test_a_timestep_that_tells_nothing_is_refused() -> None:
 
 
 SUMMARY = """\
-nearfield: Hilbert(tiles=4, shared='none')
+nearfield: Hilbert(tiles=4, far=None)
 FluxTransformer2DModel
   changed: 4 attention processors; tokens enter at hidden_states, img_ids, controlnet_block_samples, \
 controlnet_single_block_samples and leave at norm_out

@@ -13,6 +13,7 @@ from tests.test_adapters import EVERYTHING, SPARSE, assert_differ, assert_same, 
 from tests.test_adapters import oracle as oracle
 from tests.test_adapters_features import cached_run
 from tests.test_adapters_moments import FINE, Oracle, gradients
+from tests.tiles import paper
 from tests.tiny_models import TEXT, VIDEO_MODELS, VideoGrid, wan_call, wan_pipeline
 from torch import Tensor
 from torch.nn import functional
@@ -58,8 +59,8 @@ def test_sparse_is_the_masked_stock_model(
 @pytest.mark.parametrize(
     "method",
     [
-        Hilbert(tiles=4, shared="centre", shared_tokens=16, share="keys", dense_layers=0, dense_steps=0),
-        Hilbert(tiles=3, shared="distributed", shared_tokens=16, cycle=2, dense_layers=0, dense_steps=0),
+        paper(tiles=4, shared="centre", shared_tokens=16, share="keys", dense_layers=0, dense_steps=0),
+        paper(tiles=3, shared="distributed", shared_tokens=16, cycle=2, dense_layers=0, dense_steps=0),
     ],
     ids=["centre", "distributed"],
 )
@@ -219,7 +220,7 @@ def test_the_small_model_of_wan_has_coarser_tokens() -> None:
 
 
 def test_frames_are_for_videos() -> None:
-    with nearfield.apply(tiny_models.flux(), Hilbert()) as handle:
+    with nearfield.apply(tiny_models.flux(), paper()) as handle:
         with pytest.raises(
             ValueError, match=r"`frames` must be left out: FluxTransformer2DModel makes images; got 9\."
         ):
@@ -232,7 +233,7 @@ def test_frames_are_for_videos() -> None:
 
 def test_summary_of_a_size_is_that_of_a_call() -> None:
     model, inputs = made("hunyuan_i2v", (3, 4, 5))
-    with nearfield.apply(model, Hilbert(tiles=4)) as handle:
+    with nearfield.apply(model, paper(tiles=4)) as handle:
         asked = handle.summary(height=64, width=80, frames=9, text=TEXT)
         run(model, inputs)
         told = handle.summary()
@@ -334,7 +335,7 @@ def test_a_pipeline_with_tiles(is_expanded: bool) -> None:
     stock = frames(pipe)
     with nearfield.apply(pipe, EVERYTHING):
         assert_same(frames(pipe), stock)
-    with nearfield.apply(pipe, Hilbert(tiles=4, shared="none", dense_layers=0)) as handle:
+    with nearfield.apply(pipe, paper(tiles=4, shared="none", dense_layers=0)) as handle:
         assert_differ(frames(pipe), stock)
         assert "the first 1 of 4 dense" in handle.summary()
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tiles import paper
 from torch.nn.attention.flex_attention import flex_attention
 
-from nearfield import Geometry, Hilbert, attend, cli, kernels, planning
+from nearfield import Geometry, attend, cli, kernels, planning
 from nearfield._types import Attended
 from nearfield.bench import flex, hilbert, hilbert_report
 from nearfield.bench.attend import random_inputs
@@ -50,7 +51,7 @@ def test_cases_have_the_known_bounds(name: str, bound: float, target: float | No
     case = CASES[name]
     assert case.target == target
     geometry = Geometry(case.preset.grid, text=case.preset.text)
-    reader = Hilbert(**case.fields).reader(geometry, 1, q_block=128, k_block=64)
+    reader = paper(**case.fields).reader(geometry, 1, q_block=128, k_block=64)
     assert geometry.num_tokens**2 / reader.num_pairs == pytest.approx(bound, rel=0.01)
 
 
@@ -65,7 +66,7 @@ def test_every_case_is_for_some_machine() -> None:
 
 def far_call() -> tuple[tuple[torch.Tensor, ...], HilbertReader]:
     geometry = Geometry(SMALL.grid, text=SMALL.text)
-    reader = Hilbert(tiles=3, shared_tokens=12, far=16).reader(geometry, 1, q_block=16, k_block=16)
+    reader = paper(tiles=3, shared_tokens=12, far=16).reader(geometry, 1, q_block=16, k_block=16)
     return random_inputs(SMALL, CPU, torch.float32), reader
 
 
@@ -177,7 +178,7 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without to
 @pytest.mark.parametrize("interleave", [False, True])
 def test_flex_reads_what_the_plan_reads(q_block: int, k_block: int, interleave: bool) -> None:
     preset = Preset("medium", 1, 2, 16, (24, 25), text=70, kept=1.0)
-    method = Hilbert(tiles=3, shared_tokens=40, share="keys", interleave=interleave)
+    method = paper(tiles=3, shared_tokens=40, share="keys", interleave=interleave)
     geometry = Geometry(preset.grid, text=preset.text)
     plan = method.plan(geometry, 1, heads=2, q_block=q_block, k_block=k_block)
     inputs = random_inputs(preset, CPU, torch.float32)
@@ -241,7 +242,7 @@ def test_the_command_writes_json_and_a_picture(capsys: pytest.CaptureFixture[str
 
 def test_dry_run_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "hilbert", "--dry-run"]) == 0
-    assert "2 measurements on " in capsys.readouterr().out
+    assert "3 measurements on " in capsys.readouterr().out
 
 
 BAD_CALLS = {

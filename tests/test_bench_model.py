@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiles import paper
 from torch.overrides import TorchFunctionMode
 
 from nearfield import Hilbert, cli, kernels
@@ -108,8 +109,11 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_methods_suit_the_size(size: Size, fields: dict[str, object]) -> None:
     case = ModelCase("flux1", None, tiny=False, fields={})
-    assert case.method_fields(size) == fields | {"dense_layers": 0, "dense_steps": 0}
+    paper = {"shared": "centre", "far": None}
+    assert case.method_fields(size) == fields | paper | {"dense_layers": 0, "dense_steps": 0}
     assert Hilbert(**case.method_fields(size)).share == "keys"
+    default = replace(case, fields={"shared": "none", "far": 16})
+    assert Hilbert(**default.method_fields(size)).far == 16
     asked = replace(case, fields={"share": "two-way", "tiles": 4})
     assert asked.method_fields(size)["tiles"] == 4
 
@@ -185,7 +189,7 @@ def test_wrong_outputs_fail_the_check(bench: ModelBench, tiles: int, monkeypatch
 
     def wrong(target, method, *, impl):
         if method.tiles == tiles and impl == "auto":
-            method = Hilbert(tiles=2, shared="none", dense_layers=0, dense_steps=0)
+            method = paper(tiles=2, shared="none", dense_layers=0, dense_steps=0)
         return right(target, method, impl=impl)
 
     monkeypatch.setattr(model, "apply", wrong)
@@ -266,7 +270,7 @@ def test_time_for_maps_is_spread_over_the_steps_they_serve() -> None:
 def test_on_a_gpu_both_dense_attentions_are_measured(bench: ModelBench) -> None:
     on_gpu = copy.copy(bench)
     on_gpu.device = torch.device("cuda")
-    assert list(on_gpu._contexts(Hilbert())) == ["cudnn", "flash", OURS, CEILING]
+    assert list(on_gpu._contexts(paper())) == ["cudnn", "flash", OURS, CEILING]
 
 
 def test_what_breaks_is_a_result(bench: ModelBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +334,14 @@ def test_the_command_measures_a_tiny_model(capsys: pytest.CaptureFixture[str], t
     assert written["check"]["passed"]
     (record,) = written["results"]
     assert record["status"] == "ok"
-    assert record["method"] == {"share": "keys", "dense_layers": 0, "dense_steps": 0, "tiles": 4}
+    assert record["method"] == {
+        "shared": "centre",
+        "share": "keys",
+        "far": None,
+        "dense_layers": 0,
+        "dense_steps": 0,
+        "tiles": 4,
+    }
     assert record["speed_up"] == record["speed_ups"]["sdpa"] > 0
     assert record["milliseconds"][CEILING]["median"] > 0
 

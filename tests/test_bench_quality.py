@@ -218,4 +218,4 @@ def test_the_command(
     assert cli.main(["bench", "quality", "--photographs", ".", "--dry-run", "--patterns", "steps"]) == 0
     assert capsys.readouterr().out.startswith("dense and 4 patterns:\n  10% dense steps\n")
     assert cli.main(["bench", "quality", "--photographs", ".", "--patterns", "x"]) == 2
-    assert "`--patterns` must name groups (tiles, default, " in capsys.readouterr().err
+    assert "`--patterns` must name groups (default, far, " in capsys.readouterr().err

@@ -16,6 +16,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from tests import comfy_standin as standin
+from tests.tiles import paper
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -118,7 +119,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def test_model_reads_what_the_plans_say(case: Case) -> None:
     sparse = case.run(patched(case.patcher))
-    masked = standin.Masked(Hilbert(tiles=4), case.calls)
+    masked = standin.Masked(paper(tiles=4), case.calls)
     reference = case.patcher.clone()
     reference.model_options["transformer_options"]["optimized_attention_override"] = masked
     expected = case.run(reference)
@@ -175,9 +176,10 @@ def test_dense_layers_are_the_first() -> None:
     assert not torch.equal(case.run(patched(case.patcher, dense_layers=3)), case.run(case.patcher))
 
 
-def key_mask(dims: int) -> Tensor:
+def key_mask(dims: int, hides_image: bool = True) -> Tensor:
     keys = torch.arange(JOINED.num_tokens) >= 3  # some text is padding, and part of the image is hidden
-    keys[40:75] = False
+    if hides_image:
+        keys[40:75] = False
     return keys.reshape((1,) * (dims - 1) + (-1,))
 
 
@@ -205,12 +207,30 @@ def test_masks_of_pairs_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [told]
 
 
-def test_masks_stay_dense_with_a_far_field(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_masks_of_text_go_with_a_far_field(is_bool: bool, caplog: pytest.LogCaptureFixture) -> None:
+    mask = key_mask(2, hides_image=False)
+    if not is_bool:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    case = CASES["FLUX"]()
+    case.conditions["attention_mask"] = mask
+    model = patched(case.patcher, far=16, shared="none", dense_layers=0)
+    with caplog.at_level(logging.INFO, "nearfield.comfyui"):
+        masked = case.run(model)
+    assert "5 calls sparse" in caplog.messages[0]
+    del case.conditions["attention_mask"]
+    assert not torch.allclose(masked, case.run(model))
+
+
+def test_masks_of_image_stay_dense_with_a_far_field(caplog: pytest.LogCaptureFixture) -> None:
     case = CASES["FLUX"]()
     case.conditions["attention_mask"] = key_mask(2)
     with caplog.at_level(logging.INFO, "nearfield.comfyui"):
         assert torch.equal(case.run(patched(case.patcher, far=16)), case.run(case.patcher))
-    assert "5 calls dense, a mask, of which summaries of a far field know nothing" in caplog.messages[0]
+    assert (
+        "5 calls dense, a mask that hides image tokens, of which summaries of a far field know nothing"
+        in caplog.messages[0]
+    )
 
 
 def test_says_once_what_it_did(caplog: pytest.LogCaptureFixture) -> None:

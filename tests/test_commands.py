@@ -101,6 +101,7 @@ METHODS = {
     "--dense-layers 0,-1 --dense-steps 0.5": Hilbert(dense_layers=(0, -1), dense_steps=0.5),
     "--dense-layers 2 --dense-steps 3": Hilbert(dense_layers=2, dense_steps=3),
     "--dense-layers 2, --dense-steps 0": Hilbert(dense_layers=(2,), dense_steps=0),
+    "--far 0 --shared centre --shared-tokens 64": Hilbert(far=None, shared="centre", shared_tokens=64),
     "--method dense": None,
 }
 
@@ -189,7 +190,7 @@ def test_a_diffusers_pipeline_is_sampled(tmp_path: Path) -> None:
     sample = generate.pipeline_sampler(
         pipe, prompt, 2, size=(24, 32), steps=3, seed=0, on_step=lambda step, steps: seen.append(step)
     )
-    dense = generate.run_dense(sample, pipe.transformer)
+    dense = generate.run_dense(sample)
     sparse = generate.run_sparse(sample, pipe, Hilbert(tiles=2, shared="none", dense_steps=0))
     assert dense.images.shape == sparse.images.shape == (2, 24, 32, 3)
     assert dense.images.dtype == torch.uint8

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
+from tests.tiles import paper
 
 from nearfield import Hilbert, apply
 from nearfield.demo import generate, pictures, storage
@@ -201,13 +202,13 @@ def test_dense_steps_are_known_to_apply() -> None:
     """One tile that reads everything changes nothing; four tiles change the steps that are not dense."""
     pipe = pipeline()
     dense = pipe.sample(range(1), steps=4)
-    with apply(pipe, Hilbert(tiles=1, shared="none", dense_layers=0, dense_steps=0)):
+    with apply(pipe, paper(tiles=1, shared="none", dense_layers=0, dense_steps=0)):
         torch.testing.assert_close(pipe.sample(range(1), steps=4), dense, rtol=1e-4, atol=1e-4)
-    method = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=4)
+    method = paper(tiles=4, shared="none", dense_layers=0, dense_steps=4)
     with apply(pipe, method) as handle:
         assert torch.equal(pipe.sample(range(1), size=64, steps=4), pipe.sample(range(1), size=64, steps=4))
         assert "the first 4 of 4 dense" in handle.summary()
-    with apply(pipe, Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=1)):
+    with apply(pipe, paper(tiles=4, shared="none", dense_layers=0, dense_steps=1)):
         sparse = pipe.sample(range(1), size=64, steps=4)
     assert not torch.allclose(sparse, pipe.sample(range(1), size=64, steps=4), atol=1e-4)
 
@@ -253,7 +254,7 @@ def test_runs_are_compared() -> None:
 
 
 def test_method_is_named_by_what_was_set() -> None:
-    assert generate.name_of(Hilbert(tiles=4, share="keys")) == "Hilbert(tiles=4, share='keys')"
+    assert generate.name_of(Hilbert(tiles=4, far=None)) == "Hilbert(tiles=4, far=None)"
 
 
 def test_sheets_are_drawn(tmp_path: Path) -> None:

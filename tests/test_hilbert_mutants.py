@@ -91,7 +91,10 @@ MUTANTS = {
         "shared_tokens_read_their_own_tile",
     ),
     "the far field holds the own tile, too": Mutant(
-        METHOD, ".index_select(1, column) == 0", ".index_select(1, column) >= 0", "every_token_counts_once"
+        METHOD,
+        ".index_select(1, starts // k_block) == 0",
+        ".index_select(1, starts // k_block) >= 0",
+        "every_token_counts_once",
     ),
     "windows run into the block of a neighbour": Mutant(
         METHOD,
@@ -105,9 +108,14 @@ MUTANTS = {
         "q_block",
         "every_token_counts_once",
     ),
-    "a summary counts once": Mutant(METHOD, "sizes.log()", "sizes.log().mul(0)", "far_field_is_its_formula"),
+    "a summary counts once": Mutant(
+        METHOD, "sizes.double().log()", "sizes.double().log().mul(0)", "far_field_is_its_formula"
+    ),
     "short windows are divided by the long size": Mutant(
-        METHOD, "sums / self.sizes.to(sums.dtype)[:, None]", "sums / self.window", "far_field_is_its_formula"
+        METHOD,
+        "return window_means(x, self.starts, self.sizes, self.window, impl)",
+        "return window_means(x, self.starts, self.sizes, self.window, impl) * (self.sizes / self.window)[:, None]",
+        "far_field_is_its_formula",
     ),
     "the far field forgets its bias": Mutant(
         METHOD, "self.far.plan, self.far.bias)", "self.far.plan, None)", "far_field_is_its_formula"

@@ -1,4 +1,4 @@
-"""The smaller kernels beside their references: pooling, choosing, weights per block. Needs no hypothesis."""
+"""The smaller kernels beside their references: pooling, windows, choosing, weights per block. Needs no hypothesis."""
 
 import itertools
 import math
@@ -18,6 +18,7 @@ from nearfield.reference import columns as columns_reference
 from nearfield.reference import lists as lists_reference
 from nearfield.reference import means as means_reference
 from nearfield.reference import select as select_reference
+from nearfield.windows import window_means
 
 
 def inputs(num_queries: int, num_keys: int, dim: int, *, heads: int = 4, key_heads: int = 2) -> list[Tensor]:
@@ -62,6 +63,64 @@ def test_pooling_kernels_do_as_the_reference(
     exact = plain.pool_backward(grad.double(), length, block, number)
     low = plain.pool_backward(grad, length, block, number)
     assert_budget("spread", kernel.pool_backward(grad, length, block, number), exact, low)
+
+
+def windows_of(sizes: list[int], gap: int) -> tuple[Tensor, Tensor]:
+    """Windows one after another, with some tokens between them that are in none."""
+    starts = [gap + sum(sizes[:number]) + gap * number for number in range(len(sizes))]
+    return torch.tensor(starts), torch.tensor(sizes, dtype=torch.int32)
+
+
+WINDOWS = [
+    ([16] * 20, 0, 16),
+    ([3, 16, 16, 1, 7], 2, 16),
+    ([2] * 33, 0, 2),
+    ([40, 64, 9], 5, 64),
+    ([5], 1, 24),
+]
+
+
+@pytest.mark.parametrize(("sizes", "gap", "window"), WINDOWS)
+def test_window_means_are_means(sizes: list[int], gap: int, window: int) -> None:
+    starts, counts = windows_of(sizes, gap)
+    length = int(starts[-1]) + sizes[-1] + gap
+    x = torch.randn(2, 3, length, 5, dtype=torch.float64, requires_grad=True)
+    x_with_nan = x.detach().clone()
+    covered = torch.zeros(length, dtype=torch.bool)
+    for start, size in zip(starts.tolist(), sizes, strict=True):
+        covered[start : start + size] = True
+    x_with_nan[:, :, ~covered] = math.nan  # what is in no window is not read
+    wanted = [x[:, :, start : start + size].mean(2) for start, size in zip(starts, sizes, strict=True)]
+    torch.testing.assert_close(window_means(x, starts, counts, window), torch.stack(wanted, 2))
+    torch.testing.assert_close(window_means(x_with_nan, starts, counts, window), torch.stack(wanted, 2))
+    arguments = (x[:1, :1].detach().requires_grad_(), starts, counts, window)
+    assert torch.autograd.gradcheck(window_means, arguments)
+    torch.library.opcheck(torch.ops.nearfield.window_means, (*arguments, "auto"))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [16, 72, 128])
+@pytest.mark.parametrize(("sizes", "gap", "window"), WINDOWS)
+def test_window_kernels_do_as_the_reference(
+    sizes: list[int], gap: int, window: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from nearfield.kernels import windows as kernel
+    from nearfield.reference import windows as plain
+
+    places = [x.to(device) for x in windows_of(sizes, gap)]
+    length = int(places[0][-1]) + sizes[-1]
+    x = torch.randn(2, length, 3, dim, device=device, dtype=dtype).transpose(1, 2)
+    exact = plain.window_means_forward(x.double(), *places, window)
+    with poisoned_memory():
+        means = kernel.window_means_forward(x, *places, window)
+    assert_budget("means", means, exact, plain.window_means_forward(x, *places, window))
+    grad = torch.randn(2, 3, len(sizes), dim, device=device, dtype=dtype)
+    exact = plain.window_means_backward(grad.double(), *places, window, length)
+    low = plain.window_means_backward(grad, *places, window, length)
+    with poisoned_memory():
+        spread = kernel.window_means_backward(grad, *places, window, length)
+    assert_budget("spread", spread, exact, low)
 
 
 @NEEDS_TRITON

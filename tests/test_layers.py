@@ -31,6 +31,7 @@ LEVELS = {
         "attend",
         "merging",
         "predict",
+        "windows",
     },
     4: {"methods", "recipes"},
     5: {"adapters", "engines", "parallel", "retrieval"},

@@ -20,9 +20,10 @@ from tests.splits import (
     whole,
     without_gradient,
 )
+from tests.tiles import paper
 from tests.worlds import Failed, World, world_of
 
-from nearfield import Geometry, Hilbert, Plan, planning
+from nearfield import Geometry, Plan, planning
 from nearfield.methods.hilbert import Share
 from nearfield.parallel import Route, Shapes, Split, Traffic, bytes_sent
 from nearfield.parallel.cuts import even_split
@@ -178,7 +179,7 @@ def test_only_what_is_read_is_sent(name: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("geometry", [Geometry((64, 64), text=128), Geometry((8, 24, 24), text=64)])
 def test_tiles_send_a_halo_and_what_is_shared(geometry: Geometry) -> None:
     """The general route is the halo exchange: keys of the ring come from at most the tile that a cut tears."""
-    method = Hilbert(tiles=16, shared_tokens=128, share="two-way")
+    method = paper(tiles=16, shared_tokens=128, share="two-way")
     spans, num_ranks = method.spans(geometry), 8
     split = Split.even(spans, num_ranks, unit=16, replicated=[geometry.text_span])
     shared, ring = spans
@@ -204,7 +205,7 @@ def test_tiles_send_a_halo_and_what_is_shared(geometry: Geometry) -> None:
 @pytest.mark.parametrize(("share", "most"), [("two-way", 4), ("keys", 64)])
 def test_shared_tokens_that_read_all_are_spread_over_many_ranks(share: Share, most: int) -> None:
     """Whole blocks as long as few ranks are told; then those who tell many are many."""
-    method, geometry = Hilbert(tiles=64, shared_tokens=256, share=share), Geometry((256, 256), text=128)
+    method, geometry = paper(tiles=64, shared_tokens=256, share=share), Geometry((256, 256), text=128)
     shared = method.spans(geometry)[0]
     held = {}
     for num_ranks in (4, 64):
@@ -218,7 +219,7 @@ def test_bytes_do_not_grow_with_the_image() -> None:
     sent = []
     for side in (64, 128):
         geometry = Geometry((side, side), text=128)
-        method = Hilbert(tile_size=256, shared_tokens=128, share="keys")
+        method = paper(tile_size=256, shared_tokens=128, share="keys")
         split = Split.even(method.spans(geometry), 4, unit=16, replicated=[geometry.text_span])
         shapes = Shapes(1, 4, 4, 64, torch.bfloat16)
         layers = [bytes_sent(Traffic(method.plan(geometry, layer), split), shapes) for layer in range(4)]

@@ -23,9 +23,10 @@ from tests.split_models import (
     started_by_torchrun,
     summarised,
 )
+from tests.tiles import paper
 from tests.worlds import CONTEXT, Failed, World, world_of
 
-from nearfield import Geometry, Hilbert, Merge, cli
+from nearfield import Geometry, Merge, cli
 from nearfield.demo.model import save_model
 from nearfield.methods.merging import Merged
 from nearfield.parallel.cuts import even_split, split_between_regions
@@ -101,7 +102,7 @@ def test_summaries_travel_as_counted(world: World) -> None:
 
 
 def test_every_rank_needs_a_summary() -> None:
-    geometry, method = Geometry((4, 8), text=4), Hilbert(tiles=4, shared="none", far=8)
+    geometry, method = Geometry((4, 8), text=4), paper(tiles=4, shared="none", far=8)
     split = even_split(method, geometry, 5, 16)
     far = method.reader(geometry).far
     assert far is not None
@@ -130,7 +131,7 @@ LAYOUTS = [
     (Merge(region_size=16), Geometry((10, 12), text=7)),
     (Merge(0.3, region_size=7), Geometry((9, 13), text=5, text_first=False)),
     (Merge(region="window", region_size=9), Geometry((10, 11), references=((5, 7),))),
-    (Merge(0.6, region_size=8) | Hilbert(shared_tokens=16), Geometry((12, 10), text=3, references=((6, 9),))),
+    (Merge(0.6, region_size=8) | paper(shared_tokens=16), Geometry((12, 10), text=3, references=((6, 9),))),
 ]
 
 
@@ -201,7 +202,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A picture of a tiny random model of the embedded one's kind, with a dense layer and a dense step."""
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     save_model(path, lively_model(), packing="none")
-    fields = "--tiles 4 --shared-tokens 16 --steps 3 --num 2 --size 64x96 --seed 5"
+    fields = "--tiles 4 --shared centre --shared-tokens 16 --steps 3 --num 2 --size 64x96 --seed 5"
     return ["generate", "--weights", str(path), *fields.split()]
 
 

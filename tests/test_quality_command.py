@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiles import paper
 from torch import Tensor, nn
 
-from nearfield import Geometry, Hilbert
+from nearfield import Geometry
 from nearfield.quality import (
     QualityRow,
     Statistics,
@@ -316,13 +317,13 @@ def test_front_holds_what_nothing_beats() -> None:
 
 def test_pairs_kept_counts_dense_layers_and_steps() -> None:
     geometry = Geometry((16, 16), text=16)
-    method = Hilbert(tiles=4, dense_layers=(0, -1), dense_steps=0.2)
+    method = paper(tiles=4, dense_layers=(0, -1), dense_steps=0.2)
     shares = [method.reader(geometry, layer).num_pairs / geometry.num_tokens**2 for layer in (1, 2, 3, 4)]
     per_step = (2 + sum(shares)) / 6
     assert pairs_kept(method, geometry, layers=6, steps=10) == pytest.approx(0.2 + 0.8 * per_step)
-    assert pairs_kept(Hilbert(tiles=1), geometry, layers=3, steps=4) == 1
+    assert pairs_kept(paper(tiles=1), geometry, layers=3, steps=4) == 1
     assert pairs_kept(replace(method, dense_steps=10), geometry, layers=6, steps=10) == 1
-    bare = Hilbert(tiles=4, dense_layers=0, dense_steps=0, interleave=True, shared="none")
+    bare = paper(tiles=4, dense_layers=0, dense_steps=0, interleave=True, shared="none")
     assert pairs_kept(bare, geometry, layers=8, steps=3, heads=4) < 0.4
 
 

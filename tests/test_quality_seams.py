@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tiles import paper
 from torch import Tensor
 
 from nearfield import Geometry, Hilbert, Merge, tiling
@@ -39,7 +40,7 @@ def differing(tile: Tensor) -> Borders:
 def test_borders_are_where_tiles_differ(
     grid: tuple[int, int], curve: tiling.Curve, shared: tiling.Shared
 ) -> None:
-    method, geometry = Hilbert(tiles=6, curve=curve, shared=shared), Geometry(grid, text=16)
+    method, geometry = paper(tiles=6, curve=curve, shared=shared), Geometry(grid, text=16)
     for layer in range(method.cycle):
         found = tile_borders(method, geometry, layers=[layer], q_block=1 if shared == "none" else 16)
         expected = differing(labels(method, geometry, layer, 1 if shared == "none" else 16))
@@ -60,7 +61,7 @@ def test_borders_of_merged_regions() -> None:
     expected = differing(square)
     assert torch.equal(windows.right, expected.right)
     assert torch.equal(windows.below, expected.below)
-    method = Merge(region_size=16) | Hilbert(tiles=6, shared="none")
+    method = Merge(region_size=16) | paper(tiles=6, shared="none")
     runs = region_borders(method, geometry)
     along = torch.empty(96, dtype=torch.long)
     along[method.ordering(geometry).order] = torch.arange(96) // 16
@@ -71,13 +72,13 @@ def test_borders_of_merged_regions() -> None:
     assert not whole.right.any()
     assert not whole.below.any()
     with pytest.raises(TypeError, match="`method` must be a Merge, alone or with attention; got Hilbert"):
-        region_borders(Hilbert(), geometry)  # type: ignore[arg-type]
+        region_borders(paper(), geometry)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`geometry` must have a grid of two sides"):
         region_borders(Merge(), Geometry((2, 8, 8)))
 
 
 def test_cycle_is_the_mean_of_its_layers() -> None:
-    method, geometry = Hilbert(tiles=5), Geometry((16, 24), text=8)
+    method, geometry = paper(tiles=5), Geometry((16, 24), text=8)
     layers = [tile_borders(method, geometry, layers=[layer]) for layer in range(method.cycle)]
     whole = tile_borders(method, geometry)
     for name in ("right", "below"):
@@ -87,7 +88,7 @@ def test_cycle_is_the_mean_of_its_layers() -> None:
 
 def test_interleaved_heads_have_the_borders_of_the_cycle() -> None:
     geometry = Geometry((16, 16), text=16)
-    plain, mixed = (tile_borders(Hilbert(interleave=flag), geometry, layers=layers)
+    plain, mixed = (tile_borders(paper(interleave=flag), geometry, layers=layers)
                     for flag, layers in ((False, None), (True, [2])))  # fmt: skip
     torch.testing.assert_close(plain.right, mixed.right)
     torch.testing.assert_close(plain.below, mixed.below)
@@ -95,12 +96,12 @@ def test_interleaved_heads_have_the_borders_of_the_cycle() -> None:
 
 def test_shared_keys_are_half_a_border() -> None:
     """The ring reads the shared region, which does not read the ring beyond its tile."""
-    borders = tile_borders(Hilbert(share="keys"), Geometry((16, 16)), layers=[0])
+    borders = tile_borders(paper(share="keys"), Geometry((16, 16)), layers=[0])
     assert set(torch.cat([borders.right.flatten(), borders.below.flatten()]).tolist()) == {0.0, 0.5, 1.0}
 
 
 def test_text_and_later_images_do_not_move_the_lines() -> None:
-    method = Hilbert(tiles=4, shared="none")
+    method = paper(tiles=4, shared="none")
     alone = tile_borders(method, Geometry((16, 16)))
     for geometry in (
         Geometry((16, 16), text=32),
@@ -112,7 +113,7 @@ def test_text_and_later_images_do_not_move_the_lines() -> None:
         torch.testing.assert_close(found.below, alone.below)
 
 
-ROWS = Hilbert(tiles=8, curve="raster", shared="none", cycle=1)
+ROWS = paper(tiles=8, curve="raster", shared="none", cycle=1)
 """On an 8 x 8 grid every row of tokens is a tile."""
 
 
@@ -132,7 +133,7 @@ def test_energy_by_hand() -> None:
 
 @pytest.mark.parametrize("pixels", [4, 8, 16])
 def test_a_plain_ramp_has_energy_one(pixels: int) -> None:
-    borders = tile_borders(Hilbert(), Geometry((16, 24), text=8))
+    borders = tile_borders(paper(), Geometry((16, 24), text=8))
     y, x = (torch.arange(float(side * pixels)) for side in (16, 24))
     image = (3 * y[:, None] + 3 * x[None]).expand(2, 3, 16 * pixels, 24 * pixels)
     energy = seam_energy(line_gradients(image, borders))
@@ -147,7 +148,7 @@ def photographs() -> Tensor:
 
 def test_steps_between_tiles_show_on_their_own_lines() -> None:
     """Photographs are smooth across the lines. A step of 12 grey levels per tile shows, most where it is."""
-    method, geometry = Hilbert(tiles=4, shared="none"), Geometry((16, 16))
+    method, geometry = paper(tiles=4, shared="none"), Geometry((16, 16))
     images = photographs()
     tile = labels(method, geometry, 0, 16).double().repeat_interleave(8, 0).repeat_interleave(8, 1)
     stepped = images + 12 * (tile % 2) + 6 * (tile // 2)
@@ -162,7 +163,7 @@ def test_steps_between_tiles_show_on_their_own_lines() -> None:
 
 def test_energy_does_not_change_with_contrast_mirroring_or_batches() -> None:
     images = photographs()
-    borders = tile_borders(Hilbert(), Geometry((16, 16), text=8))
+    borders = tile_borders(paper(), Geometry((16, 16), text=8))
     whole = line_gradients(images, borders)
     torch.testing.assert_close(line_gradients(images / 3 + 5, borders) * 3, whole)
     mirrored = Borders(borders.right.flip(1), borders.below.flip(1))

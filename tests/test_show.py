@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from tests.tiles import paper
 
 from nearfield import Geometry, Hilbert, cli, plots
 from nearfield.bench import show
@@ -46,7 +47,7 @@ def test_tiles_that_are_shown_are_those_of_the_plan(
     grid: tuple[int, ...], fields: dict[str, object], layer: int
 ) -> None:
     """Two tokens of the ring read each other if and only if they are shown in one tile."""
-    geometry, method = Geometry(grid, text=16), Hilbert(**fields)
+    geometry, method = Geometry(grid, text=16), paper(**fields)
     shown = show.examine(geometry, method, [layer])
     start, stop = shown.segment.ring
     reads = shown.layers[layer].near.to_mask()[0, 0, start:stop, start:stop]
@@ -61,7 +62,7 @@ def test_tiles_that_are_shown_are_those_of_the_plan(
 
 
 def test_more_tokens_are_drawn_in_larger_blocks_but_counted_in_fine_ones() -> None:
-    geometry, method = Geometry((160, 160)), Hilbert(tiles=16, shared="none")
+    geometry, method = Geometry((160, 160)), paper(tiles=16, shared="none")
     shown = show.examine(geometry, method, [1])
     assert shown.layers[1].near.k_block == 64
     assert shown.density[1] == pytest.approx(method.plan(geometry, 1, k_block=16).density)
@@ -117,7 +118,7 @@ def test_masks_have_the_colours_of_text_shared_tokens_and_tiles() -> None:
         def __getattr__(self, name: str):
             return lambda *_, **__: None
 
-    shown = show.examine(Geometry((16, 16), text=32), Hilbert(tiles=4, shared_tokens=32, far=16), [1])
+    shown = show.examine(Geometry((16, 16), text=32), paper(tiles=4, shared_tokens=32, far=16), [1])
     picture = show.picture(shown)
     plots._draw_reads(Axis(), picture, picture.layers[0])
     near, far = images
@@ -150,7 +151,7 @@ def test_picture_and_description(capsys: pytest.CaptureFixture[str], tmp_path: P
     [
         "--grid 9x13 --shared none --curve morton --text 0",
         "--grid 12x16 --share keys --shared distributed --interleave --layer 5",
-        "--grid 5x6x8 --far 16 --layer 1..2 --shared-tokens 32",
+        "--grid 5x6x8 --far 16 --layer 1..2 --shared centre --shared-tokens 32",
         "--grid 3x2 --tiles 2 --text 1 --q-block 32",
     ],
 )

@@ -20,6 +20,7 @@ from nearfield.commands.arguments import UsageError
 from nearfield.demo import generate
 from nearfield.demo.model import save_model
 from nearfield.demo.sampler import DemoPipeline
+from nearfield.recipes import Recipe
 from nearfield.studio import asking, drawing, fields, jobs, results
 from nearfield.studio.asking import AGAIN, Library, Question
 from nearfield.studio.models import PictureModel
@@ -62,7 +63,7 @@ def test_offered_fields_and_choices_are_the_methods(name: str) -> None:
 def test_fields_make_the_method() -> None:
     values = {field.name: field.value for field in fields.METHODS["hilbert"][1]}
     assert fields.method_of("hilbert", values) == Hilbert(tiles=16)
-    values |= {"tiles": 9.0, "far": " 64 ", "share": "keys", "dense_layers": "0,-1", "dense_steps": "2"}
+    values |= {"tiles": 9.0, "far": 64.0, "share": "keys", "dense_layers": "0,-1", "dense_steps": "2"}
     wanted = Hilbert(tiles=9, far=64, share="keys", dense_layers=(0, -1), dense_steps=2)
     assert fields.method_of("hilbert", values) == wanted
 
@@ -71,7 +72,11 @@ def test_fields_make_the_method() -> None:
     ("change", "message"),
     [
         ({"tiles": 0}, "`tiles` must be at least 1; got 0"),
-        ({"far": "many"}, "`far` must be an integer of at least 1; got 'many'"),
+        ({"far": 1}, "`far` must be at least 2; got 1"),
+        (
+            {"shared": "centre", "shared_tokens": "many"},
+            "`shared_tokens` must be an integer of at least 1; got",
+        ),
         ({"dense_layers": "a"}, "`dense_layers` must be a number, or numbers between commas; got 'a'"),
         ({"dense_steps": "-1"}, "`dense_steps` must be a number of at least 0; got '-1'"),
         ({"curve": "spiral"}, "`curve` must be one of"),
@@ -232,12 +237,14 @@ def test_the_lora_for_tiles_is_used_for_tiles_alone(
     tuned = lively_model()
     changes = peft.LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False)
     tuned.transformer.add_adapter(changes, adapter_name="nearfield")
-    save_lora(tmp_path / "lora.safetensors", tuned.transformer, {})
+    facts = {"recipe": Recipe(FEW_TILES).as_document()}
+    save_lora(tmp_path / "lora.safetensors", tuned.transformer, facts)
     monkeypatch.setattr(generate, "EMBEDDED", weights)
     monkeypatch.setattr("nearfield.studio.models.EMBEDDED_LORA", tmp_path / "lora.safetensors")
     embedded, plain = PictureModel(CPU), PictureModel(CPU, weights)
     tiles, blocks = (jobs.Request(64, 64, 2, 0, method) for method in (FEW_TILES, BlockTopK(keep=0.5)))
-    for request, is_changed in ((tiles, True), (blocks, False), (tiles, True)):
+    others = jobs.Request(64, 64, 2, 0, dataclasses.replace(FEW_TILES, tiles=2))
+    for request, is_changed in ((tiles, True), (blocks, False), (others, False), (tiles, True)):
         here, there = jobs.make(embedded, request), jobs.make(plain, request)
         assert torch.equal(here.dense, there.dense)
         assert torch.equal(here.sparse, there.sparse) is not is_changed

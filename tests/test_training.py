@@ -16,12 +16,13 @@ import pytest
 import torch
 from tests import tiny_models
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
+from tests.tiles import paper
 from torch import nn
 
 from nearfield import Hilbert, apply
-from nearfield.demo.generate import load_lora
+from nearfield.demo.lora import AdapterLora, FusedLora, suits
 from nearfield.demo.model import load_model, save_model
-from nearfield.demo.storage import BadFile, read_tensors
+from nearfield.demo.storage import BadFile, read_tensors, write_tensors
 from nearfield.training import distill, recording
 from nearfield.training.data import Latents, Picture, encode, pictures
 from nearfield.training.flow import FlowTraining, Recipe, mixed, noise_levels
@@ -312,7 +313,7 @@ def test_another_size_starts_from_a_model(tmp_path: Path) -> None:
 
 
 def test_training_may_be_sparse_from_the_start(tmp_path: Path) -> None:
-    method = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
+    method = paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)
     dense, sparse = flow(tmp_path / "a", 12, size=64), flow(tmp_path / "b", 12, size=64, method=method)
     assert "3 sparse, 0 dense" in sparse.handle.summary()
     losses = dense.run().losses, sparse.run().losses
@@ -322,7 +323,7 @@ def test_training_may_be_sparse_from_the_start(tmp_path: Path) -> None:
         flow(tmp_path / "b", 12, size=64).resume()
 
 
-@pytest.mark.parametrize("method", [None, Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)])
+@pytest.mark.parametrize("method", [None, paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)])
 def test_a_compiled_model_learns_the_same(
     method: Hilbert | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +338,7 @@ def test_a_compiled_model_learns_the_same(
 
 # -- distillation ------------------------------------------------------------------------------------------------------
 
-METHOD = Hilbert(tiles=4, shared="none", dense_layers=0)
+METHOD = paper(tiles=4, shared="none", dense_layers=0)
 
 
 def distilled(folder: Path, steps: int) -> tuple[distill.Distillation, Any]:
@@ -374,14 +375,40 @@ def test_distillation_falls_resumes_and_loads(tmp_path: Path) -> None:
     assert facts["rank"] == 4
     assert all(name.startswith("transformer.") and ".lora_" in name for name in tensors)
     model = lively_model()
-    load_lora(model.transformer, tmp_path / "whole" / distill.LORA)
+    path = tmp_path / "whole" / distill.LORA
+    beside, inside = AdapterLora(model.transformer, path), FusedLora(model.transformer, path)
+    assert inside.method == METHOD
+    assert suits(inside.method, replace(METHOD, dense_steps=3))
+    assert not suits(inside.method, replace(METHOD, tiles=3))
+    assert suits(Hilbert(), Hilbert(tiles=16))
+    assert not suits(None, METHOD)
     call = distill.latent_calls(model, latents(64), 4)(99, 0)
     with torch.no_grad(), apply(model.transformer, METHOD):
-        tuned = model.transformer(**call)[0]
-        model.transformer.disable_adapters()
         untuned = model.transformer(**call)[0]
-    wanted = model.transformer(**call)[0]
+        beside.switch(True)
+        tuned = model.transformer(**call)[0]
+        beside.switch(False)
+        assert torch.equal(model.transformer(**call)[0], untuned)
+        inside.switch(True)
+        torch.testing.assert_close(model.transformer(**call)[0], tuned, rtol=1e-3, atol=1e-4)
+        inside.switch(False)
+        assert torch.equal(model.transformer(**call)[0], untuned)
+    with torch.no_grad():
+        wanted = model.transformer(**call)[0]
     assert (tuned - wanted).norm() < 0.95 * (untuned - wanted).norm()
+
+
+def test_a_lora_for_another_model_is_refused(tmp_path: Path) -> None:
+    distilled(tmp_path, 1)[0].run()
+    tensors, facts = read_tensors(tmp_path / distill.LORA)
+    name = next(iter(tensors))
+    for wrong, words in (
+        ({name: tensors[name]}, "no LoRA of `nearfield distill`"),
+        ({name.replace("blocks.0", "blocks.9"): x for name, x in tensors.items()}, "has no such layer"),
+    ):
+        write_tensors(tmp_path / "wrong.safetensors", wrong, facts)
+        with pytest.raises(BadFile, match=words):
+            FusedLora(lively_model().transformer, tmp_path / "wrong.safetensors")
 
 
 def test_lora_stands_on_attention_and_feed_forward() -> None:

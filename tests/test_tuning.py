@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests import tiny_models
 from tests.cats import CONFIG, lively_model
+from tests.tiles import paper
 
 from nearfield import Hilbert, LogLinear, Merge, apply, recipes, tuning
 from nearfield.cli import main
@@ -109,7 +110,7 @@ def test_ladders_are_fields_of_the_method() -> None:
     for name, values in LADDERS.items():
         if name != "dense":
             for value in values:
-                assert getattr(Hilbert(**{name: value}), name) == value
+                assert getattr(paper(**{name: value}), name) == value
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------
@@ -118,10 +119,10 @@ def test_ladders_are_fields_of_the_method() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        Hilbert(tiles=8, dense_layers=(0, 3, -1), far=64),
-        Hilbert(),
+        paper(tiles=8, dense_layers=(0, 3, -1), far=64),
+        paper(),
         LogLinear(topk=5),
-        Merge(ratio=0.3) | Hilbert(tiles=4),
+        Merge(ratio=0.3) | paper(tiles=4),
     ],
     ids=str,
 )
@@ -145,10 +146,10 @@ def test_a_recipe_may_merge_alone(tmp_path: Path) -> None:
 
 
 def test_a_recipe_for_another_model_is_refused() -> None:
-    recipe = Recipe(Hilbert(), "FluxTransformer2DModel")
+    recipe = Recipe(paper(), "FluxTransformer2DModel")
     with pytest.raises(ValueError, match="`recipe` must be one for dict; got one for FluxTransformer2DModel"):
         recipe.check_model({})
-    Recipe(Hilbert()).check_model({})
+    Recipe(paper()).check_model({})
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -263,4 +264,4 @@ def test_command_says_when_nothing_is_good_enough(
 def test_apply_refuses_a_recipe_for_another_model(weights: Path) -> None:
     pipeline = DemoPipeline.load(weights)
     with pytest.raises(ValueError, match="`recipe` must be one for FluxTransformer2DModel; got one for"):
-        apply(pipeline, Recipe(Hilbert(), "WanTransformer3DModel"))
+        apply(pipeline, Recipe(paper(), "WanTransformer3DModel"))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield import Geometry, curves
+from nearfield import Geometry, Hilbert, curves
 
 ORDERS = {
     "auto": curves.hilbert,
@@ -25,6 +25,11 @@ ORDERS = {
     "morton": curves.morton,
     "raster": curves.raster,
 }
+
+
+def paper(**fields: Any) -> Hilbert:
+    """The method with the paper's parts and no other: a shared centre, and no far field."""
+    return Hilbert(**{"shared": "centre", "far": None} | fields)
 
 
 def has_closed_curve(grid: Sequence[int]) -> bool:
@@ -215,7 +220,7 @@ def tiles_are_squares_of_the_image(module: ModuleType) -> None:
     """What a token reads lies in a 16x16 box of the image around it, and every box is read whole."""
     geometry = Geometry((64, 64))
     for curve in ("hilbert", "hilbert-closed"):
-        method = module.Hilbert(tiles=16, shared="none", curve=curve)
+        method = module.Hilbert(tiles=16, far=None, curve=curve)
         places = image_places(method, geometry)
         reads = method.plan(geometry, 0, q_block=64, k_block=64).to_mask()[0, 0]
         boxes = set()
@@ -240,7 +245,7 @@ def neighbours_on_the_ring_are_neighbours_in_the_image(module: ModuleType) -> No
             ("hilbert-closed", "centre", 1.05),
             ("hilbert-closed", "distributed", 1.05),
         ):
-            method = module.Hilbert(shared=shared, curve=curve)
+            method = module.Hilbert(shared=shared, far=None, curve=curve)
             ring = image_places(method, geometry)[num_shared(method, grid, (0, math.prod(grid))) :]
             steps = (ring.roll(-1, 0) - ring).abs().sum(1).double()
             mean = float((steps[:-1] if curve == "hilbert" else steps).mean())
@@ -254,7 +259,7 @@ def plan_is_the_papers_pattern(module: ModuleType) -> None:
         for shared in (0, 64):
             region = {"shared": "centre", "shared_tokens": shared} if shared else {"shared": "none"}
             tiles = (256 - shared) // 32
-            method = module.Hilbert(tiles=tiles, cycle=4, **region)
+            method = module.Hilbert(**{"tiles": tiles, "cycle": 4, "shared": "centre", "far": None} | region)
             for layer in range(9):
                 plan = method.plan(geometry, layer, q_block=8, k_block=8)
                 expected = paper_pattern(geometry, tiles, 4, layer, shared)
@@ -264,7 +269,7 @@ def plan_is_the_papers_pattern(module: ModuleType) -> None:
 def shared_tokens_read_their_own_tile(module: ModuleType) -> None:
     """With keys-only sharing a shared token reads the tile that the curve passes it in; all read it."""
     geometry = Geometry((12, 14), text=5)
-    method = module.Hilbert(tiles=5, share="keys", shared_tokens=20, cycle=3)
+    method = module.Hilbert(tiles=5, shared="centre", share="keys", shared_tokens=20, cycle=3, far=None)
     for layer in range(3):
         plan = method.plan(geometry, layer, q_block=1, k_block=1)
         assert torch.equal(plan.to_mask()[0, 0], pattern(labels(method, geometry, layer, 1))), layer

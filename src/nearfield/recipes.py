@@ -50,7 +50,7 @@ class Recipe:
             wrong_value("recipe", f"be one for {classes[0]}", f"one for {self.model}", hint)
 
     def as_document(self) -> dict[str, Any]:
-        """What `read` reads. Fields that have their defaults are left out."""
+        """What `read` reads. All fields are in it: it means the same where other defaults are chosen one day."""
         facts = {"model": self.model, "measured": dict(self.measured)}
         return {"format": FORMAT, "kind": "nearfield recipe", **_document_of(self.method), **facts}
 
@@ -85,7 +85,6 @@ def _readable(method: Any) -> Any:
 
 def _document_of(method: Any) -> dict[str, Any]:
     given = {part.name: getattr(method, part.name) for part in fields(method)}
-    given = {part.name: given[part.name] for part in fields(method) if given[part.name] != part.default}
     nested = {name: _document_of(value) if is_dataclass(value) else value for name, value in given.items()}
     return {"method": type(method).__name__, "fields": nested}
 

@@ -14,7 +14,7 @@ class HilbertCase:
     """One line of the table.
 
     Args:
-        tiles, share, shared_tokens, far, interleave: fields of the method.
+        tiles, share, shared_tokens, far, interleave: fields of the method; with no `shared_tokens` nothing is shared.
         target: speed-up over the best dense attention to be reached on one H200; None where none was set.
     """
 
@@ -31,7 +31,8 @@ class HilbertCase:
     def fields(self) -> dict[str, Any]:
         """What to make the method from. Nothing is left dense: only the sparse call is timed."""
         names = ("tiles", "share", "shared_tokens", "far", "interleave")
-        return {name: getattr(self, name) for name in names} | {"dense_layers": 0, "dense_steps": 0}
+        region = {"shared": "centre"} if self.shared_tokens else {"shared": "none", "shared_tokens": None}
+        return {name: getattr(self, name) for name in names} | region | {"dense_layers": 0, "dense_steps": 0}
 
     def __str__(self) -> str:
         more = f", far {self.far}" if self.far else ""
@@ -50,6 +51,10 @@ def _table() -> tuple[HilbertCase, ...]:
         HilbertCase("2048-keys-256", middle, 16, "keys", 256, target=7.0),
         HilbertCase("4096-keys-256", large, 64, "keys", 256, target=25.0),
         HilbertCase("2048-far", middle, 16, "two-way", 1024, far=64),
+        HilbertCase("1024-default", small, 16, "two-way", 0, far=16),
+        HilbertCase("2048-default", middle, 16, "two-way", 0, far=16),
+        HilbertCase("4096-default", large, 16, "two-way", 0, far=16),
+        HilbertCase("4096-far-64", large, 64, "two-way", 0, far=64),
         HilbertCase("2048-interleave", middle, 16, "two-way", 1024, interleave=True),
         HilbertCase("tiny-two-way", tiny, 4, "two-way", 32),
         HilbertCase("tiny-keys", tiny, 4, "keys", 32),

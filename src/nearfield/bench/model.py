@@ -136,7 +136,7 @@ class ModelBench:
         if self.case.merges:
             merging_parts.check_choice(Merge(**self.case.merging_fields()), self._geometry(size), self.device)
             method = merging_parts.with_fixed_destinations(method)
-        every = Hilbert(tiles=1, shared="none", dense_layers=0, dense_steps=0)
+        every = Hilbert(tiles=1, shared="none", far=None, dense_layers=0, dense_steps=0)
         stock = self._output(arguments, nullcontext)
         eager = self._output(arguments, partial(sdpa_kernel, SDPBackend.MATH))
         limit = 2 * relative_error(eager, stock) + torch.finfo(self.dtype).eps

@@ -89,9 +89,11 @@ class ModelCase:
 
     def method_fields(self, size: Size) -> dict[str, Any]:
         """Keys-only sharing with nothing left dense; where there are many tokens, more tiles and a smaller share."""
-        fields: dict[str, Any] = {"share": "keys", "dense_layers": 0, "dense_steps": 0}
+        fields: dict[str, Any] = {"share": "keys", "far": None, "dense_layers": 0, "dense_steps": 0}
+        if self.fields.get("shared") != "none":
+            fields["shared"] = "centre"
         if size.tokens >= _MANY_TOKENS:
-            fields |= {"tiles": 64, "shared_tokens": 256}
+            fields |= {"tiles": 64} | ({"shared_tokens": 256} if "shared" in fields else {})
         return fields | self.fields
 
     def merging_fields(self) -> dict[str, Any]:

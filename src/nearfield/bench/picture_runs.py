@@ -14,7 +14,7 @@ from nearfield import Geometry, Hilbert, Merge, apply, quality, recipes
 from nearfield.adapters.handle import Handle
 from nearfield.bench.masks import Masked
 from nearfield.bench.quality_cases import Pattern
-from nearfield.demo.generate import load_lora
+from nearfield.demo.lora import lora_on
 from nearfield.demo.sampler import DemoPipeline, Sampled
 from nearfield.methods.merging import Merged
 
@@ -44,7 +44,10 @@ class Task:
         own = {"num": self.num, "steps": self.steps, "size": self.size, "seed": self.seed}
         weights = Path(pattern.weights) if pattern and pattern.weights else self.weights
         chosen = asdict(pattern) | {"tuning": pattern.tuning} if pattern else {"name": DENSE}
-        return own | chosen | {"weights": weights.name}
+        files = {"lora": Path(pattern.lora).name} if pattern and pattern.lora else {}
+        # All fields: what they mean must not hang on the defaults of a version.
+        fields = {"fields": _all_fields(pattern)} if pattern else {}
+        return own | chosen | files | fields | {"weights": weights.name}
 
     def batches(self) -> Iterator[range]:
         """Numbers of the pictures that are made together."""
@@ -115,19 +118,12 @@ class PictureMaker:
         if pattern is None:
             yield Drawing(pipeline, self.task, None)
             return
-        if pattern.lora:
-            load_lora(pipeline.transformer, Path(pattern.lora))
-        try:
+        with lora_on(pipeline, Path(pattern.lora) if pattern.lora else None):
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # what a method does to pictures is measured here
+                warnings.simplefilter("ignore", UserWarning)  # what it does to pictures is measured here
                 handle = apply(pipeline, method_of(pattern))
             with handle:
                 yield Drawing(pipeline, self.task, handle)
-        finally:
-            if pattern.lora:
-                pipeline.transformer.unload_lora()
 
     def _pipeline(self, pattern: Pattern | None) -> DemoPipeline:
         path = Path(pattern.weights) if pattern and pattern.weights else self.task.weights
@@ -221,6 +217,13 @@ def method_of(pattern: Pattern) -> Any:
         return Masked(pattern.method, **pattern.fields)
     name = "Hilbert" if pattern.method == "hilbert" else pattern.method
     return recipes.read({"format": recipes.FORMAT, "method": name, "fields": pattern.fields}).method
+
+
+def _all_fields(pattern: Pattern) -> Mapping[str, Any]:
+    if pattern.method in _MASKS:
+        return pattern.fields
+    fields: Mapping[str, Any] = recipes.Recipe(method_of(pattern)).as_document()["fields"]
+    return fields
 
 
 def check_patterns(patterns: Sequence[Pattern]) -> None:

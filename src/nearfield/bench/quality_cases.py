@@ -39,6 +39,11 @@ def _sparse(name: str, **fields: Any) -> Pattern:
     return Pattern(name, {"dense_layers": 0, "dense_steps": 0} | fields)
 
 
+def _paper(name: str, **fields: Any) -> Pattern:
+    """The same of the paper's method: a shared centre, and no far field."""
+    return _sparse(name, **{"shared": "centre", "far": None} | fields)
+
+
 def _chosen(name: str, method: str, **fields: Any) -> Pattern:
     """A method that chooses by what the tokens hold, with nothing dense."""
     return Pattern(name, {"dense_layers": 0, "dense_steps": 0} | fields, method)
@@ -52,41 +57,58 @@ def _merge_fields(**fields: Any) -> Fields:
 def _merge_then_tiles(tiles: int) -> Pattern:
     parts = {
         "merge": {"method": "Merge", "fields": _merge_fields()},
-        "attention": {"method": "Hilbert", "fields": {"dense_layers": 0, "dense_steps": 0, "tiles": tiles}},
+        "attention": {"method": "Hilbert", "fields": {**_paper("").fields, "tiles": tiles}},
     }
     return Pattern(f"merge 0.5, {tiles} tiles", parts, "Merged")
 
 
+_CURVES = ("hilbert-closed", "hilbert", "morton", "raster")
+_REGIONS = [(place, share) for place in ("centre", "distributed") for share in ("two-way", "keys")]
+_LAYERS = {
+    "first layer": 1,
+    "every fourth layer": (0, 4, 8),
+    "last four": (-4, -3, -2, -1),
+    "first four": 4,
+}
+
 GROUPS: dict[str, Sequence[Pattern]] = {
-    "tiles": [_sparse(f"{tiles} tiles", tiles=tiles) for tiles in (2, 4, 8, 16)],
     "default": [Pattern("Hilbert()"), Pattern("Hilbert(tiles=4)", {"tiles": 4})],
-    "curve": [
-        _sparse(f"{curve}, nothing shared", shared="none", curve=curve)
-        for curve in ("hilbert-closed", "hilbert", "morton", "raster")
-    ],
-    "slide": [_sparse(f"cycle {cycle}", cycle=cycle) for cycle in (1, 2)]
-    + [_sparse("interleave", interleave=True)],
-    "shared": [
-        *(
-            _sparse(f"{place}, {share}", shared=place, share=share)
-            for place in ("centre", "distributed")
-            for share in ("two-way", "keys")
-        ),
-        _sparse("nothing shared", shared="none"),
-        *(_sparse(f"{tokens} shared", shared_tokens=tokens) for tokens in (64, 512)),
-    ],
-    "steps": [_sparse(f"{share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)],
     "far": [
-        *(_sparse(f"far {window}", far=window) for window in (16, 64, 256)),
-        *(_sparse(f"far {window}, nothing shared", far=window, shared="none") for window in (16, 64)),
-        *(_sparse(f"far {window}, keys", far=window, share="keys") for window in (16, 64)),
+        *(_sparse(f"far {window}", far=window) for window in (8, 16, 32, 64)),
+        *(_sparse(f"far 16, {tiles} tiles", tiles=tiles) for tiles in (4, 8, 32, 64)),
+        _sparse("far 8, 32 tiles", far=8, tiles=32),
     ],
-    "layers": [
-        _sparse("first layer dense", dense_layers=1),
-        _sparse("every fourth layer dense", dense_layers=(0, 4, 8)),
-        _sparse("last four dense", dense_layers=(-4, -3, -2, -1)),
-        _sparse("first four dense", dense_layers=4),
+    "far-shared": [
+        *(_sparse(f"far 16, {place}, {share}", shared=place, share=share) for place, share in _REGIONS),
+        *(
+            _sparse(f"far 16, {tokens} in the centre", shared="centre", shared_tokens=tokens)
+            for tokens in (64, 512)
+        ),
     ],
+    "far-curve": [_sparse(f"far 16, {curve}", curve=curve) for curve in _CURVES],
+    "far-slide": [
+        *(_sparse(f"far 16, cycle {cycle}", cycle=cycle) for cycle in (1, 2, 8)),
+        _sparse("far 16, interleave", interleave=True),
+    ],
+    "far-steps": [
+        _sparse(f"far 16, {share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)
+    ],
+    "far-layers": [
+        _sparse(f"far 16, {words} dense", dense_layers=layers) for words, layers in _LAYERS.items()
+    ],
+    "tiles": [_paper(f"{tiles} tiles", tiles=tiles) for tiles in (2, 4, 8, 16)],
+    "curve": [_paper(f"{curve}, nothing shared", shared="none", curve=curve) for curve in _CURVES],
+    "slide": [
+        *(_paper(f"cycle {cycle}", cycle=cycle) for cycle in (1, 2)),
+        _paper("interleave", interleave=True),
+    ],
+    "shared": [
+        *(_paper(f"{place}, {share}", shared=place, share=share) for place, share in _REGIONS),
+        _paper("nothing shared", shared="none"),
+        *(_paper(f"{tokens} shared", shared_tokens=tokens) for tokens in (64, 512)),
+    ],
+    "steps": [_paper(f"{share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)],
+    "layers": [_paper(f"{words} dense", dense_layers=layers) for words, layers in _LAYERS.items()],
     "rivals": [
         *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12)),
         *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512)),
@@ -121,7 +143,7 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     "together": [_merge_then_tiles(tiles) for tiles in (4, 16)],
 }
 
-ALL_METHODS = ("tiles", "default", "far", "chosen", "merge", "peers", "together")
+ALL_METHODS = ("tiles", "default", "far", "far-shared", "chosen", "merge", "peers", "together")
 """Groups in which every method of the library has its place."""
 
 

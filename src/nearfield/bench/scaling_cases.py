@@ -46,7 +46,8 @@ class ScalingCase:
 
     @property
     def fields(self) -> dict[str, Any]:
-        return {"tiles": self.tiles, "share": self.share, "shared_tokens": self.shared_tokens}
+        region = {"shared": "centre", "share": self.share, "shared_tokens": self.shared_tokens}
+        return {"tiles": self.tiles, "far": None} | region
 
     def __str__(self) -> str:
         sides = "x".join(map(str, self.grid))

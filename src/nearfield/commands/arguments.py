@@ -76,9 +76,21 @@ def add_method_fields(parser: argparse.ArgumentParser, most_tiles: int = 2**24) 
     )
     parser.add_argument(
         "--far",
-        type=integer("--far", 2),
+        type=integer("--far", 0),
         metavar="N",
-        help="tokens per summary of what lies outside the tile",
+        help="tokens per summary of what lies outside the tile; 0: it is not read (default 16)",
+    )
+    parser.add_argument(
+        "--shared",
+        type=member("--shared", SHARED),
+        metavar="WHERE",
+        help=f"image tokens that everyone reads: {', '.join(SHARED)} (default none)",
+    )
+    parser.add_argument(
+        "--curve",
+        type=member("--curve", CURVES),
+        metavar="NAME",
+        help=f"one of {', '.join(CURVES)} (default auto)",
     )
     parser.add_argument(
         "--interleave", action="store_const", const=True, help="tiles differ between heads, too"

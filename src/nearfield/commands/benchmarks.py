@@ -183,7 +183,7 @@ def _bench_model(arguments: argparse.Namespace) -> int:
     from nearfield.bench.timing import Effort
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = ("tiles", "share", "shared_tokens", "far", "interleave")
+    names = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "interleave")
     fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.method == "merge" and fields:
         name = next(iter(fields)).replace("_", "-")

@@ -128,7 +128,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    method = method_of(arguments)
+    # What the embedded LoRA was distilled for.
+    method = method_of(
+        arguments, **({"dense_layers": 0, "dense_steps": 0} if _is_embedded(arguments) else {})
+    )
     _check(arguments)
     if arguments.engine:
         from nearfield.commands.many import generate_many
@@ -140,8 +143,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
         with mesh_of_ranks(chosen_device(arguments.device)) as mesh:
             on_step = _step_bar(arguments) if _speaks(mesh) else None
-            pipeline, sample = prepared(arguments, _lora(arguments, method), on_step=on_step)
-            runs = _runs(arguments, pipeline, sample, method, mesh)
+            pipeline, sample = prepared(arguments, on_step=on_step)
+            runs = _runs(arguments, pipeline, sample, method, _lora(arguments, method), mesh)
             if not _speaks(mesh):
                 return OK
         records = generate.compared(runs, measures(arguments.device, runs[0].images) if len(runs) > 1 else {})
@@ -207,28 +210,21 @@ def check_model(arguments: argparse.Namespace) -> None:
         wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
 
 
-def prepared(
-    arguments: argparse.Namespace, lora: Path | None = None, *, on_step: "OnStep | None" = None
-) -> tuple[Any, "Sampler"]:
+def prepared(arguments: argparse.Namespace, *, on_step: "OnStep | None" = None) -> tuple[Any, "Sampler"]:
     """The pipeline, and what makes its pictures."""
-    pipeline = opened(arguments, lora)
+    pipeline = opened(arguments)
     return pipeline, sampler_of(arguments, pipeline, on_step=on_step)
 
 
-def opened(arguments: argparse.Namespace, lora: Path | None = None) -> Any:
+def opened(arguments: argparse.Namespace) -> Any:
     """The pipeline."""
     from nearfield.demo import generate
     from nearfield.demo.sampler import DemoPipeline
 
     device = chosen_device(arguments.device)
-    pipeline: Any
     if arguments.model:
-        pipeline = generate.open_pipeline(arguments.model, device)
-    else:
-        pipeline = DemoPipeline.load(arguments.weights or generate.embedded_weights(), device)
-    if lora is not None:
-        generate.load_lora(pipeline.transformer, lora)
-    return pipeline
+        return generate.open_pipeline(arguments.model, device)
+    return DemoPipeline.load(arguments.weights or generate.embedded_weights(), device)
 
 
 def sampler_of(arguments: argparse.Namespace, pipeline: Any, *, on_step: "OnStep | None" = None) -> "Sampler":
@@ -244,15 +240,25 @@ def sampler_of(arguments: argparse.Namespace, pipeline: Any, *, on_step: "OnStep
 
 
 def _lora(arguments: argparse.Namespace, method: Any) -> Path | None:
-    """The LoRA to load: the one that was named, or the embedded model's for sparse attention."""
-    from nearfield.demo.model import EMBEDDED_LORA
-
+    """The LoRA to use: the one that was named, or the embedded model's where it was made for the method."""
     if method is None or arguments.lora == _LORA_OFF:
         return None
     if arguments.lora:
         return Path(arguments.lora)
-    is_embedded = not arguments.model and not arguments.weights
-    return EMBEDDED_LORA if is_embedded and EMBEDDED_LORA.exists() else None
+    from nearfield.demo.lora import method_of_lora, suits
+    from nearfield.demo.model import EMBEDDED_LORA
+
+    if not _is_embedded(arguments) or not EMBEDDED_LORA.exists():
+        return None
+    made_for = method_of_lora(EMBEDDED_LORA)
+    if suits(made_for, method):
+        return EMBEDDED_LORA
+    print(f"without the embedded LoRA, which is for {made_for}", file=sys.stderr)
+    return None
+
+
+def _is_embedded(arguments: argparse.Namespace) -> bool:
+    return not arguments.model and not arguments.weights
 
 
 def _runs(
@@ -260,16 +266,19 @@ def _runs(
     pipeline: Any,
     sample: "Sampler",
     method: Any,
+    lora: Path | None,
     mesh: "DeviceMesh | None" = None,
 ) -> list["Run"]:
     from nearfield.demo import generate
+    from nearfield.demo.lora import lora_on
 
     runs = []
     try:
         if method is None or arguments.compare:
-            runs.append(generate.run_dense(sample, pipeline.transformer))
+            runs.append(generate.run_dense(sample))
         if method is not None:
-            runs.append(generate.run_sparse(sample, pipeline, method, mesh))
+            with lora_on(pipeline, lora):
+                runs.append(generate.run_sparse(sample, pipeline, method, mesh))
     except ValueError as error:  # a size, or fields that do not fit it
         raise UsageError(str(error)) from None
     return runs

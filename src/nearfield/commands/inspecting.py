@@ -7,12 +7,10 @@ from typing import Any
 
 from nearfield.bench import presets
 from nearfield.commands.arguments import (
-    CURVES,
     FAILED,
     GRAINS,
     OK,
     QUERY_BLOCKS,
-    SHARED,
     UsageError,
     add_method_fields,
     command,
@@ -241,18 +239,6 @@ def _add_show(commands: Any) -> None:
         default=[0, 1, 2, 3],
         metavar="N..N",
         help="layers to draw: 2, 0,2 or 0..3 (default 0..3)",
-    )
-    parser.add_argument(
-        "--shared",
-        type=member("--shared", SHARED),
-        metavar="WHERE",
-        help=f"image tokens that everyone reads: {', '.join(SHARED)} (default centre)",
-    )
-    parser.add_argument(
-        "--curve",
-        type=member("--curve", CURVES),
-        metavar="NAME",
-        help=f"one of {', '.join(CURVES)} (default auto)",
     )
     add_method_fields(parser, _MOST_TILES)
     parser.add_argument(

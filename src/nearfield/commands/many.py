@@ -104,9 +104,12 @@ class _Job:
 
     def __call__(self) -> Callable[[range], list[bytes]]:
         from nearfield.adapters import apply
+        from nearfield.demo.lora import lora_for
         from nearfield.demo.pictures import packed
 
-        pipeline = opened(self.arguments, self.lora)
+        pipeline = opened(self.arguments)
+        if self.lora is not None:
+            lora_for(pipeline, self.lora).switch(True)
         if self.method is not None:
             apply(pipeline, self.method)
 

@@ -6,9 +6,7 @@ from typing import Any
 
 from nearfield.bench.pixel_cases import ATTENTION
 from nearfield.commands.arguments import (
-    CURVES,
     ORDERS,
-    SHARED,
     UsageError,
     add_method_fields,
     integer,
@@ -47,18 +45,6 @@ def add_method(parser: argparse.ArgumentParser, default: str) -> None:
         type=integer("--cycle", 1, 64),
         metavar="N",
         help="layers after which tiles are back (default 4)",
-    )
-    parser.add_argument(
-        "--shared",
-        type=member("--shared", SHARED),
-        metavar="WHERE",
-        help=f"image tokens that everyone reads: {', '.join(SHARED)} (default centre)",
-    )
-    parser.add_argument(
-        "--curve",
-        type=member("--curve", CURVES),
-        metavar="NAME",
-        help=f"one of {', '.join(CURVES)} (default auto)",
     )
     parser.add_argument(
         "--dense-layers",

@@ -86,7 +86,7 @@ def _search(arguments: argparse.Namespace) -> tuple["Search", str]:
     from nearfield.demo import generate
 
     pipeline, sample = prepared(arguments)
-    dense = generate.run_dense(sample, pipeline.transformer)
+    dense = generate.run_dense(sample)
     distance = measures(arguments.device, dense.images).get("lpips")
     if distance is None:
         wrong("--size", "be at least 64 pixels, for LPIPS", arguments.size)

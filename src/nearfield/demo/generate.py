@@ -16,13 +16,12 @@ from nearfield.adapters import apply
 from nearfield.demo.model import EMBEDDED
 from nearfield.demo.pictures import Row
 from nearfield.demo.sampler import DemoPipeline, OnStep, Sampled
-from nearfield.demo.storage import MissingExtra, read_tensors
+from nearfield.demo.storage import MissingExtra
 from nearfield.geometry import Geometry
 from nearfield.methods import Method
 
 Sampler = Callable[[], Sampled]
 Measure = Callable[[Tensor, Tensor], float]
-_LORA = "nearfield"
 
 
 class NoWeights(FileNotFoundError):
@@ -60,16 +59,9 @@ def embedded_weights() -> Path:
     return EMBEDDED
 
 
-def run_dense(sample: Sampler, transformer: Any) -> Run:
-    """Pictures by the model as it is, without a LoRA that was loaded for sparse attention."""
-    has_lora = _LORA in getattr(transformer, "peft_config", {})
-    if has_lora:
-        transformer.disable_adapters()
-    try:
-        return Run("dense", *sample())
-    finally:
-        if has_lora:
-            transformer.enable_adapters()
+def run_dense(sample: Sampler) -> Run:
+    """Pictures by the model as it is."""
+    return Run("dense", *sample())
 
 
 def run_sparse(sample: Sampler, pipeline: Any, method: Method, mesh: DeviceMesh | None = None) -> Run:
@@ -87,15 +79,6 @@ def name_of(method: Method) -> str:
     settings = ((field.name, getattr(value, field.name), field.default) for field in fields(value))
     given = ", ".join(f"{name}={setting!r}" for name, setting, default in settings if setting != default)
     return f"{type(method).__name__}({given})"
-
-
-def load_lora(transformer: Any, path: Path) -> None:
-    """Put a LoRA of `nearfield distill` (or any other for this model) onto the transformer."""
-    tensors, _ = read_tensors(path)
-    try:
-        transformer.load_lora_adapter(tensors, adapter_name=_LORA)
-    except ImportError as error:
-        raise MissingExtra("peft", error, "train") from None
 
 
 def demo_sampler(pipeline: DemoPipeline, num: int, on_step: OnStep | None = None, **options: Any) -> Sampler:

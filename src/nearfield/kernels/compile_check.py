@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nearfield.kernels import forward, hopper, pool
+from nearfield.kernels import forward, hopper, pool, windows
 from nearfield.kernels.hopper_kernel import forward_kernel
 
 _POINTERS = {
@@ -68,6 +68,12 @@ def compile_pool(dim: int, has_upper: bool, keeps_sums: bool) -> str:
     )
 
 
+def compile_window_means(dim: int) -> str:
+    constants = {"WINDOW": 16, "ROWS": 16, "DIM": dim, "PAD": dim}
+    pointers = {"source": "*bf16", "means": "*bf16", "starts": "*i64", "sizes": "*i32"}
+    return _compile_plain(windows._means_kernel, constants, pointers)
+
+
 def compile_plain_forward(dim: int, has_extras: bool, continues: bool) -> str:
     """With bias, positions and ragged rows in an order, or with none of them."""
     constants = {
@@ -99,6 +105,9 @@ def main() -> int:
         if "mma" not in compile_plain_forward(64, first, second):
             print(f"no tensor cores in the plain kernel: {first=} {second=}", file=sys.stderr)
             return 1
+    if "ld.global.v4" not in compile_window_means(128):
+        print("no wide loads in the means of windows", file=sys.stderr)
+        return 1
     print("the Hopper kernels")
     for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64, 128)):
         for has_bias, is_ragged in ((False, False), (True, True)) if q_block == 192 else ((False, True),):

@@ -2,11 +2,13 @@
 
 Image tokens are ordered along a Hilbert curve, so a run of the sequence is a compact patch of the image. Every token
 reads the tile it is in. Tiles slide by a fraction of a tile per layer, so what two tiles could not exchange in one
-layer they exchange in the next. The text, and a small shared region of the image, are read by all, and read all (with
-`share="keys"` the shared region reads only its tile).
+layer they exchange in the next. The text is read by all, and reads all. So does a small shared region of the image,
+where one is wanted (with `share="keys"` it reads only its tile).
 
-Beyond the paper: grids of any size and of three sides, closed curves, shared regions spread over the image, tiles that
-differ between heads, and a far field: what lies outside the tile is read in summary.
+Beyond the paper: a far field, which reads what lies outside the tile in summary. It keeps far more of the pictures than
+a shared region of as many pairs (docs/quality.md), so it is the default; `Hilbert(shared="centre", far=None)` is the
+paper's method. Also grids of any size and of three sides, closed curves, shared regions spread over the image, and
+tiles that differ between heads.
 """
 
 import math
@@ -35,10 +37,11 @@ from nearfield.geometry import Geometry, Shortened, Span
 from nearfield.plan import Plan, check_block
 from nearfield.tiling import Curve, Segment, Shared
 from nearfield.tokenmap import Ordering
+from nearfield.windows import window_means
 
 Share = Literal["two-way", "keys"]
 
-_DEFAULT_TILES = 16
+DEFAULT_TILES = 16
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,14 @@ class Hilbert(DenseParts):
         tiles: number of tiles per image; 16 unless `tile_size` is given.
         tile_size: tokens per tile, instead of `tiles`.
         cycle: layers after which the tiles are back where they started; 1 means they do not slide.
-        shared: image tokens that everyone reads: the "centre" of the image, small regions "distributed" over it,
-            or "none".
+        shared: image tokens that everyone reads: "none", the "centre" of the image, or small regions "distributed"
+            over it.
         share: "two-way": shared tokens also read everything, as the text does; "keys": they read only their tile.
         shared_tokens: how many tokens are shared; by default a box with a quarter of each side. Rounded to whole
             blocks.
         curve: "auto" picks the Hilbert curve with the best locality for the grid, open or closed.
         far: tokens per summary of what lies outside the tile (their mean key and value, counted as often as there are
-            tokens), or None for no far field.
+            tokens); None, or 0, for no far field.
         dense_layers: how many of the first layers stay dense, or the indices of those that do (negative ones count
             from the end).
         dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
@@ -67,16 +70,18 @@ class Hilbert(DenseParts):
     tiles: int | None = None
     tile_size: int | None = None
     cycle: int = 4
-    shared: Shared = "centre"
+    shared: Shared = "none"
     share: Share = "two-way"
     shared_tokens: int | None = None
     curve: Curve = "auto"
-    far: int | None = None
+    far: int | None = 16
     dense_layers: int | tuple[int, ...] = 1
     dense_steps: int | float = 0.2
     interleave: bool = False
 
     def __post_init__(self) -> None:
+        if self.far == 0:  # how command lines and forms say None
+            object.__setattr__(self, "far", None)
         if self.tiles is not None and self.tile_size is not None:
             wrong_value("tile_size", "be given instead of `tiles`, not with it", (self.tiles, self.tile_size))
         for name, least in (("tiles", 1), ("tile_size", 1), ("shared_tokens", 1), ("far", 2)):
@@ -230,26 +235,22 @@ class FarField(NamedTuple):
     Args:
         spans: the tokens that are summarised, as consecutive ones as possible.
         window: tokens per summary; windows lie on multiples of it in the sequence, and end where a span does.
-        sizes: `[windows]` float32, how many tokens each window holds.
+        starts: `[windows]` int64, the first token of each.
+        sizes: `[windows]` int32, how many tokens each holds.
         bias: `[windows]`, the log of that.
         plan: which rows read which windows.
     """
 
     spans: tuple[Span, ...]
     window: int
+    starts: Tensor
     sizes: Tensor
     bias: Tensor
     plan: Plan
 
-    @property
-    def begins(self) -> Tensor:
-        """The first token of every window, `[windows]`, on the CPU."""
-        return torch.cat([_windows(span, self.window) for span in self.spans])
-
-    def pooled(self, x: Tensor) -> Tensor:
+    def pooled(self, x: Tensor, impl: Impl = "auto") -> Tensor:
         """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
-        sums = torch.cat([window_sums(x, span, self.window) for span in self.spans], dim=2)
-        return (sums / self.sizes.to(sums.dtype)[:, None]).to(x.dtype)
+        return window_means(x, self.starts, self.sizes, self.window, impl)
 
 
 class HilbertReader(NamedTuple):
@@ -283,7 +284,8 @@ class HilbertReader(NamedTuple):
         if self.far is None:
             return attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
         near = Part(key, value, self.near, key_bias)
-        far = Part(self.far.pooled(key), self.far.pooled(value), self.far.plan, self.far.bias)
+        keys, values = (self.far.pooled(x, impl) for x in (key, value))
+        far = Part(keys, values, self.far.plan, self.far.bias)
         return attend_together(query, [near, far], scale=scale, impl=impl)
 
 
@@ -408,7 +410,7 @@ def _blocks(
     """
     if q_block is None:
         largest = 128 if torch.device(device).type == "cuda" else 16
-        tile = method.tile_size or math.prod(geometry.grid) / (method.tiles or _DEFAULT_TILES)
+        tile = method.tile_size or math.prod(geometry.grid) / (method.tiles or DEFAULT_TILES)
         q_block = max(block for block in (16, 32, 64, 128) if block <= max(16, min(largest, tile / 1.5)))
     if k_block is None:
         k_block = q_block
@@ -421,7 +423,7 @@ def _blocks(
 def _layout(method: Hilbert, geometry: Geometry, q_block: int) -> _Layout:
     unit = q_block if method.far is None else math.lcm(q_block, method.far)
     segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
-    tiles = method.tiles or _DEFAULT_TILES
+    tiles = method.tiles or DEFAULT_TILES
     if method.tile_size is not None:
         whole = geometry.whole if isinstance(geometry, Shortened) else None
         # Tiles of merged tokens cover as much of the image.
@@ -552,21 +554,6 @@ def _windows(span: Span, window: int) -> Tensor:
     return torch.cat([torch.tensor([start], device="cpu"), inner])
 
 
-def window_sums(x: Tensor, span: Span, window: int, shift: int = 0) -> Tensor:
-    """The sum of each window of a span of `x`, in float32 at least.
-
-    Args:
-        shift: of a part of a sequence, where it stands there: windows lie on multiples of `window` in the whole.
-    """
-    start, stop = span
-    tokens = x[:, :, start:stop]
-    before, after = (start + shift) % window, -(stop + shift) % window
-    if before or after:  # padding copies, even by nothing
-        tokens = nn.functional.pad(tokens, (0, 0, before, after))
-    windows: Tensor = tokens.unflatten(2, (-1, window))
-    return windows.sum(dim=3, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
 @lru_cache(maxsize=256)
 def _far_field(
     method: Hilbert, geometry: Geometry, phase: int, q_block: int, k_block: int, device: str
@@ -581,16 +568,17 @@ def _far_field(
     with torch.inference_mode(False):
         begins = [_windows(span, method.far) for span in spans]
         ends = [torch.tensor([stop], device="cpu") for _, stop in spans]
-        sizes = torch.cat([torch.cat(pair).diff() for pair in zip(begins, ends, strict=True)]).double()
-        column = (torch.cat(begins) // k_block).to(device)
+        sizes = torch.cat([torch.cat(pair).diff() for pair in zip(begins, ends, strict=True)])
+        starts = torch.cat(begins).to(device)
         plan = planning.from_mask(
-            near.block_counts()[0, 0].index_select(1, column) == 0,
+            near.block_counts()[0, 0].index_select(1, starts // k_block) == 0,
             q_block=q_block,
             k_block=1,
             num_queries=geometry.num_tokens,
             num_keys=len(sizes),
         )
-        return FarField(spans, method.far, sizes.float().to(device), sizes.log().float().to(device), plan)
+        bias = sizes.double().log().float()
+        return FarField(spans, method.far, starts, sizes.int().to(device), bias.to(device), plan)
 
 
 @lru_cache(maxsize=64)

@@ -99,11 +99,10 @@ def make(
     size = request.height, request.width
     sample = model.sampler(size, request.steps, request.seed, request.prompt, on_step)
     pipeline = model.pipeline()
-    dense = generate.run_dense(sample, pipeline.transformer)
+    dense = generate.run_dense(sample)
     doing = "sparse"
-    model.use_lora(isinstance(request.method, Hilbert))
     caution = getattr(request.method, "caution", None)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), model.tuned_for(request.method):
         if caution:  # said on the page instead
             warnings.filterwarnings("ignore", re.escape(caution))
         sparse = generate.run_sparse(sample, pipeline, request.method)

@@ -1,6 +1,8 @@
 """The model whose pictures the page shows: the embedded one, one of `nearfield train demo`, or a diffusers pipeline."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from nearfield._checks import wrong_value
 from nearfield.demo import generate
 from nearfield.demo.autoencoder import PIXELS_PER_TOKEN
 from nearfield.demo.generate import NoWeights, Sampler
+from nearfield.demo.lora import FusedLora, suits
 from nearfield.demo.model import EMBEDDED_LORA, ModelConfig
 from nearfield.demo.sampler import DemoPipeline, OnStep
+from nearfield.methods import Method
 
 # Of FLUX.1 and most others; what is drawn before a pipeline is opened, whose own facts only its run tells.
 _PIPELINE_PIXELS_PER_TOKEN, _PIPELINE_TEXT, _PIPELINE_SIZE = 16, 512, 1024
@@ -40,7 +44,7 @@ class PictureModel:
         )
         self.name = pipeline or (weights.name if weights else "embedded: cats")
         self._opened: Any = None
-        self._has_lora = False
+        self._lora: FusedLora | None = None
         self._lock = threading.Lock()
         if pipeline is None:
             self._read(weights)
@@ -53,8 +57,7 @@ class PictureModel:
         except NoWeights as error:
             self.problem = f"No pictures can be made: {error}."
         if weights is None and self._opened is not None and EMBEDDED_LORA.exists():
-            generate.load_lora(self._opened.transformer, EMBEDDED_LORA)
-            self._has_lora = True
+            self._lora = FusedLora(self._opened.transformer, EMBEDDED_LORA)
         self.pixels_per_token, self.text, self.size = PIXELS_PER_TOKEN, config.condition_tokens, config.size
 
     def geometry(self, height: int, width: int) -> Geometry:
@@ -95,8 +98,15 @@ class PictureModel:
             opened, prompt, 1, size=size, steps=steps, seed=seed, on_step=on_step
         )
 
-    def use_lora(self, is_wanted: bool) -> None:
-        """The embedded model's LoRA is tuned for tiles; other methods run without it."""
-        if self._has_lora:
-            transformer = self._opened.transformer
-            transformer.enable_adapters() if is_wanted else transformer.disable_adapters()
+    @contextmanager
+    def tuned_for(self, method: Method) -> Iterator[None]:
+        """With the embedded model's LoRA, where it was made for the method."""
+        lora = self._lora if self._lora and suits(self._lora.method, method) else None
+        if lora is None:
+            yield
+            return
+        lora.switch(True)
+        try:
+            yield
+        finally:
+            lora.switch(False)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from nearfield import recipes
 from nearfield._checks import check_int, wrong_type, wrong_value
 from nearfield.adapters import apply
 from nearfield.demo.model import TinyFlux
@@ -132,7 +133,8 @@ class Distillation:
     def publish(self) -> None:
         """Write the averaged LoRA, as diffusers' `load_lora_weights` reads it."""
         with self.loop.averaged():
-            facts = {"method": str(self.recipe.method), "rank": self.recipe.rank, "step": self.loop.step}
+            recipe = recipes.Recipe(self.recipe.method).as_document()
+            facts = {"recipe": recipe, "rank": self.recipe.rank, "step": self.loop.step}
             save_lora(self.folder / LORA, self.transformer, facts)
 
     def close(self) -> None:

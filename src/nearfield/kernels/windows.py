@@ -1,0 +1,92 @@
+"""Means of short runs of tokens, each with its own begin and size, and their adjoint, in Triton.
+
+A program holds the sums of some windows and goes through their tokens side by side: no sum crosses threads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.kernels import is_interpreted
+from nearfield.kernels.launch import padded
+from nearfield.kernels.walk import load_rows, store_rows
+
+_ROWS = 16
+"""Windows of one program."""
+
+
+@triton.jit
+def _window(starts, sizes, num_windows, ROWS: tl.constexpr):
+    """The windows of this program: their numbers, which there are, first tokens and sizes."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_windows
+    start = tl.load(starts + row, mask=exists, other=0)
+    return row, exists, start.to(tl.int64), tl.load(sizes + row, mask=exists, other=0)
+
+
+@triton.jit
+def _means_kernel(
+    source, means, starts, sizes, stride_sb, stride_sh, stride_sn, stride_sd, num_heads, num_windows,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    batch_head = tl.program_id(0).to(tl.int64)
+    source += batch_head // num_heads * stride_sb + batch_head % num_heads * stride_sh
+    row, exists, start, size = _window(starts, sizes, num_windows, ROWS)
+    total = tl.zeros([ROWS, PAD], tl.float32)
+    origin = tl.full([], 0, tl.int64)
+    for number in tl.range(0, WINDOW, loop_unroll_factor=16):
+        rows = load_rows(source, origin, start + number, number < size, stride_sn, stride_sd, DIM, PAD, True)
+        total += rows.to(tl.float32)
+    mean = total / tl.maximum(size, 1).to(tl.float32)[:, None]
+    store_rows(means + batch_head * num_windows * DIM, row, exists, DIM, 1, mean, DIM, PAD)
+
+
+@triton.jit
+def _spread_kernel(
+    grad, out, starts, sizes, stride_gb, stride_gh, stride_gn, stride_gd, num_heads, num_windows, num_tokens,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    batch_head = tl.program_id(0).to(tl.int64)
+    grad += batch_head // num_heads * stride_gb + batch_head % num_heads * stride_gh
+    row, exists, start, size = _window(starts, sizes, num_windows, ROWS)
+    origin = tl.full([], 0, tl.int64)
+    rows = load_rows(grad, origin, row.to(tl.int64), exists, stride_gn, stride_gd, DIM, PAD, True)
+    share = rows.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)[:, None]
+    for number in tl.range(0, WINDOW, loop_unroll_factor=16):
+        store_rows(
+            out + batch_head * num_tokens * DIM, start + number, number < size, DIM, 1, share, DIM, PAD
+        )
+
+
+def unsupported(x: Tensor) -> str | None:
+    """Why the kernels cannot take this tensor, or None."""
+    if not x.is_cuda and not is_interpreted():
+        return f"the tensors are on {x.device}"
+    if x.dtype == torch.float64:
+        return "float64 is for the reference"
+    if x.shape[-1] > 128:
+        return f"head dimension {x.shape[-1]} is above 128"
+    return None
+
+
+def window_means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
+    """See `nearfield.reference.windows`."""
+    batch, heads, _, dim = x.shape
+    means = torch.empty(batch, heads, len(starts), dim, device=x.device, dtype=x.dtype)
+    _means_kernel[(batch * heads, triton.cdiv(len(starts), _ROWS))](
+        x, means, starts, sizes, *x.stride(), heads, len(starts),
+        WINDOW=window, ROWS=_ROWS, DIM=dim, PAD=padded(dim), num_warps=4,
+    )  # fmt: skip
+    return means
+
+
+def window_means_backward(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int) -> Tensor:
+    """See `nearfield.reference.windows`."""
+    batch, heads, _, dim = grad.shape
+    out = torch.zeros(batch, heads, length, dim, device=grad.device, dtype=grad.dtype)
+    _spread_kernel[(batch * heads, triton.cdiv(len(starts), _ROWS))](
+        grad, out, starts, sizes, *grad.stride(), heads, len(starts), length,
+        WINDOW=window, ROWS=_ROWS, DIM=dim, PAD=padded(dim), num_warps=4,
+    )  # fmt: skip
+    return out
