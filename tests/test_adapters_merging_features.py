@@ -383,6 +383,22 @@ def test_attention_among_merged_tokens_is_dense_in_dense_steps() -> None:
         assert_differ(run(model, call), expected)
 
 
+def test_remembered_lists_go_with_keys_that_count_several_times() -> None:
+    model, call = tiny_models.flux().double(), double(tiny_models.flux_inputs((12, 14)))
+    schedule = diffusers.FlowMatchEulerDiscreteScheduler()
+    schedule.set_timesteps(4)
+    weighed = Merge(region_size=16, skip_blocks=(0, 0), size_bias=True)
+    everything = FineGrained(query_block=16, predict="online", mass=1.0, guard=None)
+    with nearfield.apply(model, weighed | everything):
+        expected = run(model, call)
+    cached = FineGrained(query_block=16, threshold=0, refresh=(0,))
+    with nearfield.apply(model, weighed | cached, scheduler=schedule) as handle:
+        for step in (0, 1):
+            schedule._step_index = step
+            assert_same(run(model, call), expected)
+        assert "kept 100.0% of the keys" in handle.summary()
+
+
 def plans_alike(one: Any, other: Any) -> bool:
     return torch.equal(one.to_mask(), other.to_mask())
 
@@ -537,11 +553,6 @@ BAD = [
         "`attention` must be a method such as nearfield.Hilbert(); got",
     ),
     (lambda: Merge(region="window") | paper(), ValueError, WINDOW),
-    (
-        lambda: Merge(size_bias=True) | FineGrained(),
-        ValueError,
-        "`size_bias` must be False together with FineGrained",
-    ),
     (
         lambda: Merge(size_bias=True) | LogLinear(),
         ValueError,

@@ -233,6 +233,20 @@ def test_hidden_keys_have_no_mass() -> None:
     assert torch.equal(nothing.keep, predict.by_means(query, key, blocks, mass=0.9).keep)
 
 
+def test_what_is_remembered_counts_the_bias() -> None:
+    """A key that counts a hundred times is kept, and one that is hidden is not."""
+    query, key, value = inputs()
+    bias = torch.zeros(2, 1, 79, dtype=torch.float64)
+    bias[..., 30], bias[..., 40:] = 100, -torch.inf
+    reader = FineGrained(16, 1, threshold=0.5).reader(Geometry((79,)))
+    reader.at(Moment(0, 50)).attend(query, key, value, key_bias=bias)
+    keep = kept(reader)
+    assert bool(keep[..., 30].all())
+    assert not bool(keep[..., 40:].any())
+    later = reader.at(Moment(1, 50)).attend(query, key, value, key_bias=bias).out
+    torch.testing.assert_close(later, value[:, :, 30:31].expand_as(later))
+
+
 BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: FineGrained(threshold="half"),

@@ -83,6 +83,27 @@ def test_weights_decide_and_nothing_is_empty(threshold: float, q_block: int, k_b
         assert bool(got.keep.all())
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("k_block", [1, 4, 16])
+def test_weights_count_the_bias_of_their_keys(
+    k_block: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also head by head, and where a hidden key would weigh more than a number can hold."""
+    monkeypatch.setattr(predict, "_MOST_CELLS", 1)
+    query, key, _ = inputs(70, 70)
+    key[:, :, 11] = 1e4 * query[:, ::2, 0]
+    bias = torch.randn(1, heads, 70, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    bias[..., 5:20] = -torch.inf
+    logits = query @ key.repeat_interleave(2, 1).mT * 8**-0.5 + bias[:, :, None]
+    weights, lse = logits.softmax(-1), logits.logsumexp(-1)
+    got = predict.by_weights(query, key, lse, Blocks(16, k_block, 70, 70), 0.05, key_bias=bias)
+    maxima, _ = by_hand(weights, 16, k_block)
+    assert torch.equal(got.keep, (maxima >= 0.05) | (maxima == maxima.amax(-1, keepdim=True)))
+    assert not bool(got.keep.all())
+    reads = got.keep.repeat_interleave(16, 2)[:, :, :70].repeat_interleave(k_block, 3)[..., :70]
+    torch.testing.assert_close(got.dropped, (weights * ~reads).sum(-1).mean(-1))
+
+
 def test_means_keep_the_fewest_blocks_that_hold_the_mass() -> None:
     query, key, _ = inputs(64, 90)
     blocks = Blocks(16, 8, 64, 90)

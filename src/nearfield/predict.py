@@ -86,36 +86,54 @@ def by_weights(
     blocks: Blocks,
     threshold: float,
     *,
+    key_bias: Tensor | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
 ) -> Prediction:
     """Keep blocks in which some weight reaches `threshold`, and the best of every row.
 
     Args:
-        lse: of full attention over these keys.
+        lse: of full attention over these keys, with their bias.
         threshold: 0 keeps everything.
+        key_bias: `[B, H or 1, M]`, added to the logits of keys: what it hides (`-inf`) has no weight.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    module = _module("columns", columns, impl, query, blocks.k_block)
+    module = _module("columns", columns, impl, query, blocks.k_block if key_bias is None else 1)
     rows_whole, always = blocks.always(query.device)
     keeps, dropped = [], []
     with torch.no_grad():
         # A few key heads at a time: the weights of all would take more memory than the lists.
-        for some_keys, some_queries in _head_chunks(query, key, blocks):
+        # A bias differs from key to key, so its weights are known by the key, and put together afterwards.
+        grain = blocks.k_block if key_bias is None else 1
+        for some_keys, some_queries in _head_chunks(query, key, blocks._replace(k_block=grain)):
             maxima, masses = module.column_statistics(
                 query[:, some_queries],
                 key[:, some_keys],
                 lse[:, some_queries],
                 blocks.q_block,
-                blocks.k_block,
+                grain,
                 float(scale),
             )
+            if key_bias is not None:
+                bias = key_bias if key_bias.shape[1] == 1 else key_bias[:, some_queries]
+                maxima, masses = _weighed(maxima, masses, bias.detach(), blocks.k_block)
             keep = maxima >= threshold
             keep |= rows_whole[:, None] | always
             keep.scatter_(-1, maxima.argmax(-1, keepdim=True), True)
             keeps.append(keep)
             dropped.append(_dropped(masses.masked_fill(keep, 0).sum(-1), blocks))
         return Prediction(_joined(keeps), _joined(dropped))
+
+
+def _weighed(maxima: Tensor, masses: Tensor, key_bias: Tensor, k_block: int) -> tuple[Tensor, Tensor]:
+    """Statistics of single keys, to which their bias is added, for blocks of `k_block` keys."""
+    bias = key_bias[:, :, None].to(maxima.dtype)
+    is_hidden, factor = bias == -math.inf, bias.exp()
+    # What is hidden may have had a score so high that its weight is infinite.
+    maxima, masses = ((part * factor).masked_fill_(is_hidden, 0) for part in (maxima, masses))
+    whole = (0, -maxima.shape[-1] % k_block)
+    cells = [pad(part, whole).unflatten(-1, (-1, k_block)) for part in (maxima, masses)]
+    return cells[0].amax(-1), cells[1].sum(-1)
 
 
 def by_means(

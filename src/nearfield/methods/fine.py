@@ -100,11 +100,6 @@ class FineGrained(AlongCurve, DenseParts):
         """Whether readers have to be told where the denoising loop stands."""
         return self.predict == "cached"
 
-    @property
-    def weighs_image_keys(self) -> bool:
-        """Whether a bias on keys of the image counts. Weights are predicted from queries and keys without it."""
-        return self.predict == "online"
-
     def mask_bytes(self, geometry: Geometry, batch: int, heads: int) -> int:
         """What a layer remembers for one branch takes as bits; as lists at most (if all is kept) 32 times as much."""
         rows, columns = (-(-geometry.num_tokens // block) for block in (self.query_block, self.grain))
@@ -206,7 +201,7 @@ class FineReader:
             plan = planning.full(query.shape[2], key.shape[2], device=query.device)
             attended = attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
             self.tally.add_full()
-            self._remember(query, key, attended.lse, scale, impl)
+            self._remember(query, key, attended.lse, key_bias, scale, impl)
             return attended
         return attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
 
@@ -246,11 +241,25 @@ class FineReader:
         due = [place for place in self.method.refreshes(self.moment.total) if place <= self.moment.place]
         return known if not due or known.place >= due[-1] else None
 
-    def _remember(self, query: Tensor, key: Tensor, lse: Tensor, scale: float | None, impl: Impl) -> None:
+    def _remember(
+        self,
+        query: Tensor,
+        key: Tensor,
+        lse: Tensor,
+        key_bias: Tensor | None,
+        scale: float | None,
+        impl: Impl,
+    ) -> None:
         assert self.moment is not None
-        threshold = _weight_of(self.method.threshold, key.shape[2])
         prediction = predict.by_weights(
-            query.detach(), key.detach(), lse.detach(), self.blocks, threshold, scale=scale, impl=impl
+            query.detach(),
+            key.detach(),
+            lse.detach(),
+            self.blocks,
+            _weight_of(self.method.threshold, key.shape[2]),
+            key_bias=key_bias,
+            scale=scale,
+            impl=impl,
         )
         self.memory.pop(self._key(query), None)  # before anything is made that takes its place
         lists, is_on_host = self._fitting(prediction.keep)
