@@ -21,6 +21,7 @@ from nearfield.bench.attend import dense_attention
 from nearfield.commands import arguments as choices
 from nearfield.commands import following
 from nearfield.kernels import launch
+from nearfield.methods.merging import Placement
 from nearfield.plan import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +78,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
 def test_choices_are_those_of_the_library() -> None:
     """Written out in the command line, which imports nothing to read its arguments."""
     assert get_args(Impl) == choices.IMPLS
+    assert get_args(Placement) == choices.PLACEMENTS
     assert choices.GRAINS == BLOCKS
     assert tuple(block for block in BLOCKS if block >= 16) == choices.QUERY_BLOCKS
 

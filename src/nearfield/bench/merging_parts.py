@@ -1,6 +1,5 @@
-"""What `bench model` needs where tokens are merged: a loop in which maps serve, and the parts that are timed apart."""
+"""What `bench model` needs where tokens are merged: maps that do not get old, and the parts that are timed apart."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -8,33 +7,16 @@ import torch
 from torch import Tensor
 
 from nearfield import Geometry, Merge
+from nearfield.bench.denoising import FOREVER
 from nearfield.blockwise import Kind
 from nearfield.merging import Merging
 from nearfield.methods.merging import Merged
-
-_FOREVER = 2**30
-
-
-class Loop:
-    """A denoising loop, as far as `apply` asks: every timed step is a later one."""
-
-    def __init__(self) -> None:
-        self.step_index = 0
-        self.timesteps = range(_FOREVER)
-
-
-def next_step(loop: Loop, step: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        loop.step_index += 1
-        return step()
-
-    return run
 
 
 def with_kept_maps(method: Merge | Merged) -> Merged:
     """The same, but maps never get old."""
     method = _merged(method)
-    return replace(method, merge=replace(method.merge, refresh=(_FOREVER, _FOREVER)))
+    return replace(method, merge=replace(method.merge, refresh=(FOREVER, FOREVER)))
 
 
 @dataclass(frozen=True)
@@ -95,8 +77,10 @@ class Parts:
         self.method, self.geometry = _merged(method), geometry
         joint = self._groups("joint", len(model.transformer_blocks))
         single = self._groups("single", len(model.single_transformer_blocks))
-        self.num_blocks, self.num_maps = len(joint + single), len(set(joint)) + len(set(single))
+        self.num_joint, self.num_single = len(joint), len(single)
+        self.num_maps = len(set(joint)) + len(set(single))
         width = model.config.num_attention_heads * model.config.attention_head_dim
+        self.text = torch.randn(1, geometry.text, width, device=device, dtype=dtype)
         self.tokens = torch.randn(1, geometry.num_image_tokens, width, device=device, dtype=dtype)
         self.map = self._made()
 
@@ -113,11 +97,29 @@ class Parts:
         return [self._made() for _ in range(self.num_maps)]
 
     def merge(self) -> Tensor:
+        is_by_module = self.method.merge.placement == "module"
         tokens = self.tokens
-        for _ in range(self.num_blocks):
-            short = self.map.enter(tokens)
-            tokens = tokens + self.map.leave(short - short)
+        for _ in range(self.num_joint):
+            tokens = self._around_module(tokens) if is_by_module else self._around_block(tokens)
+        for _ in range(self.num_single):
+            if is_by_module:
+                self._normed(tokens)
+            tokens = self._around_block(tokens)
         return tokens
+
+    def _around_block(self, tokens: Tensor) -> Tensor:
+        short = self.map.enter(tokens)
+        return tokens + self.map.leave(short - short)
+
+    def _around_module(self, tokens: Tensor) -> Tensor:
+        """What comes out of the module is added by the block itself."""
+        return self.map.leave(self.map.enter(tokens))
+
+    def _normed(self, tokens: Tensor) -> Tensor:
+        """A norm that sees all tokens, whose result is merged."""
+        whole = torch.cat([self.text, tokens], dim=1)
+        num_text = self.text.shape[1]
+        return torch.cat([whole[:, :num_text], self.map.enter(whole[:, num_text:])], dim=1)
 
 
 def _merged(method: Merge | Merged) -> Merged:

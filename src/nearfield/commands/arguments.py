@@ -23,6 +23,7 @@ SHARES = ("two-way", "keys")
 SHARED = ("centre", "distributed", "none")
 CURVES = ("auto", "hilbert", "hilbert-closed", "morton", "raster")
 ORDERS = ("hilbert", "morton", "raster")
+PLACEMENTS = ("block", "module")
 IMPLS = ("auto", "gluon", "triton", "grouped", "reference")
 
 
@@ -166,10 +167,12 @@ def comma_list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def pixels(argument: str) -> Callable[[str], tuple[int, int]]:
-    """`1024` or `768x1344`, in whole tokens."""
+    """`1024` or `768x1344`, in whole tokens, or a name: `480p`."""
     step = model_cases.PIXELS_PER_TOKEN
 
     def parse(text: str) -> tuple[int, int]:
+        if text in model_cases.NAMED_SIZES:
+            return model_cases.NAMED_SIZES[text]
         sides = text.lower().split("x")
         numbers = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in sides]
         if len(numbers) > 2 or any(number < step or number % step for number in numbers):
@@ -180,11 +183,12 @@ def pixels(argument: str) -> Callable[[str], tuple[int, int]]:
     return parse
 
 
-def two_layers(text: str) -> tuple[int, int]:
+def block_counts(text: str) -> tuple[int, ...]:
+    """Numbers of blocks of each kind, joined by +."""
     parts = text.split("+")
-    if len(parts) != 2 or not all(part.isdecimal() and 0 < int(part) < 1000 for part in parts):
-        wrong("--layers", "be two numbers of blocks joined by +", repr(text), "Example: --layers 2+4")
-    return int(parts[0]), int(parts[1])
+    if not all(part.isdecimal() and 0 < int(part) < 1000 for part in parts):
+        wrong("--layers", "be numbers of blocks joined by +", repr(text), "Example: --layers 2+4")
+    return tuple(map(int, parts))
 
 
 def layer_numbers(argument: str) -> Callable[[str], list[int]]:

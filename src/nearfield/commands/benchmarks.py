@@ -23,9 +23,11 @@ from nearfield.commands.arguments import (
     IMPLS,
     INTERRUPTED,
     OK,
+    PLACEMENTS,
     QUERY_BLOCKS,
     UsageError,
     add_method_fields,
+    block_counts,
     comma_list,
     command,
     integer,
@@ -36,7 +38,6 @@ from nearfield.commands.arguments import (
     preset_name,
     share,
     show_help_without_command,
-    two_layers,
     wrong,
 )
 from nearfield.commands.generating import chosen_device, missing_extras_told
@@ -175,55 +176,88 @@ def _bench_calls(arguments: argparse.Namespace, bench: Any, cases: Any) -> int:
     return verdict(results, written) if is_whole else INTERRUPTED
 
 
+_HILBERT_FIELDS = ("tiles", "share", "shared_tokens", "far", "interleave")
+_MERGE_FIELDS = ("ratio", "region_size", "placement")
+_FINE_FIELDS = ("query_block", "grain")
+
+
+def _model_case(arguments: argparse.Namespace) -> model_cases.ModelCase:
+    """What was asked for; fields that the method, or the model, does not have are refused."""
+    known = model_cases.ARCHITECTURES[arguments.model]
+    method = arguments.method or known.methods[0]
+    if method not in known.methods:
+        hint = f"Methods for {arguments.model}: {', '.join(known.methods)}."
+        wrong("--method", f"go with `--model {arguments.model}`", repr(method), hint)
+    if arguments.layers and len(arguments.layers) != len(known.layers):
+        count, example = ("two numbers of blocks joined by +", "2+4")
+        if len(known.layers) == 1:
+            count, example = ("one number of blocks", "4")
+        got = repr("+".join(map(str, arguments.layers)))
+        wrong("--layers", f"be {count}", got, f"Example: --layers {example}")
+
+    def given(names: Sequence[str], is_allowed: bool) -> dict[str, Any]:
+        found = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+        if found and not is_allowed:
+            name = next(iter(found))
+            wrong(f"--{name.replace('_', '-')}", f"be left out with `--method {method}`", found[name])
+        return found
+
+    shares = given(("skipped",), method == "fine").get("skipped", (model_cases.SKIPPED,))
+    return model_cases.ModelCase(
+        arguments.model,
+        arguments.layers,
+        arguments.tiny,
+        given(_HILBERT_FIELDS, "hilbert" in method),
+        method,
+        given(_MERGE_FIELDS, "merge" in method),
+        given(_FINE_FIELDS, method == "fine"),
+        tuple(shares),
+    )
+
+
 def _bench_model(arguments: argparse.Namespace) -> int:
+    case = _model_case(arguments)
+    sizes = [case.size(*size) for size in arguments.sizes or ()] or case.sizes
     import torch
 
-    from nearfield.bench import flux_model, machine, model, model_report
+    from nearfield.bench import machine, model, model_report, random_model
     from nearfield.bench.progress import Progress
     from nearfield.bench.timing import Effort
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "interleave")
-    fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if arguments.method == "merge" and fields:
-        name = next(iter(fields)).replace("_", "-")
-        wrong(f"--{name}", "be left out with `--method merge`", next(iter(fields.values())))
-    merge_names = ("ratio", "region_size")
-    merge_fields = {
-        name: getattr(arguments, name) for name in merge_names if getattr(arguments, name) is not None
-    }
-    if arguments.method == "hilbert" and merge_fields:
-        name = next(iter(merge_fields)).replace("_", "-")
-        wrong(f"--{name}", "be left out with `--method hilbert`", next(iter(merge_fields.values())))
-    case = model_cases.ModelCase(
-        arguments.model, arguments.layers, arguments.tiny, fields, arguments.method, merge_fields
-    )
-    default = model_cases.TINY_SIZES if arguments.tiny else model_cases.SIZES
-    sizes = [model_cases.Size(*size) for size in arguments.sizes or default]
     effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
+    results: list[Any] = []
+    is_whole = True
     with Progress(len(sizes) + 2) as progress:
         try:
             progress.step(f"making {arguments.model} with random weights")
             bench = model.ModelBench(case, device, effort, arguments.impl)
-        except flux_model.MissingDiffusers as error:
+        except random_model.MissingDiffusers as error:
             raise UsageError(str(error)) from None
-        except flux_model.TooLarge as error:
-            wrong("--model", "fit into memory", error, "Use --layers 2+4 for fewer layers, or --tiny.")
+        except random_model.TooLarge as error:
+            fewer = "+".join(map(str, case.architecture.tiny_layers))
+            wrong("--model", "fit into memory", error, f"Use --layers {fewer} for fewer layers, or --tiny.")
         progress.step("checking outputs")
         checked = bench.check(model.check_size(sizes))
         if not checked.passed:
             print(f"no figures: {checked}")
             return FAILED
-        results = []
-        for size in sizes:
-            progress.step(f"{size}: {size.tokens + case.text:,} tokens")
-            results.append(bench.run(size))
-    parameters = flux_model.num_parameters(bench.model)
+        try:
+            for size in sizes:
+                progress.step(f"{size}: {size.tokens + case.text:,} tokens")
+                results += bench.run(size)
+        except KeyboardInterrupt:  # what was measured until then has taken minutes
+            if not results:
+                raise
+            is_whole = False
+            print("interrupted; what was measured until then:")
+    parameters = random_model.num_parameters(bench.model)
     print(model_report.heading(case, parameters, machine.device_name(device), bench.dtype))
     print(model_report.results_table(results))
     print(f"checked: {checked}")
     document = model_report.as_json(results, checked, parameters, machine.facts())
-    return verdict(results, write_reports(document, arguments.json))
+    written = write_reports(document, arguments.json)
+    return verdict(results, written) if is_whole else INTERRUPTED
 
 
 def _bench_pixel(arguments: argparse.Namespace) -> int:
@@ -451,7 +485,8 @@ def _add_bench_model(benchmarks: Any) -> None:
         " attention at all",
         "  nearfield bench model --tiny\n  nearfield bench model --sizes 1024,2048,4096 --json model.json\n"
         "  nearfield bench model --layers 2+4 --sizes 1024 --share two-way --tiles 4\n"
-        "  nearfield bench model --sizes 2048 --method merge+hilbert --ratio 0.5",
+        "  nearfield bench model --sizes 2048 --method merge+hilbert --ratio 0.5\n"
+        "  nearfield bench model --model wan21-1.3b --sizes 480p,720p --method fine --skipped 0.7,0.9",
     )
     parser.add_argument(
         "--model",
@@ -464,18 +499,20 @@ def _add_bench_model(benchmarks: Any) -> None:
         "--sizes",
         type=comma_list(pixels("--sizes")),
         metavar="N,HxW",
-        help="pixels of the images (default 1024,2048,4096)",
+        help="pixels of the images or videos (default 1024,2048,4096; of Wan 480p,720p)",
     )
     parser.add_argument(
-        "--layers", type=two_layers, metavar="N+N", help="fewer layers: double-stream + single-stream blocks"
+        "--layers",
+        type=block_counts,
+        metavar="N+N",
+        help="fewer layers: double-stream + single-stream blocks; of Wan one number",
     )
     parser.add_argument("--tiny", action="store_true", help="a few narrow layers and a small image")
     parser.add_argument(
         "--method",
         type=member("--method", model_cases.METHODS),
-        default="hilbert",
         metavar="NAME",
-        help=f"one of {', '.join(model_cases.METHODS)} (default hilbert)",
+        help=f"one of {', '.join(model_cases.METHODS)} (default hilbert; of Wan fine)",
     )
     parser.add_argument(
         "--ratio",
@@ -488,6 +525,30 @@ def _add_bench_model(benchmarks: Any) -> None:
         type=integer("--region-size", 1),
         metavar="N",
         help="tokens that merge among themselves",
+    )
+    parser.add_argument(
+        "--placement",
+        type=member("--placement", PLACEMENTS),
+        metavar="WHERE",
+        help=f"around what tokens are merged: {' or '.join(PLACEMENTS)} (default block)",
+    )
+    parser.add_argument(
+        "--skipped",
+        type=comma_list(share("--skipped")),
+        metavar="X,X",
+        help=f"shares of the keys that fine skips (default {model_cases.SKIPPED})",
+    )
+    parser.add_argument(
+        "--query-block",
+        type=member("--query-block", QUERY_BLOCKS),
+        metavar="N",
+        help="queries that share a list of keys (default 128)",
+    )
+    parser.add_argument(
+        "--grain",
+        type=member("--grain", GRAINS),
+        metavar="N",
+        help="keys that are kept or skipped together (default 4)",
     )
     add_method_fields(parser)
     parser.add_argument(
