@@ -1,6 +1,8 @@
 """`nearfield bench fine`: checked first, then timed; a wrong answer gets no figure."""
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,44 @@ def test_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureF
     document = json.loads(path.read_text(encoding="utf-8"))
     assert document["benchmark"] == "fine"
     assert all(record["status"] == "ok" for record in document["results"])
+
+
+def test_what_was_measured_is_on_disk_whatever_stops_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cases = tmp_path / "fine.json", {"one": CASE, "two": replace(CASE, grain=8)}
+    monkeypatch.setattr(fine_cases, "QUICK", cases)
+    run = fine.FineBench.run
+
+    def killed(self: fine.FineBench) -> fine.FineResult:
+        if self.case.grain == 8:
+            raise SystemExit
+        return run(self)
+
+    monkeypatch.setattr(fine.FineBench, "run", killed)
+    with pytest.raises(SystemExit):
+        main(["bench", "fine", "--quick", "--json", str(path)])
+    (record,) = json.loads(path.read_text(encoding="utf-8"))["results"]
+    assert record["case"] == CASE.name
+    assert record["figures"]["cached"] > 0
+
+
+def test_dense_attention_that_is_clearly_slower_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(inputs: object) -> None:
+        time.sleep(0.05)
+
+    both = {"fast": lambda inputs: None, "slow": slow}
+    monkeypatch.setattr(fine, "dense_attention", lambda device: both)
+    bench = fine.FineBench(CASE, torch.device("cpu"), EFFORT)
+    assert list(bench._dense()) == ["dense fast"]
+    monkeypatch.setattr(fine, "dense_attention", lambda device: {"slow": slow, "as slow": slow})
+    assert list(bench._dense()) == ["dense slow", "dense as slow"]
+
+
+def test_on_a_gpu_ten_cases_take_minutes() -> None:
+    effort = fine.effort(torch.device("cuda"), quick=False)
+    assert (effort.rounds, effort.seconds) == (5, 0.3)
+    assert fine.effort(torch.device("cuda"), quick=True) == Effort.of(torch.device("cuda"), quick=True)
 
 
 def test_cases_have_names_of_their_own() -> None:

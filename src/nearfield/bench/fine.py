@@ -26,6 +26,8 @@ from nearfield.reference import columns
 
 _SAMPLED_ROWS = 16
 _HALVINGS = 8
+_CLEARLY_SLOWER = 1.3
+_AT_A_GLANCE = Effort(rounds=2, seconds=0.0, most=1)
 
 WORKS = ("cached", "online", "refresh")
 
@@ -145,6 +147,8 @@ class FineBench:
         return high
 
     def _dense(self) -> dict[str, Function]:
+        """Dense attention as torch offers it, without what is clearly slower than another: it would take most of the
+        time and change nothing."""
         functions: dict[str, Function] = {}
         for name, dense in dense_attention(self.device).items():
             if name == LAST_RESORT and functions:
@@ -154,7 +158,17 @@ class FineBench:
             except RuntimeError:
                 continue
             functions[f"dense {name}"] = partial(dense, self.inputs)
-        return functions
+        if len(functions) < 2:
+            return functions
+        rough = {name: seen.median for name, seen in measure(functions, self.device, _AT_A_GLANCE).items()}
+        most = _CLEARLY_SLOWER * min(rough.values())
+        return {name: function for name, function in functions.items() if rough[name] <= most}
+
+
+def effort(device: torch.device, quick: bool) -> Effort:
+    """Half of what is usual: a call at size takes milliseconds, so there are many of them all the same."""
+    usual = Effort.of(device, quick)
+    return usual if quick or device.type == "cpu" else replace(usual, rounds=5, seconds=usual.seconds / 2)
 
 
 def run_all(

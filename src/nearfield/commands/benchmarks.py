@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from nearfield.commands.arguments import (
 )
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.progress import Bar
-from nearfield.commands.reports import note_load, require_reports, verdict, write_reports
+from nearfield.commands.reports import note_load, require_reports, verdict, write_reports, write_so_far
 
 
 def add_commands(commands: Any) -> None:
@@ -136,43 +136,48 @@ def _bench_hilbert(arguments: argparse.Namespace) -> int:
 def _bench_fine(arguments: argparse.Namespace) -> int:
     from nearfield.bench import fine
 
-    return _bench_calls(arguments, fine, fine_cases)
+    return _bench_calls(arguments, fine, fine_cases, fine.effort)
 
 
 def _bench_loglinear(arguments: argparse.Namespace) -> int:
     from nearfield.bench import loglinear
+    from nearfield.bench.timing import Effort
 
-    return _bench_calls(arguments, loglinear, loglinear_cases)
+    return _bench_calls(arguments, loglinear, loglinear_cases, Effort.of)
 
 
-def _bench_calls(arguments: argparse.Namespace, bench: Any, cases: Any) -> int:
-    """Measure single calls of attention: `cases` has their tables, `bench` measures them."""
+def _bench_calls(
+    arguments: argparse.Namespace, bench: Any, cases: Any, effort: Callable[[Any, bool], Any]
+) -> int:
+    """Measure single calls of attention: `cases` has their tables, `bench` measures them with an `effort`.
+
+    What is measured is written at once: whatever stops the command, it has taken minutes.
+    """
     import torch
 
     from nearfield.bench import machine
     from nearfield.bench.progress import Progress
-    from nearfield.bench.timing import Effort
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = cases.QUICK | cases.CASES
     few = arguments.quick or device.type == "cpu"
     names = arguments.cases or tuple(cases.QUICK if few else cases.CASES)
     results: list[Any] = []
-    is_whole = True
+    is_whole, facts = True, machine.facts()
     try:
         with Progress(len(names)) as progress:
-            effort = Effort.of(device, arguments.quick)
-            chosen = [known[name] for name in names]
-            for result in bench.run_all(chosen, device, effort, arguments.impl, progress.step):
+            chosen, much = [known[name] for name in names], effort(device, arguments.quick)
+            for result in bench.run_all(chosen, device, much, arguments.impl, progress.step):
                 results.append(result)
-    except KeyboardInterrupt:  # what was measured until then has taken minutes
+                write_so_far(bench.as_json(results, facts), arguments.json)
+    except KeyboardInterrupt:
         if not results:
             raise
         is_whole = False
         print(f"interrupted; {len(results)} of {len(names)} were measured")
     print(machine.device_name(device))
     print(bench.results_table(results))
-    written = write_reports(bench.as_json(results, machine.facts()), arguments.json)
+    written = write_reports(bench.as_json(results, facts), arguments.json)
     return verdict(results, written) if is_whole else INTERRUPTED
 
 
@@ -242,20 +247,21 @@ def _bench_model(arguments: argparse.Namespace) -> int:
         if not checked.passed:
             print(f"no figures: {checked}")
             return FAILED
+        parameters, facts = random_model.num_parameters(bench.model), machine.facts()
         try:
             for size in sizes:
                 progress.step(f"{size}: {size.tokens + case.text:,} tokens")
                 results += bench.run(size)
+                write_so_far(model_report.as_json(results, checked, parameters, facts), arguments.json)
         except KeyboardInterrupt:  # what was measured until then has taken minutes
             if not results:
                 raise
             is_whole = False
             print("interrupted; what was measured until then:")
-    parameters = random_model.num_parameters(bench.model)
     print(model_report.heading(case, parameters, machine.device_name(device), bench.dtype))
     print(model_report.results_table(results))
     print(f"checked: {checked}")
-    document = model_report.as_json(results, checked, parameters, machine.facts())
+    document = model_report.as_json(results, checked, parameters, facts)
     written = write_reports(document, arguments.json)
     return verdict(results, written) if is_whole else INTERRUPTED
 

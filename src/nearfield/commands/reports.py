@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ def verdict(results: Sequence[Any], written: bool) -> int:
     measured = any(result.status == "ok" for result in results)
     failed = any(result.status in ("check failed", "broke") for result in results)
     return OK if measured and written and not failed else FAILED
+
+
+def write_so_far(document: dict[str, Any], json_path: Path | None) -> None:
+    """Write what is known before the end, in case there is none. Where that fails, the end will tell."""
+    from nearfield.bench import report
+
+    if json_path:
+        with suppress(OSError):
+            report.write_json(json_path, document)
 
 
 def write_reports(
