@@ -147,6 +147,50 @@ def test_command_times_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert len(record["layers"]) == record["ranks"] == 2
 
 
+def test_a_wrong_kernel_gets_no_figure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = scaling_times.attend_here
+
+    def wrong(*given: Any, **rest: Any) -> Any:
+        found = right(*given, **rest)
+        return found._replace(out=1.01 * found.out)
+
+    monkeypatch.setattr(scaling_times, "attend_here", wrong)
+    assert cli.main(["bench", "scaling", "--kernel-time", "--quick", "--ranks", "2", "--device", "cpu"]) == 1
+    assert capsys.readouterr().out.startswith("no figures: relative error 1.0")
+
+
+def test_layers_that_were_timed_are_kept_when_the_rest_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, report = scaling_times.measure, tmp_path / "times.json"
+
+    def stopped(case: Any, num_ranks: int, layer: int, *rest: Any) -> Any:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return right(case, num_ranks, layer, *rest)
+
+    monkeypatch.setattr(scaling_times, "measure", stopped)
+    words = "bench scaling --kernel-time --quick --ranks 2 --device cpu --json"
+    assert cli.main([*words.split(), str(report)]) == 130
+    assert [record["layer"] for record in json.loads(report.read_text())["results"]] == [0]
+
+
+def test_on_a_gpu_calls_are_timed_as_graphs_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions: dict[str, Function] = {"whole": lambda: 1}
+    monkeypatch.setattr(scaling_times.timing, "captured", lambda function, device: lambda: 2)
+    graphs, is_graph = scaling_times._graphs(functions, torch.device("cuda"))
+    assert (graphs["whole"](), is_graph) == (2, True)
+    assert scaling_times._graphs(functions, torch.device("cpu")) == (functions, False)
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(scaling_times.timing, "captured", refused)
+    assert scaling_times._graphs(functions, torch.device("cuda")) == (functions, False)
+
+
 BAD_KERNEL_TIMES = {
     "--quick": "`--quick` must be given with `--kernel-time` only; got True.",
     "--device cpu": "`--device` must be given with `--kernel-time` only; got cpu.",

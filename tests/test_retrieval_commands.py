@@ -146,6 +146,30 @@ def test_speed_dry_run_builds_nothing(
     assert "qwen3-14b, 65,536 tokens in chunks of 1,024, 64 of question, infoflow at 15%" in printed
 
 
+def test_lengths_that_were_timed_are_kept_and_the_gate_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, out = [], tmp_path / "speed.json"
+
+    def counted(model: Any) -> Any:
+        asked.append(model)
+        return verify(model)
+
+    measured = retrieval_speed.SpeedBench._measured
+
+    def stopped(self: Any, case: Any, *rest: Any) -> Any:
+        if case.length == 192:
+            raise KeyboardInterrupt
+        return measured(self, case, *rest)
+
+    monkeypatch.setattr(retrieval_speed, "verify", counted)
+    monkeypatch.setattr(retrieval_speed.SpeedBench, "_measured", stopped)
+    words = "bench retrieval --speed --models tiny-llama --lengths 128,160,192 --chunk-tokens 64 --rounds 1"
+    assert cli.main([*words.split(), "--device", "cpu", "--out", str(out)]) == 130
+    assert [record["length"] for record in json.loads(out.read_text())["results"]] == [128, 160]
+    assert len(asked) == 1
+
+
 def test_what_breaks_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = retrieval_speed.SpeedBench("tiny-llama", torch.device("cpu"))
     case = retrieval_speed.SpeedCase("tiny-llama", 128, 64, 8)
@@ -154,7 +178,7 @@ def test_what_breaks_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bench.run(case, 1).status == "broke"
     with monkeypatch.context() as patch:
         patch.setattr(retrieval_speed, "verify", lambda _: int("x"))
-        found = bench.run(case, 1)
+        found = retrieval_speed.SpeedBench("tiny-llama", torch.device("cpu")).run(case, 1)
     assert found.status == "check failed"
     assert found.speed_up is None
     assert "check failed" in retrieval_speed.table([found])
@@ -165,6 +189,7 @@ def test_architectures_have_their_real_sizes(name: str, billions: float) -> None
     """Laid out without memory. Both keep their output weights apart from the embedding."""
     model = random_model(*retrieval_cases.ARCHITECTURES[name], "meta", torch.bfloat16)
     assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(billions * 1e9, rel=0.01)
+    assert {(weight.device.type, weight.dtype) for weight in model.parameters()} == {("meta", torch.bfloat16)}
 
 
 def test_targets_are_those_of_whole_models() -> None:

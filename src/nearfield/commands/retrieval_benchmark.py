@@ -3,11 +3,13 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nearfield.bench import retrieval_cases as cases
 from nearfield.commands.arguments import (
+    INTERRUPTED,
     OK,
     UsageError,
     comma_list,
@@ -20,7 +22,7 @@ from nearfield.commands.arguments import (
 from nearfield.commands.generating import chosen_device
 from nearfield.commands.methods import number
 from nearfield.commands.progress import Bar
-from nearfield.commands.reports import note_load, require_reports, verdict, write_reports
+from nearfield.commands.reports import note_load, require_reports, verdict, write_reports, write_so_far
 from nearfield.commands.retrieving import retrieval_told
 
 _MODELS = (cases.EMBEDDED, *cases.ARCHITECTURES)
@@ -136,18 +138,30 @@ def _speed(arguments: argparse.Namespace) -> int:
             print(f"{len(wanted)} measurements on {machine.device_name(device)}:", *wanted, sep="\n  ")
             return OK
         note_load(device.type)
-        results = []
-        with Bar(len(wanted), "cases") as bar:
-            for result in retrieval_speed.run_all(wanted, device, arguments.rounds, bar.show):
-                results.append(result)
+        results: list[retrieval_speed.SpeedResult] = []
+        is_whole, facts = True, machine.facts()
+        try:
+            with Bar(len(wanted), "cases") as bar:
+                for result in retrieval_speed.run_all(wanted, device, arguments.rounds, bar.show):
+                    results.append(result)
+                    write_so_far(_speed_document(results, facts), arguments.out)
+        except KeyboardInterrupt:  # what was measured until then has taken minutes
+            if not results:
+                raise
+            is_whole = False
+            print(f"interrupted; {len(results)} of {len(wanted)} were measured")
     print(retrieval_speed.table(results))
-    document = {
+    written = write_reports(_speed_document(results, facts), arguments.out)
+    return verdict(results, written) if is_whole else INTERRUPTED
+
+
+def _speed_document(results: Sequence[Any], facts: dict[str, Any]) -> dict[str, Any]:
+    return {
         "format": 1,
         "command": "bench retrieval --speed",
-        "machine": machine.facts(),
+        "machine": facts,
         "results": [result.as_record() for result in results],
     }
-    return verdict(results, write_reports(document, arguments.out))
 
 
 def _fidelity(arguments: argparse.Namespace) -> int:

@@ -4,9 +4,19 @@ import argparse
 from typing import Any
 
 from nearfield.bench import scaling_cases as cases
-from nearfield.commands.arguments import FAILED, OK, comma_list, command, integer, member, output_file, wrong
+from nearfield.commands.arguments import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    comma_list,
+    command,
+    integer,
+    member,
+    output_file,
+    wrong,
+)
 from nearfield.commands.generating import chosen_device
-from nearfield.commands.reports import note_load, require_reports, write_reports
+from nearfield.commands.reports import note_load, require_reports, write_reports, write_so_far
 
 _TIMED, _TIMED_RANKS = ("flux-4096",), (8,)
 
@@ -86,20 +96,31 @@ def _time_kernels(arguments: argparse.Namespace) -> int:
     if arguments.quick and arguments.cases:
         wrong("--cases", "be left out with `--quick`", ",".join(arguments.cases))
     from nearfield import Hilbert
-    from nearfield.bench import machine, scaling_times, timing
+    from nearfield.bench import machine, scaling_times
     from nearfield.bench.progress import Progress
 
     device = chosen_device(arguments.device)
     note_load(device.type)
     chosen = [cases.TINY] if arguments.quick else [cases.CASES[name] for name in arguments.cases or _TIMED]
     ranks = arguments.ranks or _TIMED_RANKS
-    effort = timing.Effort.of(device, arguments.quick)
+    effort = scaling_times.effort(device, arguments.quick)
     layers = sum(Hilbert(**case.fields).cycle for case in chosen)
-    with Progress(layers * len(ranks)) as progress:
-        results = scaling_times.run_all(chosen, ranks, device, effort, progress.step)
+    results: list[scaling_times.KernelTimes] = []
+    is_whole, facts = True, machine.facts()
+    try:
+        with Progress(layers * len(ranks)) as progress:
+            for result in scaling_times.run_all(chosen, ranks, device, effort, progress.step):
+                results.append(result)
+                write_so_far(scaling_times.as_json(results, str(device), facts), arguments.json)
+    except scaling_times.WrongAnswer as error:
+        print(f"no figures: {error}")
+        return FAILED
+    except KeyboardInterrupt:  # what was measured until then has taken minutes
+        if not results:
+            raise
+        is_whole = False
+        print("interrupted; what was measured until then:")
     print(scaling_times.results_table(results))
-    print(
-        "kernels: of the slowest rank; all: with packing and merging; pairs: the busiest rank over an even share."
-    )
-    document = scaling_times.as_json(results, str(device), machine.facts())
-    return OK if write_reports(document, arguments.json) else FAILED
+    document = scaling_times.as_json(results, str(device), facts)
+    written = write_reports(document, arguments.json)
+    return (OK if written else FAILED) if is_whole else INTERRUPTED
