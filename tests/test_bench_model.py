@@ -33,6 +33,7 @@ from nearfield.bench.model import (
 from nearfield.bench.model_cases import ModelCase, Size
 from nearfield.bench.timing import Effort, Timing, measure
 from nearfield.merging import Merging
+from nearfield.tokenmap import Ordering
 
 pytest.importorskip("diffusers")
 
@@ -369,6 +370,8 @@ def test_the_share_is_skipped_that_was_asked_for(
         parts = {REFRESH} if result.variant.startswith("cached") else set()
         assert set(result.timings) == {"sdpa", OURS, CEILING, REORDERING} | parts
         assert (result.over_generation is not None) == bool(parts)
+        assert "nearfield: Fitted(query_block=16, " in result.summary
+        assert "object at" not in result.summary
     assert [block.attn1.processor for block in fine_bench.model.blocks] == before
     # A timed call finds its lists, but for those whose making is timed.
     calls = {(reader.tally.num_full, reader.tally.num_sparse) for reader in made}
@@ -433,6 +436,28 @@ def test_on_a_gpu_both_dense_attentions_are_measured(bench: ModelBench) -> None:
     assert list(on_gpu._dense()) == ["cudnn", "flash"]
     on_gpu.case = TINY_VIDEO
     assert list(on_gpu._dense()) == ["cudnn"]
+
+
+@pytest.mark.parametrize("name", ["flux1", "wan21-1.3b"])
+def test_what_is_moved_apart_is_what_moves_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ModelCase(name, None, tiny=True, fields={"tiles": 4})
+    size = case.size(128, 192)
+    bench, method = ModelBench(case, CPU, LITTLE), Hilbert(**case.method_fields(size))
+    seen: list[tuple[Any, ...]] = []
+    right = Ordering._moved
+
+    def noted(self: Ordering, way: str, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        seen.append((way, tuple(x.shape), x.dtype))
+        return right(self, way, x, dim, index)
+
+    monkeypatch.setattr(Ordering, "_moved", noted)
+    arguments = bench._arguments(size)
+    with model.apply(bench.model, method):
+        bench._output(arguments, nullcontext)
+    in_step = sorted(seen, key=str)
+    seen.clear()
+    bench.made.moving(bench.model, arguments, size).by(method.ordering(bench._geometry(size)))
+    assert sorted(seen, key=str) == in_step
 
 
 def test_what_breaks_is_a_result(bench: ModelBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,9 @@ def _method_words(method: Any) -> str:
         )
     if not is_dataclass(value):
         return str(value)
-    values = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
+    values = [
+        (field.name, getattr(value, field.name), field.default) for field in fields(value) if field.repr
+    ]
     given = ", ".join(f"{name}={setting!r}" for name, setting, default in values if setting != default)
     return f"{type(method).__name__}({given})"
 

@@ -1,6 +1,5 @@
 """What one denoising step of Wan 2.1's transformer is given, and what of it moves with the order of tokens."""
 
-import math
 from typing import Any
 
 import torch
@@ -36,9 +35,8 @@ def inputs(
 
 
 def moving(model: Any, arguments: dict[str, Tensor], size: Size) -> Moving:
-    """Hidden states and the rotary table enter; what the last layer gives leaves."""
+    """Hidden states and the rotary table enter; states that were normalised, in float32, leave."""
     latents, config = arguments["hidden_states"], model.config
     states = latents.new_ones(1, size.tokens, config.num_attention_heads * config.attention_head_dim)
     table = latents.new_ones(1, size.tokens, 1, config.attention_head_dim, dtype=torch.float32)
-    output = latents.new_ones(1, size.tokens, config.out_channels * math.prod(config.patch_size))
-    return Moving([(states, 1), (table, 1), (table, 1)], output)
+    return Moving([(states, 1), (table, 1), (table, 1)], states.float())
