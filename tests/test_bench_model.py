@@ -31,6 +31,7 @@ from nearfield.bench.model import (
     WithoutAttention,
 )
 from nearfield.bench.model_cases import ModelCase, Size
+from nearfield.bench.pareto_report import read_points
 from nearfield.bench.timing import Effort, Timing, measure
 from nearfield.merging import Merging
 from nearfield.tokenmap import Ordering
@@ -555,6 +556,11 @@ def test_the_command_measures_a_video_and_what_was_done_before_it_was_stopped(
     assert cached["frames"] == 9
     assert cached["milliseconds"][REFRESH]["median"] > 0
     assert cached["speed_up_over_generation"] > 0
+    points = read_points(document)
+    assert [(point.name, point.family) for point in points] == [
+        ("64x96, 9 frames; cached, 70% skipped", "FineGrained"),
+        ("64x96, 9 frames; online, 70% skipped", "FineGrained"),
+    ]
 
 
 def test_a_wrong_answer_gets_no_figure(

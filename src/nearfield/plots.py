@@ -211,12 +211,13 @@ def hilbert_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) ->
 def model_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
     """For each size of image the speed-up of a denoising step; its bound is the step without any attention."""
     sizes = {
-        f"{record['pixels']} px": record | {"bound": record["ceiling"]}
+        record.get("name", f"{record['pixels']} px"): record | {"bound": record["ceiling"]}
         for record in records
         if record["status"] == "ok"
     }
     words = "speed-up of one denoising step;  solid line: with no attention at all over the best dense, dotted: target"
-    _speed_up_bars(path, sizes, f"FLUX.1's architecture on {machine}", words)
+    model = {"wan21-1.3b": "Wan 2.1 1.3B"}.get(records[0].get("model", "") if records else "", "FLUX.1")
+    _speed_up_bars(path, sizes, f"{model}'s architecture on {machine}", words)
 
 
 def _speed_up_bars(path: Path, records: dict[str, dict[str, Any]], title: str, words: str) -> None:

@@ -98,6 +98,8 @@ def as_json(
 
 def _record(result: ModelResult) -> dict[str, Any]:
     return {
+        "name": result.label if result.size.frames > 1 else f"{result.label} px",
+        "model": result.case.model,
         "pixels": str(result.size),
         "frames": result.size.frames,
         "variant": result.variant,

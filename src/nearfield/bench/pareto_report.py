@@ -16,7 +16,7 @@ KINDS = ("quality", "model", "hilbert")
 """Benchmarks whose files are read."""
 _DENSE = "dense"
 _FAMILIES = {"hilbert": "Hilbert", "window": "mask", "band": "mask", "Merged": "Merge | Hilbert"}
-_SPEED_FAMILIES = {"merge": "Merge", "merge+hilbert": "Merge | Hilbert"}
+_SPEED_FAMILIES = {"merge": "Merge", "merge+hilbert": "Merge | Hilbert", "fine": "FineGrained"}
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def _speed_point(record: Mapping[str, Any], kind: str, source: str) -> Point:
         return Point(record["case"], "Hilbert", f"{source}: one attention call", **common)
     family = _SPEED_FAMILIES.get(record.get("method_name", ""), "Hilbert")
     median = record["milliseconds"]["nearfield"]["median"]
-    return Point(f"{record['pixels']} px", family, f"{source}: one step", milliseconds=median, **common)
+    name = record.get("name", f"{record['pixels']} px")
+    return Point(name, family, f"{source}: one step", milliseconds=median, **common)
 
 
 # -- fronts ----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ _COLUMNS = {
                "dense_milliseconds.median", "dense_backend", "speed_up", "bound", "fraction_of_dense_rate"),
     "hilbert": ("case", "impl", "density", "milliseconds", "dense_backend", "speed_up", "speed_ups.flex", "bound",
                 "fraction_of_bound", "target", "target_reached"),
-    "model": ("pixels", "tokens", "density", "milliseconds.nearfield.median", "dense_backend", "speed_up", "ceiling",
-              "target", "target_reached"),
+    "model": ("pixels", "variant", "tokens", "density", "milliseconds.nearfield.median", "dense_backend", "speed_up",
+              "ceiling", "target", "target_reached"),
     "bench retrieval": ("selector", "ratio", "questions", "divergence.mean", "divergence.low", "divergence.high",
                         "agreement.mean"),
 }  # fmt: skip
