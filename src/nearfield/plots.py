@@ -211,7 +211,8 @@ def hilbert_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) ->
 def model_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
     """For each size of image the speed-up of a denoising step; its bound is the step without any attention."""
     sizes = {
-        record.get("name", f"{record['pixels']} px"): record | {"bound": record["ceiling"]}
+        record.get("name", f"{record['pixels']} px").replace("; ", "\n"): record
+        | {"bound": record["ceiling"]}
         for record in records
         if record["status"] == "ok"
     }

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from nearfield import FineGrained, Geometry, predict
+from nearfield import FineGrained, Geometry, kernels, predict
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
 from nearfield.methods.fine import FineReader
 from nearfield.plan import Plan
 from nearfield.predict import Mask
+from nearfield.reference import columns
 
 _SAMPLED_ROWS = 16
-_HALVINGS = 10
+_HALVINGS = 16
 
 
 @dataclass(frozen=True)
@@ -75,31 +75,48 @@ class FittedReader(FineReader):
         super().__init__(method, geometry)
         self.fitted, self.layer = method, layer
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Attended:
-        if self.method is self.fitted:
-            self.method = self._method_for(query, key, options.get("scale"), options.get("impl", "auto"))
-        return super().attend(query, key, value, **options)
-
-    def _method_for(self, query: Tensor, key: Tensor, scale: float | None, impl: Impl) -> Fitted:
-        """The method with what was found for the layer, which is sought if it was not yet."""
-        found, is_online = self.fitted.found, self.fitted.predict == "online"
+    def _remember(
+        self,
+        query: Tensor,
+        key: Tensor,
+        lse: Tensor,
+        key_bias: Tensor | None,
+        scale: float | None,
+        impl: Impl,
+    ) -> None:
+        found = self.fitted.found
         if self.layer not in found:
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            found[self.layer] = (
-                self._mass(query, key, scale, impl) if is_online else self._threshold(query, key, scale)
-            )
-        at = found[self.layer]
-        return replace(self.fitted, mass=at) if is_online else replace(self.fitted, threshold=at)
+            found[self.layer] = self._threshold(query, key, lse, scale, impl)
+        self.method = replace(self.fitted, threshold=found[self.layer])
+        super()._remember(query, key, lse, key_bias, scale, impl)
 
-    def _threshold(self, query: Tensor, key: Tensor, scale: float) -> float:
-        """The weight that the share falls below, in some blocks of queries of every head."""
-        rows = -(-query.shape[2] // self.blocks.q_block)
-        picked = torch.linspace(0, rows - 1, min(_SAMPLED_ROWS, rows)).round().int().tolist()
-        keys = key.float().mT
-        ranked = torch.cat([_largest_weights(query, keys, self.blocks, row, scale) for row in picked])
-        return float(ranked.sort().values[int(self.fitted.skipped * (len(ranked) - 1))])
+    def _predicted(
+        self, query: Tensor, key: Tensor, key_bias: Tensor | None, scale: float | None, impl: Impl
+    ) -> Plan:
+        found = self.fitted.found
+        if self.layer not in found:
+            found[self.layer] = self._mass(query, key, scale, impl)
+        self.method = replace(self.fitted, mass=found[self.layer])
+        return super()._predicted(query, key, key_bias, scale, impl)
 
-    def _mass(self, query: Tensor, key: Tensor, scale: float, impl: Impl) -> float:
+    def _threshold(self, query: Tensor, key: Tensor, lse: Tensor, scale: float | None, impl: Impl) -> float:
+        """The weight that the share falls below, in some blocks of queries of every head.
+
+        Weights are computed as the method will: where they hardly differ, rounding would decide.
+        """
+        rows = torch.arange(query.shape[2], device=query.device).split(self.blocks.q_block)
+        places = torch.linspace(0, len(rows) - 1, min(_SAMPLED_ROWS, len(rows))).round().int().tolist()
+        some = torch.cat([rows[place] for place in places])  # the last, which may be shorter, at the end
+        grain, wants_kernel = self.blocks.k_block, query.is_cuda and impl in ("auto", "triton", "gluon")
+        module = (kernels.helper("columns", query, grain) if wants_kernel else None) or columns
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        maxima, _ = module.column_statistics(
+            query[:, :, some], key, lse[:, :, some], self.blocks.q_block, grain, float(scale)
+        )
+        ranked = maxima.flatten().sort().values
+        return float(ranked[int(self.fitted.skipped * (len(ranked) - 1))])
+
+    def _mass(self, query: Tensor, key: Tensor, scale: float | None, impl: Impl) -> float:
         """The mass that keeps the rest, by halving."""
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
@@ -107,14 +124,6 @@ class FittedReader(FineReader):
             kept = predict.by_means(query, key, self.blocks, mass=middle, scale=scale, impl=impl).kept
             low, high = (low, middle) if float(kept) > 1 - self.fitted.skipped else (middle, high)
         return high
-
-
-def _largest_weights(query: Tensor, keys: Tensor, blocks: predict.Blocks, row: int, scale: float) -> Tensor:
-    """Of one block of queries, the largest weight in each block of keys, of all heads in one row."""
-    some = query[:, :, row * blocks.q_block : (row + 1) * blocks.q_block].float()
-    largest = (scale * (some @ keys)).softmax(-1).amax(-2)
-    cells: Tensor = pad(largest, (0, -largest.shape[-1] % blocks.k_block)).unflatten(-1, (-1, blocks.k_block))
-    return cells.amax(-1).flatten()
 
 
 @dataclass(frozen=True)
