@@ -28,6 +28,8 @@ def test_a_case_is_checked_and_timed() -> None:
     assert dense is not None
     assert refresh == pytest.approx(result.timings["refresh"].median / dense)
     assert result.figure("cached") == pytest.approx(dense / result.timings["cached"].median)
+    assert list(result.seconds) == ["seeking lists", "checking", "timing"]
+    assert all(seconds > 0 for seconds in result.seconds.values())
 
 
 def test_a_wrong_answer_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ Everything runs on the same tensors, in turns; a wrong answer gets no figure. Ho
 the threshold and the mass are sought so that they skip that much of these tensors.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ class FineResult:
         kept: share of the keys that is read, by "cached" and "online".
         timings: by name: the calls ("cached", "online", "refresh"), their parts, and dense attention.
         list_bytes: of the remembered lists.
+        seconds: that the case took, by what was done: kernels are compiled where they are called first.
     """
 
     case: FineCase
@@ -49,6 +52,7 @@ class FineResult:
     checked: Checked | None = None
     timings: dict[str, Timing] = field(default_factory=dict)
     list_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def milliseconds(self, name: str) -> float | None:
         return self.timings[name].median if name in self.timings else None
@@ -92,12 +96,15 @@ class FineBench:
             return replace(result, note=f"{type(error).__name__}: {error}")
 
     def _run(self, result: FineResult) -> FineResult:
+        began = [time.perf_counter()]
         threshold, mass = self._threshold(), self._mass()
         plan, online = self._remembered(threshold), self._predicted(mass)
         kept = {"cached": plan.density, "online": online.density}
+        began.append(time.perf_counter())
         with poisoned_memory():
             results = [(which, self._attend(which)) for which in (plan, online)]
         checked = worst([check_forward(self.inputs, which, *got) for which, got in results])
+        began.append(time.perf_counter())
         result = replace(result, kept=kept, checked=checked, list_bytes=plan.blocks.nbytes)
         if not checked.passed:
             return replace(result, status="check failed", note=str(checked))
@@ -107,11 +114,11 @@ class FineBench:
             "refresh": lambda: (self._attend(self.full), self._remembered(threshold)),
             "prediction online": partial(self._predicted, mass),
         }
-        return replace(
-            result,
-            status="ok",
-            timings=measure(functions | self._dense(), self.device, self.effort),
-        )
+        timings = measure(functions | self._dense(), self.device, self.effort)
+        began.append(time.perf_counter())
+        spans = [after - before for before, after in pairwise(began)]
+        seconds = dict(zip(("seeking lists", "checking", "timing"), spans, strict=True))
+        return replace(result, status="ok", timings=timings, seconds=seconds)
 
     def _attend(self, plan: Plan) -> Attended:
         return attend(*self.inputs, plan, impl=self.impl)
@@ -230,5 +237,6 @@ def _record(result: FineResult) -> dict[str, Any]:
         "figures": {name: result.figure(name) for name in WORKS},
         "targets": case.targets,
         "list_bytes": result.list_bytes,
+        "seconds": result.seconds,
         "check": check_record(result.checked),
     }

@@ -136,6 +136,7 @@ def _plans(case: ScalingCase, block: int) -> tuple[Plan, ...]:
     )
 
 
+@lru_cache(maxsize=16)
 def split_of(case: ScalingCase, num_ranks: int, block: int) -> Split:
     """As `apply` splits it."""
     from nearfield.parallel.cuts import even_split
