@@ -313,6 +313,9 @@ def test_predictions_of_kernels_and_of_plain_torch(device: torch.device) -> None
     query, key, _ = (3 * x.to(device, torch.float32) for x in inputs(100, 70, 16, heads=2, key_heads=1))
     _, lse = weights_of(query, key)
     blocks = Blocks(64, 4, 100, 70, ((0, 9),))
+    bias = torch.linspace(-3, 3, 70, device=device).expand(1, 1, 70)
+    bias = bias.index_fill(2, torch.arange(20, 40, device=device), -math.inf)
+    biased = (query @ key.repeat_interleave(2, 1).mT * 16**-0.5 + bias[:, :, None]).logsumexp(-1)
     for plain, fused in (
         [
             predict.by_means(query, key, blocks, mass=0.8, guard=0.05, impl=impl)
@@ -320,6 +323,10 @@ def test_predictions_of_kernels_and_of_plain_torch(device: torch.device) -> None
         ],
         [predict.by_means(query, key, blocks, topk=5, impl=impl) for impl in ("reference", "triton")],
         [predict.by_weights(query, key, lse, blocks, 0.05, impl=impl) for impl in ("reference", "triton")],
+        [
+            predict.by_weights(query, key, biased, blocks, 0.05, key_bias=bias, impl=impl)
+            for impl in ("reference", "triton")
+        ],
     ):
         assert torch.equal(plain.keep, fused.keep)
         assert not bool(plain.keep.all())
