@@ -172,6 +172,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
         (tiny_models.flux(), Merge(region="global")),
         (tiny_models.flux(), Merge() | paper(far=16)),
         (tiny_models.flux(), Merge() | LogLinear()),
+        (tiny_models.flux(), Hilbert(summary="weighted")),
     ):
         try:
             apply(model, method, mesh=mesh)

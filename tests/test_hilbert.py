@@ -1,6 +1,7 @@
 """The Hilbert method against its pattern written token by token, its far field against one dense softmax."""
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
@@ -464,6 +465,61 @@ def test_attention_reads_the_plan_of_its_layer():
             out = hilbert_attention(*inputs, geometry, layer, method=method)
             assert torch.equal(out, attend(*inputs, plan).out)
             assert_within_budget(Call(*inputs, plan), "grouped")
+
+
+WEIGHTED = paper(tiles=4, far=8, shared="none", summary="weighted")
+
+
+def test_weighted_summaries_are_exact_for_the_mean_query():
+    """Where all queries are alike, windows stand for their tokens exactly, however these differ."""
+    geometry = Geometry((12, 16), text=10)
+    query, key, value = inputs_for(geometry, batch=2, dtype=torch.float64)
+    query = query[:, :, 20:21].expand_as(query)
+    everything = scaled_dot_product_attention(query, 3 * key, value)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+    close(hilbert_attention(query, 3 * key, value, geometry, 1, method=WEIGHTED), everything)
+    rough = hilbert_attention(
+        query, 3 * key, value, geometry, 1, method=dataclasses.replace(WEIGHTED, summary="mean")
+    )
+    assert (rough - everything).abs().max() > 0.1
+
+
+def test_weighted_summaries_are_means_where_keys_are_alike():
+    geometry = Geometry((12, 16), text=16)
+    query, key, value = inputs_for(geometry, dtype=torch.float64)
+    key = key.clone()
+    key[:, :, 16:] = key[:, :, 16::8].repeat_interleave(8, 2)
+    mean, weighted = (
+        hilbert_attention(
+            query, key, value, geometry, 2, method=dataclasses.replace(WEIGHTED, summary=summary)
+        )
+        for summary in ("mean", "weighted")
+    )
+    torch.testing.assert_close(weighted, mean)
+
+
+def test_weighted_summaries_are_nearer_to_full_attention():
+    geometry = Geometry((24, 24), text=16)
+    query, key, value = inputs_for(geometry, dtype=torch.float64)
+    query, key = 1.5 * query + 1, key + 0.5
+    full = scaled_dot_product_attention(query, key, value)
+    errors = [
+        (hilbert_attention(query, key, value, geometry, 0, method=method) - full).norm()
+        for method in (WEIGHTED, dataclasses.replace(WEIGHTED, summary="mean"))
+    ]
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_weighted_summaries_are_differentiated_and_shared_by_heads():
+    geometry = Geometry((6, 8), text=3)
+    reader = dataclasses.replace(WEIGHTED, tiles=3).reader(geometry, 1, device="cpu")
+    shapes = [(1, 4, 51, 4), (1, 2, 51, 4), (1, 2, 51, 4)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(lambda *x: reader.attend(*x).out, inputs)
+    copied = [inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:])]
+    # Heads that share keys share a mean query, so the copies agree where their queries do.
+    same = inputs[0].detach()[:, ::2].repeat_interleave(2, 1)
+    torch.testing.assert_close(reader.attend(same, *inputs[1:]).out, reader.attend(same, *copied[1:]).out)
 
 
 def test_the_default_method_is_the_default():

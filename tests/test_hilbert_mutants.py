@@ -118,7 +118,7 @@ MUTANTS = {
         "far_field_is_its_formula",
     ),
     "the far field forgets its bias": Mutant(
-        METHOD, "self.far.plan, self.far.bias)", "self.far.plan, None)", "far_field_is_its_formula"
+        METHOD, "self.far.plan, bias)", "self.far.plan, None)", "far_field_is_its_formula"
     ),
 }
 

@@ -181,6 +181,7 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
         "`method` must merge inside runs or windows (Merge) to be split over ranks; got Merge(",
         "`far` must be None where tokens are merged and split over ranks; got 16.",
         "`method` must read what is known beforehand (Hilbert) to be split over ranks; got Merged(",
+        "`summary` must be \"mean\" where tokens are split over ranks; got 'weighted'.",
     ]
     for messages in world.run(refused):
         for message, beginning in zip(messages, expected, strict=True):

@@ -13,7 +13,7 @@ from tests.tiles import paper
 from nearfield import Geometry, Hilbert, cli, plots
 from nearfield.bench import show
 from nearfield.commands import arguments as choices
-from nearfield.methods.hilbert import Share
+from nearfield.methods.hilbert import Share, Summary
 from nearfield.tiling import Curve, Shared
 
 
@@ -27,6 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_choices_are_those_of_the_method() -> None:
     assert get_args(Share) == choices.SHARES
     assert get_args(Shared) == choices.SHARED
+    assert get_args(Summary) == choices.SUMMARIES
     assert get_args(Curve) == choices.CURVES
 
 

@@ -4,7 +4,8 @@ One operator, whose windows are tensors: a traced graph is the same for every si
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from nearfield import kernels
 from nearfield._types import Impl
 from nearfield.reference import windows as reference
+
+_FAINTEST = -60.0  # scores so far below the largest add nothing, and their exponentials are still above zero
 
 
 def window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: Impl = "auto") -> Tensor:
@@ -23,6 +26,59 @@ def window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: Im
     """
     means: Tensor = torch.ops.nearfield.window_means(x, starts, sizes, window, impl)
     return means
+
+
+class WeightedWindows(NamedTuple):
+    """What windows are to queries: keys and values `[B, G, windows, D]`, and biases `[B, H, windows]`."""
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+
+
+def weighted_windows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    *,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> WeightedWindows:
+    """Keys, values and biases of windows that stand for their tokens to second order.
+
+    To a query, a window weighs as much as the log of the sum of the exponentials of its tokens' scores. Expanded at the
+    mean query, its slope is the mean key, with tokens counting as they do for that query; values are averaged alike.
+    What is left, half the variance of the scores, is taken over all queries, channel by channel. A window of few tokens
+    cannot weigh much more than its largest, so large values are damped.
+
+    Queries of tokens in no window have no part in the mean. Heads that share keys share it.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    means = partial(window_means, starts=starts, sizes=sizes, window=window, impl=impl)
+    centre, square = (_overall(means(x).to(wide), sizes, key.shape[1]) for x in (query, query.square()))
+    scores = scale * torch.einsum("bgnd,bgd->bgn", key.to(wide), centre)
+    top = scores.detach().amax(dim=2, keepdim=True)
+    weights = (scores - top).clamp(min=_FAINTEST).exp()[..., None]
+
+    total = means(weights)
+    keys, squares, values = (means(weights * x.to(wide)) / total for x in (key, key.square(), value))
+    variance = (squares - keys.square()).clamp(min=0) * (square - centre.square()).clamp(min=0)[:, :, None]
+    rest = scale**2 / 2 * variance.sum(dim=3)
+    bias = total[..., 0].log() + top - scale * torch.einsum("bgwd,bgd->bgw", keys, centre)
+    bias = sizes.to(wide).log() + bias + 2 * torch.log1p(rest / 2)
+    bias = bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return WeightedWindows(keys.to(key.dtype), values.to(value.dtype), bias)
+
+
+def _overall(means: Tensor, sizes: Tensor, groups: int) -> Tensor:
+    """The mean over the tokens of all windows `[B, H, windows, D]`, and over heads of a group: `[B, groups, D]`."""
+    mean = (means * sizes[:, None]).sum(dim=2) / sizes.sum()
+    overall: Tensor = mean.unflatten(1, (groups, -1)).mean(dim=2)
+    return overall
 
 
 def _module(x: Tensor, impl: str) -> Any:

@@ -78,6 +78,11 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         *(_sparse(f"far 16, {tiles} tiles", tiles=tiles) for tiles in (4, 8, 32, 64)),
         _sparse("far 8, 32 tiles", far=8, tiles=32),
     ],
+    "far-weighted": [
+        _sparse("far 16, weighted", summary="weighted"),
+        _sparse("far 16, centre, two-way, weighted", shared="centre", summary="weighted"),
+        _sparse("far 32, weighted", far=32, summary="weighted"),
+    ],
     "far-shared": [
         *(_sparse(f"far 16, {place}, {share}", shared=place, share=share) for place, share in _REGIONS),
         *(

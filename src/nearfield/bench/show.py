@@ -85,7 +85,7 @@ def picture(shown: Shown) -> plots.MethodPicture:
 
 
 def _layer_picture(shown: Shown, layer: int) -> plots.LayerPicture:
-    near, far = shown.layers[layer]
+    near, far = shown.layers[layer].near, shown.layers[layer].far
     head = "head 0: " if shown.method.interleave else ""
     return plots.LayerPicture(
         layer,

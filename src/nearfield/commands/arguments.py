@@ -20,6 +20,7 @@ CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 int
 QUERY_BLOCKS = (16, 32, 64, 128, 192)
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 SHARES = ("two-way", "keys")
+SUMMARIES = ("mean", "weighted")
 SHARED = ("centre", "distributed", "none")
 CURVES = ("auto", "hilbert", "hilbert-closed", "morton", "raster")
 ORDERS = ("hilbert", "morton", "raster")
@@ -92,6 +93,12 @@ def add_method_fields(parser: argparse.ArgumentParser, most_tiles: int = 2**24) 
         type=member("--curve", CURVES),
         metavar="NAME",
         help=f"one of {', '.join(CURVES)} (default auto)",
+    )
+    parser.add_argument(
+        "--summary",
+        type=member("--summary", SUMMARIES),
+        metavar="HOW",
+        help="of a window: its mean, or weighted by what its tokens are to the mean query (default mean)",
     )
     parser.add_argument(
         "--interleave", action="store_const", const=True, help="tiles differ between heads, too"

@@ -181,7 +181,7 @@ def _bench_calls(
     return verdict(results, written) if is_whole else INTERRUPTED
 
 
-_HILBERT_FIELDS = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "interleave")
+_HILBERT_FIELDS = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
 _MERGE_FIELDS = ("ratio", "region_size", "placement")
 _FINE_FIELDS = ("query_block", "grain")
 

@@ -94,7 +94,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from nearfield import Geometry, Hilbert
     from nearfield.bench import show
 
-    names = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "interleave")
+    names = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
     fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     try:
         geometry = Geometry(arguments.grid, text=arguments.text)

@@ -24,6 +24,7 @@ _FIELDS = (
     "shared_tokens",
     "curve",
     "far",
+    "summary",
     "dense_layers",
     "dense_steps",
     "interleave",

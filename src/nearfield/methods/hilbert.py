@@ -37,9 +37,10 @@ from nearfield.geometry import Geometry, Shortened, Span
 from nearfield.plan import Plan, check_block
 from nearfield.tiling import Curve, Segment, Shared
 from nearfield.tokenmap import Ordering
-from nearfield.windows import window_means
+from nearfield.windows import WeightedWindows, weighted_windows, window_means
 
 Share = Literal["two-way", "keys"]
+Summary = Literal["mean", "weighted"]
 
 DEFAULT_TILES = 16
 
@@ -60,6 +61,8 @@ class Hilbert(DenseParts):
         curve: "auto" picks the Hilbert curve with the best locality for the grid, open or closed.
         far: tokens per summary of what lies outside the tile (their mean key and value, counted as often as there are
             tokens); None, or 0, for no far field.
+        summary: "mean": of keys and of values, as if the tokens of a window were all alike; "weighted": tokens count as
+            they do for the mean query, and windows whose keys differ weigh more.
         dense_layers: how many of the first layers stay dense, or the indices of those that do (negative ones count
             from the end).
         dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
@@ -75,6 +78,7 @@ class Hilbert(DenseParts):
     shared_tokens: int | None = None
     curve: Curve = "auto"
     far: int | None = 16
+    summary: Summary = "mean"
     dense_layers: int | tuple[int, ...] = 1
     dense_steps: int | float = 0.2
     interleave: bool = False
@@ -91,6 +95,7 @@ class Hilbert(DenseParts):
         check_member("shared", self.shared, get_args(Shared))
         check_member("share", self.share, get_args(Share))
         check_member("curve", self.curve, get_args(Curve))
+        check_member("summary", self.summary, get_args(Summary))
         if self.shared == "none" and self.shared_tokens is not None:
             wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
         if not isinstance(self.interleave, bool):
@@ -156,7 +161,7 @@ class Hilbert(DenseParts):
         """Everything a layer needs to attend, ready made: the plan, and the far field's."""
         near = self.plan(geometry, layer, heads=heads, q_block=q_block, k_block=k_block, device=device)
         if self.far is None:
-            return HilbertReader(near, None)
+            return HilbertReader(near, None, self.summary)
         unit = math.lcm(near.q_block, self.far)
         if unit % near.k_block:
             rule = f"divide lcm(q_block, far) = {unit}, on multiples of which tiles are cut"
@@ -167,7 +172,7 @@ class Hilbert(DenseParts):
             far = _interleaved_far(_geometric(self), geometry, layer % self.cycle, heads, *sizes)
         else:
             far = _far_field(_geometric(self), geometry, layer % self.cycle, *sizes)
-        return HilbertReader(near, far)
+        return HilbertReader(near, far, self.summary)
 
     # -- among merged tokens -------------------------------------------------------------------------------------
 
@@ -217,7 +222,9 @@ class Hilbert(DenseParts):
     def _far_words(self, geometry: Geometry, layout: "_Layout", segment: Segment, k_block: int) -> str:
         assert self.far is not None
         spans = [span for span in _far_spans(layout, geometry, k_block) if span[0] in range(*segment.ring)]
-        return f"{sum(len(_windows(span, self.far)) for span in spans)} summaries of {self.far} tokens"
+        number = sum(len(_windows(span, self.far)) for span in spans)
+        weighted = ", weighted" if self.summary == "weighted" else ""
+        return f"{number} summaries of {self.far} tokens{weighted}"
 
     def _shared_words(self, grid: tuple[int, ...] | None, segment: Segment) -> str:
         """`grid` is None where tokens are merged: nobody asked for so many."""
@@ -252,12 +259,20 @@ class FarField(NamedTuple):
         """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
         return window_means(x, self.starts, self.sizes, self.window, impl)
 
+    def weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, impl: Impl = "auto"
+    ) -> WeightedWindows:
+        """Keys, values and biases of all windows, weighted."""
+        windows = self.starts, self.sizes, self.window
+        return weighted_windows(query, key, value, *windows, scale=scale, impl=impl)
+
 
 class HilbertReader(NamedTuple):
     """What one layer reads: its tiles, and the summaries of the rest."""
 
     near: Plan
     far: FarField | None
+    summary: Summary = "mean"
 
     @property
     def num_pairs(self) -> int:
@@ -284,8 +299,12 @@ class HilbertReader(NamedTuple):
         if self.far is None:
             return attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
         near = Part(key, value, self.near, key_bias)
-        keys, values = (self.far.pooled(x, impl) for x in (key, value))
-        far = Part(keys, values, self.far.plan, self.far.bias)
+        if self.summary == "weighted":
+            keys, values, bias = self.far.weighted(query, key, value, scale, impl)
+        else:
+            keys, values = (self.far.pooled(x, impl) for x in (key, value))
+            bias = self.far.bias
+        far = Part(keys, values, self.far.plan, bias)
         return attend_together(query, [near, far], scale=scale, impl=impl)
 
 

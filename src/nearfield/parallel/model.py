@@ -198,3 +198,6 @@ def check_splittable(method: object) -> None:
             wrong_value("far", "be None where tokens are merged and split over ranks", attention.far, hint)
     if not isinstance(attention, Hilbert):
         wrong_value("method", SPLITTABLE, method)
+    if attention.far is not None and attention.summary != "mean":
+        hint = "The mean query is known to no rank alone."
+        wrong_value("summary", 'be "mean" where tokens are split over ranks', repr(attention.summary), hint)
