@@ -25,7 +25,7 @@ from tests.test_adapters import EVERYTHING, SPARSE, run, trace
 from tests.tiles import paper
 
 import nearfield
-from nearfield import Hilbert
+from nearfield import GatedBlocks, Hilbert, Merge, SparseLinear
 
 MODELS = (
     "FluxTransformer2DModel, Flux2Transformer2DModel, SD3Transformer2DModel, PixArtTransformer2DModel, "
@@ -120,6 +120,33 @@ def test_bad_method_and_impl() -> None:
     with pytest.raises(ValueError) as wrong:
         nearfield.apply(model, SPARSE, impl="fast")  # type: ignore[arg-type]
     assert str(wrong.value).startswith("`impl` must be one of 'auto',")
+
+
+@pytest.mark.parametrize("method", [GatedBlocks(), SparseLinear(), Merge() | GatedBlocks()], ids=str)
+def test_methods_for_images_alone_are_refused_before_a_call(method: Any) -> None:
+    model = tiny_models.flux()
+    before = trace(model)
+    with pytest.raises(ValueError) as error:
+        nearfield.apply(model, method)
+    name = type(getattr(method, "attention", method)).__name__
+    assert str(error.value) == (
+        f"`method` must take the text of FluxTransformer2DModel; got {name}. It reads images alone, as in "
+        "PixArtTransformer2DModel, UNet2DConditionModel, WanTransformer3DModel, LTXVideoTransformer3DModel. Layers that "
+        "see text may be named in `dense_layers`."
+    )
+    assert trace(model) == before
+
+
+def test_methods_for_images_alone_take_the_layers_that_see_no_text() -> None:
+    """SD3.5 has layers of both kinds, in turn: here the second of each pair sees the image alone."""
+    model, inputs = tiny_models.sd3(layers=3, dual=(0, 1)), tiny_models.sd3_inputs((8, 12))
+    with torch.no_grad():
+        dense = tiny_models.first(model(**inputs))
+        with nearfield.apply(model, GatedBlocks(block=4, topk=1, dense_layers=(0, 2, 4))):
+            sparse = tiny_models.first(model(**inputs))
+    assert not torch.allclose(sparse, dense, atol=1e-4)
+    with pytest.raises(ValueError, match="`method` must take the text of SD3Transformer2DModel"):
+        nearfield.apply(model, GatedBlocks(block=4, topk=1, dense_layers=(0, 2)))
 
 
 @pytest.mark.parametrize("layer", [5, -6, 99])

@@ -334,6 +334,7 @@ def _regions_of(
         first += count
         for layer in region.layers:
             _check_processor(spec, layer)
+            _check_text(method, spec, layer)
     for region in regions:
         region.num_sparse_layers = sum(layer.is_sparse for part in regions for layer in part.layers)
     return regions
@@ -365,6 +366,15 @@ def _check_processor(spec: Spec, layer: Layer) -> None:
         hint = "Set or load processors that are known, or leave this model dense."
         known = ", ".join(spec.processors)
         wrong_value("target", f"have attention processors of {known}", f"{name} in {layer.name}", hint)
+
+
+def _check_text(method: Any, spec: Spec, layer: Layer) -> None:
+    """Methods for images alone are refused here where text is sure, not at the first call."""
+    attention = getattr(method, "attention", method)
+    if spec.text and layer.is_sparse and layer.sees_text and not getattr(attention, "takes_text", True):
+        others = ", ".join(spec.model for spec in SPECS if not spec.text)
+        hint = f"It reads images alone, as in {others}. Layers that see text may be named in `dense_layers`."
+        wrong_value("method", f"take the text of {spec.model}", type(attention).__name__, hint)
 
 
 def _name_of(value: object) -> str:

@@ -7,7 +7,7 @@ matrices per block, and its result goes through a projection that the model lear
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ class _ChosenBlocks(AlongCurve, DenseParts):
     order: CurveOrder = "hilbert"
     dense_layers: int | tuple[int, ...] = 0
     dense_steps: int | float = 0
+
+    takes_text: ClassVar[bool] = False
+    """`apply` asks it, so that a model is refused before its first call."""
 
     def __post_init__(self) -> None:
         check_pooling("block", self.block)
