@@ -220,7 +220,7 @@ def test_command_writes_a_recipe_that_apply_takes(
         "--out",
         str(out),
     ]
-    assert main([*command, "--max-lpips", "10", "--png", str(picture)]) == 0
+    assert main([*command, "--max-lpips", "10", "--plot", str(picture)]) == 0
     told = capsys.readouterr().out
     assert "0 trials are known" in told
     assert picture.stat().st_size > 1000

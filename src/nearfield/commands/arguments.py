@@ -105,6 +105,18 @@ def add_method_fields(parser: argparse.ArgumentParser, most_tiles: int = 2**24) 
     )
 
 
+def add_plot(parser: argparse.ArgumentParser, words: str, *suffixes: str) -> None:
+    """`--plot FILE`. Some commands called it `--png` at first: that works in all of them, and is not listed."""
+    endings = suffixes or (".png",)
+    parser.add_argument(
+        "--plot",
+        type=output_file("--plot", *endings),
+        metavar="FILE",
+        help=f"{words} ({' or '.join(endings)})",
+    )
+    parser.add_argument("--png", dest="plot", type=output_file("--png", *endings), help=argparse.SUPPRESS)
+
+
 def wrong(argument: str, rule: str, got: object, hint: str = "") -> NoReturn:
     # Not a ValueError: argparse would replace the message with its own.
     raise UsageError(f"`{argument}` must {rule}; got {got}." + (f" {hint}" if hint else ""))

@@ -27,6 +27,7 @@ from nearfield.commands.arguments import (
     QUERY_BLOCKS,
     UsageError,
     add_method_fields,
+    add_plot,
     block_counts,
     comma_list,
     command,
@@ -64,7 +65,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _bench_attend(arguments: argparse.Namespace) -> int:
-    require_reports("--png", arguments.png, arguments.json)
+    require_reports("--plot", arguments.plot, arguments.json)
     import torch
 
     from nearfield import plots
@@ -97,7 +98,7 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
         print(note)
     document = report.as_json(results, machine.facts())
     written = write_reports(
-        document, arguments.json, arguments.png, plots.benchmark_bars, machine.device_name(device)
+        document, arguments.json, arguments.plot, plots.benchmark_bars, machine.device_name(device)
     )
     return verdict(results, written)
 
@@ -339,7 +340,7 @@ def _add_bench_attend(benchmarks: Any) -> None:
         "time attend beside dense attention on the same tensors; a wrong answer gets no figure",
         "  nearfield bench attend --quick\n  nearfield bench attend --dry-run\n"
         "  nearfield bench attend --presets flux-2048,wan-480p --grains 64,16,1 --backward\n"
-        "  nearfield bench attend --ragged --json results.json --png results.png",
+        "  nearfield bench attend --ragged --json results.json --plot results.png",
     )
     parser.add_argument(
         "--presets",
@@ -377,9 +378,7 @@ def _add_bench_attend(benchmarks: Any) -> None:
     parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
     )
-    parser.add_argument(
-        "--png", type=output_file("--png", ".png"), metavar="FILE", help="draw the results (.png)"
-    )
+    add_plot(parser, "draw the results")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 
@@ -431,9 +430,7 @@ def _add_bench_hilbert(benchmarks: Any) -> None:
     parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
     )
-    parser.add_argument(
-        "--plot", type=output_file("--plot", ".png"), metavar="FILE", help="draw the results (.png)"
-    )
+    add_plot(parser, "draw the results")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 
@@ -671,9 +668,7 @@ def _add_bench_quality(benchmarks: Any) -> None:
         metavar="FILE",
         help="the results; what stands there already is not measured again (default quality.json)",
     )
-    parser.add_argument(
-        "--plot", type=output_file("--plot", ".png"), metavar="FILE", help="draw pairs against FID (.png)"
-    )
+    add_plot(parser, "draw pairs against FID")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench import quality_cases
-from nearfield.commands.arguments import FAILED, OK, UsageError, command, integer, output_file, wrong
+from nearfield.commands.arguments import (
+    FAILED,
+    OK,
+    UsageError,
+    add_plot,
+    command,
+    integer,
+    output_file,
+    wrong,
+)
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.methods import number
 from nearfield.commands.progress import Bar
@@ -94,9 +103,7 @@ def add_command(benchmarks: Any) -> None:
     parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write all points, and which nothing beats"
     )
-    parser.add_argument(
-        "--plot", type=output_file("--plot", ".png", ".svg"), metavar="FILE", help="draw them (.png or .svg)"
-    )
+    add_plot(parser, "draw them", ".png", ".svg")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured and read")
 
 

@@ -6,7 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.commands.arguments import OK, UsageError, comma_list, command, integer, output_file, wrong
+from nearfield.commands.arguments import (
+    OK,
+    UsageError,
+    add_plot,
+    comma_list,
+    command,
+    integer,
+    output_file,
+    wrong,
+)
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.methods import number
 from nearfield.commands.progress import Bar
@@ -75,7 +84,7 @@ def add_command(benchmarks: Any) -> None:
     parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
     )
-    parser.add_argument("--plot", type=output_file("--plot", ".png"), metavar="FILE", help="draw them (.png)")
+    add_plot(parser, "draw them")
 
 
 def _bench_recall(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from nearfield.commands.arguments import (
     INTERRUPTED,
     OK,
     UsageError,
+    add_plot,
     comma_list,
     command,
     integer,
@@ -96,12 +97,7 @@ def add_command(benchmarks: Any) -> None:
         metavar="FILE",
         help="the results; questions that stand there already are not measured again",
     )
-    parser.add_argument(
-        "--plot",
-        type=output_file("--plot", ".png"),
-        metavar="FILE",
-        help="draw divergence against ratio (.png); for --questions",
-    )
+    add_plot(parser, "for --questions: draw divergence against ratio")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench.retrieval_cases import SELECTORS
-from nearfield.commands.arguments import OK, UsageError, command, integer, member, output_file, wrong
+from nearfield.commands.arguments import (
+    OK,
+    UsageError,
+    add_plot,
+    command,
+    integer,
+    member,
+    output_file,
+    wrong,
+)
 from nearfield.commands.generating import chosen_device
 from nearfield.commands.methods import number
 from nearfield.commands.progress import Bar
@@ -82,12 +91,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write everything and machine facts"
     )
-    parser.add_argument(
-        "--plot",
-        type=output_file("--plot", ".png"),
-        metavar="FILE",
-        help="draw fidelity against ratio for all selectors (.png)",
-    )
+    add_plot(parser, "draw fidelity against ratio for all selectors")
 
 
 def _rag(arguments: argparse.Namespace) -> int:

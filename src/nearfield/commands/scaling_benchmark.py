@@ -8,6 +8,7 @@ from nearfield.commands.arguments import (
     FAILED,
     INTERRUPTED,
     OK,
+    add_plot,
     comma_list,
     command,
     integer,
@@ -60,7 +61,7 @@ def add_command(benchmarks: Any) -> None:
     parser.add_argument(
         "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
     )
-    parser.add_argument("--plot", type=output_file("--plot", ".png"), metavar="FILE", help="draw them")
+    add_plot(parser, "draw them")
 
 
 def _bench_scaling(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.commands.arguments import FAILED, OK, command, output_file, wrong
+from nearfield.commands.arguments import FAILED, OK, add_plot, command, output_file, wrong
 from nearfield.commands.generating import (
     add_model,
     add_pictures,
@@ -56,25 +56,23 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="the recipe (default recipe.json); trials are kept beside it, in FILE.trials",
     )
-    parser.add_argument(
-        "--png", type=output_file("--png", ".png"), metavar="FILE", help="draw pairs kept against distance"
-    )
+    add_plot(parser, "draw pairs kept against distance")
 
 
 def _tune(arguments: argparse.Namespace) -> int:
     check_model(arguments)
-    if arguments.png:
-        require_drawing("--png")
+    if arguments.plot:
+        require_drawing("--plot")
     with missing_extras_told():
         search, model = _search(arguments)
         ends = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
         is_done = search.run(lambda: ends is None or time.monotonic() < ends)
     _show_front(search)
-    if arguments.png:
+    if arguments.plot:
         from nearfield import plots
 
-        plots.tuning_front(Path(arguments.png), search.trials, arguments.max_lpips)
-        print(f"wrote {arguments.png}")
+        plots.tuning_front(Path(arguments.plot), search.trials, arguments.max_lpips)
+        print(f"wrote {arguments.plot}")
     if not is_done:
         print("time is up; run the same command again to go on")
     return _write_recipe(arguments, search, model)
