@@ -131,8 +131,8 @@ def test_methods_for_images_alone_are_refused_before_a_call(method: Any) -> None
     name = type(getattr(method, "attention", method)).__name__
     assert str(error.value) == (
         f"`method` must take the text of FluxTransformer2DModel; got {name}. It reads images alone, as in "
-        "PixArtTransformer2DModel, UNet2DConditionModel, WanTransformer3DModel, LTXVideoTransformer3DModel. Layers that "
-        "see text may be named in `dense_layers`."
+        "PixArtTransformer2DModel, UNet2DConditionModel, WanTransformer3DModel, LTXVideoTransformer3DModel. Layers "
+        "that see text may be named in `dense_layers`."
     )
     assert trace(model) == before
 

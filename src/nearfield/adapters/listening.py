@@ -66,5 +66,10 @@ class _Hook(ModelHook):  # type: ignore[misc]
 
 def _refresh(model: nn.Module) -> None:
     """Let diffusers look for hooks again: it keeps a list of them."""
-    if hasattr(model, "_diffusers_hook"):
-        HookRegistry.check_if_exists_or_initialize(model).invalidate_child_registries_cache()
+    if not hasattr(model, "_diffusers_hook"):
+        return
+    registry = HookRegistry.check_if_exists_or_initialize(model)
+    if hasattr(registry, "invalidate_child_registries_cache"):
+        registry.invalidate_child_registries_cache()
+    else:  # before diffusers 0.41 it kept the list, too, and had no way to say so
+        registry._child_registries_cache = None

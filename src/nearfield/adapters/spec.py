@@ -64,6 +64,10 @@ class Arguments:
         self._names = names
         self.args, self.kwargs = list(args), dict(kwargs)
 
+    def has(self, name: str) -> bool:
+        """Whether the module takes such an argument: releases of diffusers differ."""
+        return name in self._names
+
     def get(self, name: str, default: Any = None) -> Any:
         if name in self.kwargs:
             return self.kwargs[name]
@@ -207,7 +211,8 @@ def check_arguments(spec: Spec, arguments: Arguments) -> None:
     for name, reason in spec.refused.items():
         if arguments.get(name) is not None:
             wrong_value(name, "be None under nearfield", type(arguments.get(name)).__name__, reason)
-    unknown = sorted(set(arguments.get(spec.attention_kwargs) or {}) - {"scale"})
+    told = arguments.get(spec.attention_kwargs) if arguments.has(spec.attention_kwargs) else None
+    unknown = sorted(set(told or {}) - {"scale"})
     if unknown:
         hint = "What processors are told about tokens would be in raster order."
         wrong_value(spec.attention_kwargs, "hold `scale` at most under nearfield", ", ".join(unknown), hint)
