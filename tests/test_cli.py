@@ -192,11 +192,13 @@ PLOTTING = (
     "bench attend",
     "bench hilbert",
     "bench pareto",
-    "bench quality",
+    "bench quality --photographs a",
     "bench recall --latents a",
     "bench scaling",
+    "bench retrieval --speed",
+    "rag --docs a --ask b",
+    "tune",
 )
-PLOTTING += ("bench retrieval --speed", "rag --docs a --ask b", "tune")
 
 
 @pytest.mark.parametrize("call", PLOTTING)
