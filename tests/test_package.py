@@ -54,6 +54,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "demo/weights/LICENSE-TAEF2",
         "quality/weights/lpips_alex.safetensors",
         "quality/weights/LICENSE",
+        "demo/recipes/cats-close.json",
     }
     assert {f"nearfield/{name}" for name in must} <= set(contents(wheel))
 

@@ -1,6 +1,8 @@
 """Recipes, and the search that makes them."""
 
+import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from tests.tiles import paper
 
 from nearfield import Hilbert, LogLinear, Merge, apply, recipes, tuning
 from nearfield.cli import main
+from nearfield.commands import arguments
+from nearfield.demo.generate import name_of
 from nearfield.demo.model import save_model
 from nearfield.demo.sampler import DemoPipeline
 from nearfield.recipes import Recipe
 from nearfield.tuning import LADDERS, Figures, Search, Trial, as_records, from_records, front
 
+ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 12
 TOUCHY = (2, 7)
 
@@ -152,6 +157,14 @@ def test_a_recipe_for_another_model_is_refused() -> None:
     Recipe(paper()).check_model({})
 
 
+def test_a_recipe_names_every_field(tmp_path: Path) -> None:
+    """So that it means the same where a default has changed."""
+    document = Recipe(Merge() | Hilbert()).as_document()
+    nested = document["fields"]["attention"]
+    assert set(nested["fields"]) == {part.name for part in fields(Hilbert)}
+    assert nested["fields"]["tiles"] == Hilbert().tiles
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "format": (
         {"format": 2, "method": "Hilbert"},
@@ -163,6 +176,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "value": (
         {"format": 1, "method": "Hilbert", "fields": {"tiles": 0}},
         "`tiles` must be at least 1; got 0",
+    ),
+    "lora": (
+        {"format": 1, "method": "Hilbert", "lora": "mine"},
+        "`lora` must be one of '', 'none', 'embedded'; got 'mine'",
     ),
 }
 
@@ -179,7 +196,8 @@ def test_bad_recipes(name: str, tmp_path: Path) -> None:
 
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"`recipe` must name a file that can be read; got '.*' \(No such file"
+        ValueError,
+        match=r"`recipe` must name a file that can be read, or one that ships \(cats-close, .*\); got '.*' \(No such",
     ):
         recipes.read(tmp_path / "none.json")
     (tmp_path / "text").write_text("{", encoding="utf-8")
@@ -190,6 +208,56 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 def test_what_is_no_method_is_refused() -> None:
     with pytest.raises(TypeError, match=r"`method` must be a method such as nearfield\.Hilbert\(\)"):
         recipes.recipe_of(3)
+
+
+# -- recipes that ship ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_shipped_recipes_say_everything(name: str) -> None:
+    """Every field, what was measured and where, so that no default and no memory is needed to understand them."""
+    recipe = recipes.read(name)
+    document = json.loads((recipes.SHIPPED / f"{name}.json").read_text(encoding="utf-8"))
+    assert json.loads(json.dumps(recipe.as_document())) == document
+    measured = recipe.measured
+    rows = json.loads((ROOT / measured["source"]).read_text(encoding="utf-8"))["results"]
+    figures = {row["pattern"]: row for row in rows}
+    assert measured["dense_fid"] == round(figures["dense"]["fid"], 2)
+    row = figures[measured["pattern"]]
+    assert measured["fid"] == round(row["fid"], 2)
+    assert measured["pairs_kept"] == round(row["pairs_kept"], 4)
+    assert (
+        recipes.read(document | {"fields": row["settings"]["fields"] | {"tiles": 16}}).method == recipe.method
+    )
+    assert 0 < measured["pairs_kept"] < 1
+    assert measured["dense_fid"] < measured["fid"]
+    assert {"pictures", "size", "steps", "source", "pattern", "device", "torch", "date", "commit"} <= set(
+        measured
+    )
+    assert recipe.lora in ("none", "embedded")
+
+
+def test_shipped_recipes_are_listed_where_one_looks() -> None:
+    assert recipes.names() == arguments.RECIPES
+    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    for name in recipes.names():
+        figures = recipes.read(name).measured
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        shown = f"| {100 * figures['pairs_kept']:.1f} % | {figures['fid']:.1f} | {figures['lpips']:.3f} |"
+        assert row.endswith(shown), "the page shows what the file says"
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_apply_takes_shipped_recipes_by_name(name: str) -> None:
+    with apply(tiny_models.flux(), name) as handle:
+        assert handle.method == recipes.read(name).method
+
+
+def test_a_file_called_like_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cats-fast").write_text(json.dumps(Recipe(Hilbert(tiles=3)).as_document()), encoding="utf-8")
+    assert recipes.read("./cats-fast").method == Hilbert(tiles=3)
+    assert recipes.read("cats-fast").method != Hilbert(tiles=3)
 
 
 # -- the command, and what takes a recipe --------------------------------------------------------------------------
@@ -227,6 +295,7 @@ def test_command_writes_a_recipe_that_apply_takes(
     recipe = recipes.read(out)
     assert recipe.model == "FluxTransformer2DModel"
     assert recipe.measured["lpips"] <= 10
+    assert recipe.lora == "none"
     pipeline = DemoPipeline.load(weights)
     with apply(pipeline, out) as handle:
         assert handle.method == recipe.method
@@ -265,3 +334,80 @@ def test_apply_refuses_a_recipe_for_another_model(weights: Path) -> None:
     pipeline = DemoPipeline.load(weights)
     with pytest.raises(ValueError, match="`recipe` must be one for FluxTransformer2DModel; got one for"):
         apply(pipeline, Recipe(paper(), "WanTransformer3DModel"))
+
+
+# -- pictures by a recipe ------------------------------------------------------------------------------------------
+
+
+def generated(weights: Path, tmp_path: Path, *words: str) -> int:
+    few = ["--weights", str(weights), "--steps", "2", "--num", "1", "--size", "32"]
+    return main(["generate", *few, "--out", str(tmp_path / "sheet.png"), *words])
+
+
+def test_generate_takes_a_recipe(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = tmp_path / "images"
+    assert generated(weights, tmp_path, "--recipe", "cats-close", "--images", str(images)) == 0
+    assert f"{name_of(recipes.read('cats-close').method)}: " in capsys.readouterr().out
+    assert [path.name for path in images.iterdir()] == ["cats-close"]
+
+
+def test_generate_takes_a_recipe_with_an_engine(weights: Path, tmp_path: Path) -> None:
+    few = ["--weights", str(weights), "--steps", "1", "--num", "1", "--size", "32", "--engine", "process"]
+    assert main(["generate", *few, "--recipe", "cats-close", "--images", str(tmp_path / "images")]) == 0
+    folder = tmp_path / "images" / "cats-close"
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    assert settings["method"] == name_of(recipes.read("cats-close").method)
+    assert len(list(folder.glob("*.png"))) == 1
+
+
+BAD_RECIPES = {
+    "--recipe cats-fats": "`--recipe` must name a file that can be read, or one that ships (cats-close, cats-fast); "
+    "got 'cats-fats' (No such file or directory).",
+    "--recipe cats-close --tiles 4": "`--tiles` must be left out with `--recipe`; got 4.",
+    "--recipe cats-close --method dense": "`--method` must be left out with `--recipe`; got dense.",
+    "--recipe cats-fast": "`--recipe` must be used with the embedded model, whose LoRA it was measured with; "
+    "got cats-fast. Add `--lora none` for its fields alone.",
+}
+
+
+@pytest.mark.parametrize("words", BAD_RECIPES)
+def test_recipes_that_generate_refuses(
+    words: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generated(weights, tmp_path, *words.split()) == 2
+    assert capsys.readouterr().err == f"nearfield: error: {BAD_RECIPES[words]}\n"
+
+
+def test_generate_refuses_a_recipe_for_another_model(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.json"
+    document = Recipe(Hilbert(), "WanTransformer3DModel", lora="none").as_document()
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert generated(weights, tmp_path, "--recipe", str(path)) == 2
+    assert (
+        "must be one for FluxTransformer2DModel; got one for WanTransformer3DModel" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("lora", ["none", "embedded", ""])
+def test_the_recipe_says_which_lora_is_used(lora: Any) -> None:
+    """Without a word of it the embedded one, where it is for the method."""
+    from nearfield.commands import generating
+    from nearfield.demo.lora import method_of_lora
+    from nearfield.demo.model import EMBEDDED_LORA
+
+    given = argparse.Namespace(model=None, weights=None, lora=None, recipe="a")
+    recipe = Recipe(method_of_lora(EMBEDDED_LORA), lora=lora)
+    assert generating._lora(given, recipe) == (None if lora == "none" else EMBEDDED_LORA)
+    off = argparse.Namespace(**vars(given) | {"lora": "none"})
+    assert generating._lora(off, recipe) is None
+
+
+def test_the_embedded_lora_is_for_the_recipe_that_says_so() -> None:
+    from nearfield.demo.lora import method_of_lora, suits
+    from nearfield.demo.model import EMBEDDED_LORA
+
+    for name in recipes.names():
+        recipe = recipes.read(name)
+        assert suits(method_of_lora(EMBEDDED_LORA), recipe.method) == (recipe.lora == "embedded")

@@ -1,15 +1,16 @@
 """A recipe: a method and its fields in a small JSON file, with what was measured when it was chosen.
 
-`nearfield tune` writes recipes, and `apply(pipe, "recipe.json")` takes them where it takes a method.
+`nearfield tune` writes recipes, and `apply(pipe, "recipe.json")` takes them where it takes a method. Some ship with the
+embedded model, and are known by name: `apply(pipe, "cats-close")`.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from nearfield._checks import wrong_type, wrong_value
+from nearfield._checks import check_member, wrong_type, wrong_value
 from nearfield.methods import (
     BipartiteMerge,
     BlockTopK,
@@ -23,6 +24,8 @@ from nearfield.methods import (
 )
 
 FORMAT = 1
+SHIPPED = Path(__file__).parent / "demo" / "recipes"
+Lora = Literal["", "none", "embedded"]
 _METHODS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (Hilbert, LogLinear, FineGrained, BlockTopK, Merge, Merged, BipartiteMerge, StridedKeys)
@@ -36,11 +39,17 @@ class Recipe:
     Args:
         model: class of the model it was made for; empty: any.
         measured: figures, and what they were measured on; for people.
+        lora: what was on the model then: "none", or "embedded", the one that ships with the embedded model; empty: not
+            said. `nearfield generate` loads it, `apply` does not.
     """
 
     method: Method
     model: str = ""
     measured: Mapping[str, Any] = field(default_factory=dict)
+    lora: Lora = ""
+
+    def __post_init__(self) -> None:
+        check_member("lora", self.lora, get_args(Lora))
 
     def check_model(self, model: object) -> None:
         """Fields that were sought on one model say nothing about another: layers have numbers."""
@@ -50,22 +59,33 @@ class Recipe:
             wrong_value("recipe", f"be one for {classes[0]}", f"one for {self.model}", hint)
 
     def as_document(self) -> dict[str, Any]:
-        """What `read` reads. All fields are in it: it means the same where other defaults are chosen one day."""
-        facts = {"model": self.model, "measured": dict(self.measured)}
+        """What `read` reads. Every field is in it, so that it means the same when a default has changed."""
+        facts = {"model": self.model, "lora": self.lora, "measured": dict(self.measured)}
         return {"format": FORMAT, "kind": "nearfield recipe", **_document_of(self.method), **facts}
 
 
+def names() -> tuple[str, ...]:
+    """The recipes that ship."""
+    return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
+
+
 def read(source: str | Path | Mapping[str, Any]) -> Recipe:
-    """A recipe from its file, or from what is in it. Raises ValueError with what is wrong."""
-    document = source if isinstance(source, Mapping) else _loaded(Path(source))
+    """A recipe by its name, from its file, or from what is in it. Raises ValueError with what is wrong.
+
+    Args:
+        source: one of `names()`, a path, or the content of a file. A file that is called like a shipped recipe is read
+            as `./name`.
+    """
+    document = source if isinstance(source, Mapping) else _loaded(_path_of(source))
     if not isinstance(document, Mapping) or document.get("format") != FORMAT or "method" not in document:
         hint = "`nearfield tune` writes recipes."
         wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
-    return Recipe(_method_in(document), str(document.get("model", "")), document.get("measured", {}))
+    facts = str(document.get("model", "")), document.get("measured", {}), document.get("lora", "")
+    return Recipe(_method_in(document), *facts)
 
 
 def recipe_of(value: Any) -> Recipe:
-    """What `apply` was given as a method: one, a recipe, or the file of one."""
+    """What `apply` was given as a method: one, a recipe, or the file or name of one."""
     if isinstance(value, str | Path):
         value = read(value)
     if isinstance(value, Recipe):
@@ -106,11 +126,16 @@ def _value_in(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and no method has lists
 
 
+def _path_of(source: str | Path) -> Path:
+    return SHIPPED / f"{source}.json" if source in names() else Path(source)
+
+
 def _loaded(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        wrong_value("recipe", "name a file that can be read", f"{str(path)!r} ({error.strerror})")
+        rule = f"name a file that can be read, or one that ships ({', '.join(names())})"
+        wrong_value("recipe", rule, f"{str(path)!r} ({error.strerror})")
     except ValueError:
         wrong_value("recipe", "be a JSON file", repr(str(path)))
 

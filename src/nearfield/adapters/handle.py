@@ -44,7 +44,7 @@ def apply(
     Args:
         target: a pipeline, or one of its models.
         method: who reads whom, such as `Hilbert()`; `Merge()` merges tokens, and `Merge() | Hilbert()` does both. Or a
-            recipe of `nearfield tune`, or its file.
+            recipe: its file, as `nearfield tune` writes it, or its name if it ships (`recipes.names()`).
         scheduler: says which denoising step is being computed, so that the first steps can stay dense. A pipeline
             has one; without any, no step is dense.
         impl: passed on to `attend`.

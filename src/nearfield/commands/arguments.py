@@ -25,6 +25,7 @@ SHARED = ("centre", "distributed", "none")
 CURVES = ("auto", "hilbert", "hilbert-closed", "morton", "raster")
 ORDERS = ("hilbert", "morton", "raster")
 PLACEMENTS = ("block", "module")
+RECIPES = ("cats-close", "cats-fast")
 IMPLS = ("auto", "gluon", "triton", "grouped", "reference")
 
 

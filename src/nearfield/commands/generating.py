@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearfield.commands.arguments import OK, UsageError, command, integer, member, output_file, wrong
 from nearfield.commands.launched import local_rank, mesh_of_ranks, num_ranks
-from nearfield.commands.methods import add_method, method_of
+from nearfield.commands.methods import add_method, add_recipe, recipe_of
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import write_reports
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nearfield.demo.generate import Run, Sampler
     from nearfield.demo.sampler import OnStep
+    from nearfield.recipes import Recipe
 
 _PIXELS, _ON_SHEET = 8, 8
 _LORA_OFF = "none"
@@ -32,12 +33,14 @@ def add_commands(commands: Any) -> None:
         "generate",
         _generate,
         "make pictures with sparse attention: on the embedded model, or on a diffusers pipeline",
-        "  nearfield generate --compare --out cats.png\n  nearfield generate --method dense --num 8 --seed 7\n"
+        "  nearfield generate --compare --out cats.png\n  nearfield generate --recipe cats-close --compare\n"
+        "  nearfield generate --method dense --num 8 --seed 7\n"
         "  nearfield generate --weights run/model.safetensors --tiles 4 --dense-steps 0 --compare\n"
         "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare\n"
         "  torchrun --nproc-per-node 4 -m -- nearfield generate --size 2048 --num 1\n"
         "  nearfield generate --num 10000 --engine ray --images samples",
     )
+    add_recipe(parser)
     add_method(parser, "hilbert")
     parser.add_argument(
         "--compare", action="store_true", help="make the dense model's pictures, too, and compare"
@@ -47,10 +50,14 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--lora",
         metavar="FILE",
-        help="a LoRA of `nearfield distill` for the sparse pictures, or none (default: the embedded model's)",
+        help="a LoRA of `nearfield distill` for the sparse pictures, or none (default: what the recipe says, else the "
+        "embedded model's)",
     )
     parser.add_argument(
-        "--images", type=Path, metavar="DIR", help="also write every picture to DIR/dense and DIR/METHOD"
+        "--images",
+        type=Path,
+        metavar="DIR",
+        help="also write every picture to DIR/dense and DIR/METHOD, or DIR/RECIPE",
     )
     parser.add_argument(
         "--out",
@@ -129,14 +136,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     # What the embedded LoRA was distilled for.
-    method = method_of(
+    recipe = recipe_of(
         arguments, **({"dense_layers": 0, "dense_steps": 0} if _is_embedded(arguments) else {})
     )
     _check(arguments)
+    with missing_extras_told():
+        lora = _lora(arguments, recipe)
     if arguments.engine:
         from nearfield.commands.many import generate_many
 
-        return generate_many(arguments, method, _lora(arguments, method))
+        return generate_many(arguments, recipe, lora)
     arguments.out = arguments.out or _SHEET
     with missing_extras_told():
         from nearfield.demo import generate, pictures
@@ -144,7 +153,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         with mesh_of_ranks(chosen_device(arguments.device)) as mesh:
             on_step = _step_bar(arguments) if _speaks(mesh) else None
             pipeline, sample = prepared(arguments, on_step=on_step)
-            runs = _runs(arguments, pipeline, sample, method, _lora(arguments, method), mesh)
+            runs = _runs(arguments, pipeline, sample, recipe, lora, mesh)
             if not _speaks(mesh):
                 return OK
         records = generate.compared(runs, measures(arguments.device, runs[0].images) if len(runs) > 1 else {})
@@ -239,19 +248,24 @@ def sampler_of(arguments: argparse.Namespace, pipeline: Any, *, on_step: "OnStep
     return generate.demo_sampler(pipeline, arguments.num, on_step, **common)
 
 
-def _lora(arguments: argparse.Namespace, method: Any) -> Path | None:
-    """The LoRA to use: the one that was named, or the embedded model's where it was made for the method."""
-    if method is None or arguments.lora == _LORA_OFF:
+def _lora(arguments: argparse.Namespace, recipe: "Recipe | None") -> Path | None:
+    """The LoRA to use: the one that was named, what the recipe says, or the embedded one if it is for the method."""
+    if recipe is None or arguments.lora == _LORA_OFF:
         return None
     if arguments.lora:
         return Path(arguments.lora)
+    if recipe.lora == _LORA_OFF:
+        return None
     from nearfield.demo.lora import method_of_lora, suits
     from nearfield.demo.model import EMBEDDED_LORA
 
     if not _is_embedded(arguments) or not EMBEDDED_LORA.exists():
+        if recipe.lora:
+            rule = "be used with the embedded model, whose LoRA it was measured with"
+            wrong("--recipe", rule, arguments.recipe, "Add `--lora none` for its fields alone.")
         return None
     made_for = method_of_lora(EMBEDDED_LORA)
-    if suits(made_for, method):
+    if suits(made_for, recipe.method):
         return EMBEDDED_LORA
     print(f"without the embedded LoRA, which is for {made_for}", file=sys.stderr)
     return None
@@ -265,7 +279,7 @@ def _runs(
     arguments: argparse.Namespace,
     pipeline: Any,
     sample: "Sampler",
-    method: Any,
+    recipe: "Recipe | None",
     lora: Path | None,
     mesh: "DeviceMesh | None" = None,
 ) -> list["Run"]:
@@ -274,12 +288,14 @@ def _runs(
 
     runs = []
     try:
-        if method is None or arguments.compare:
+        if recipe is not None:
+            recipe.check_model(pipeline.transformer)
+        if recipe is None or arguments.compare:
             runs.append(generate.run_dense(sample))
-        if method is not None:
+        if recipe is not None:
             with lora_on(pipeline, lora):
-                runs.append(generate.run_sparse(sample, pipeline, method, mesh))
-    except ValueError as error:  # a size, or fields that do not fit it
+                runs.append(generate.run_sparse(sample, pipeline, recipe.method, mesh))
+    except ValueError as error:  # a size, fields that do not fit it, or a recipe for another model
         raise UsageError(str(error)) from None
     return runs
 
@@ -309,7 +325,7 @@ def measures(
 def _document(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:
     from nearfield.bench import machine
 
-    names = ("model", "prompt", "size", "steps", "seed", "num", "first", "batch", "method")
+    names = ("model", "prompt", "size", "steps", "seed", "num", "first", "batch", "method", "recipe")
     settings = {name: getattr(arguments, name) for name in names}
     weights = str(arguments.weights) if arguments.weights else None
     return {
@@ -322,8 +338,13 @@ def _document(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> d
     }
 
 
+def folder_name(arguments: argparse.Namespace) -> str:
+    """Of the pictures that were asked for: the recipe they are made by, or the method."""
+    return Path(arguments.recipe).stem if arguments.recipe else str(arguments.method)
+
+
 def _folder_names(arguments: argparse.Namespace) -> list[str]:
-    return ["dense", arguments.method] if arguments.compare else [arguments.method]
+    return ["dense"] * arguments.compare + [folder_name(arguments)]
 
 
 def _step_bar(arguments: argparse.Namespace) -> Callable[[int, int], None]:

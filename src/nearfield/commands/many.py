@@ -15,27 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 from nearfield.commands.arguments import FAILED, OK, UsageError, wrong
 from nearfield.commands.folders import check_settings, missing_pictures, runs_of
-from nearfield.commands.generating import chosen_device, missing_extras_told, opened, sampler_of
+from nearfield.commands.generating import chosen_device, folder_name, missing_extras_told, opened, sampler_of
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import write_reports
 
 if TYPE_CHECKING:
     from nearfield.engines import Outcome, Workers
+    from nearfield.recipes import Recipe
 
 _TRIES = 3
 _FAILURES_SHOWN = 10
 
 
-def generate_many(arguments: argparse.Namespace, method: Any, lora: Path | None) -> int:
+def generate_many(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path | None) -> int:
     """Make what is missing of the pictures that were asked for."""
     from nearfield.engines import MissingExtra, WorkersLost
 
-    folder = arguments.images / arguments.method
+    folder = arguments.images / folder_name(arguments)
+    settings = _settings(arguments, recipe, lora)
     with missing_extras_told():
-        check_settings("--images", folder, _settings(arguments, method))
+        check_settings("--images", folder, settings)
         tally = _Tally(folder, missing_pictures(folder, _numbers(arguments)), arguments.num)
         try:
-            _make(arguments, _Job(_portable(arguments), method, lora and lora.resolve()), tally)
+            _make(arguments, _Job(_portable(arguments), recipe, lora and lora.resolve()), tally)
         except MissingExtra as error:
             raise UsageError(str(error)) from None
         except ValueError as error:  # a size, or fields that do not fit it
@@ -46,7 +48,7 @@ def generate_many(arguments: argparse.Namespace, method: Any, lora: Path | None)
             print(f"\n{tally.whereabouts()}; the same command goes on", file=sys.stderr)
             raise
     tally.say()
-    written = write_reports(_document(arguments, method, tally), arguments.json)
+    written = write_reports(_document(arguments, settings, tally), arguments.json)
     return OK if written and tally.is_complete else FAILED
 
 
@@ -99,7 +101,7 @@ class _Job:
     """What a worker does: it loads the model once, then makes batch after batch of pictures."""
 
     arguments: argparse.Namespace
-    method: Any
+    recipe: "Recipe | None"
     lora: Path | None
 
     def __call__(self) -> Callable[[range], list[bytes]]:
@@ -110,8 +112,8 @@ class _Job:
         pipeline = opened(self.arguments)
         if self.lora is not None:
             lora_for(pipeline, self.lora).switch(True)
-        if self.method is not None:
-            apply(pipeline, self.method)
+        if self.recipe is not None:
+            apply(pipeline, self.recipe)
 
         def make(numbers: range) -> list[bytes]:
             images = sampler_of(_numbered(self.arguments, numbers), pipeline)().images
@@ -198,13 +200,13 @@ def _portable(arguments: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**(kept | {"weights": weights}))
 
 
-def _settings(arguments: argparse.Namespace, method: Any) -> dict[str, Any]:
+def _settings(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path | None) -> dict[str, Any]:
     """All that a picture depends on besides its number."""
     from nearfield.demo.generate import name_of
 
     settings: dict[str, Any] = {
-        "method": name_of(method) if method is not None else "dense",
-        "lora": Path(arguments.lora).name if arguments.lora else None,
+        "method": name_of(recipe.method) if recipe is not None else "dense",
+        "lora": lora.name if lora else None,
         **{name: getattr(arguments, name) for name in ("model", "prompt", "size", "steps")},
     }
     if arguments.model:
@@ -213,15 +215,14 @@ def _settings(arguments: argparse.Namespace, method: Any) -> dict[str, Any]:
     return settings | {"weights": weights, "seed": arguments.seed}
 
 
-def _document(arguments: argparse.Namespace, method: Any, tally: _Tally) -> dict[str, Any]:
+def _document(arguments: argparse.Namespace, settings: dict[str, Any], tally: _Tally) -> dict[str, Any]:
     from nearfield.bench import machine
 
     return {
         "format": 1,
         "command": "generate",
         "machine": machine.facts(),
-        "settings": _settings(arguments, method)
-        | {name: getattr(arguments, name) for name in ("seed", "first", "num", "batch")},
+        "settings": settings | {name: getattr(arguments, name) for name in ("seed", "first", "num", "batch")},
         "engine": arguments.engine,
         "workers": tally.workers,
         "pictures_of_this_run": tally.made,

@@ -2,17 +2,21 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nearfield.bench.pixel_cases import ATTENTION
 from nearfield.commands.arguments import (
     ORDERS,
+    RECIPES,
     UsageError,
     add_method_fields,
     integer,
     member,
     wrong,
 )
+
+if TYPE_CHECKING:
+    from nearfield.recipes import Recipe
 
 METHODS = ("hilbert", "dense")
 
@@ -29,6 +33,15 @@ _FIELDS = (
     "dense_steps",
     "interleave",
 )
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """`--recipe`, in the place of a method and its fields."""
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help=f"method and fields from a recipe: one that ships ({', '.join(RECIPES)}), or a file of `nearfield tune`",
+    )
 
 
 def add_method(parser: argparse.ArgumentParser, default: str) -> None:
@@ -67,18 +80,46 @@ def method_of(arguments: argparse.Namespace, **defaults: Any) -> Any:
     Args:
         defaults: fields that the command sets where the user does not.
     """
-    given = {name: getattr(arguments, name) for name in _FIELDS if getattr(arguments, name) is not None}
     if arguments.method == "dense":
-        if given:
-            name = next(iter(given)).replace("_", "-")
-            wrong(f"--{name}", "be left out with `--method dense`", given[name.replace("-", "_")])
+        _refuse_fields(arguments, "--method dense")
         return None
     from nearfield import Hilbert
+
+    given = _given_fields(arguments)
 
     try:
         return Hilbert(**(defaults | given))
     except (TypeError, ValueError) as error:  # fields that do not go together
         raise UsageError(str(error)) from None
+
+
+def recipe_of(arguments: argparse.Namespace, **defaults: Any) -> "Recipe | None":
+    """The recipe that was named, or one of the method that was asked for; None for dense.
+
+    Args:
+        defaults: as for `method_of`.
+    """
+    from nearfield import recipes
+
+    if arguments.recipe is None:
+        method = method_of(arguments, **defaults)
+        return None if method is None else recipes.recipe_of(method)
+    _refuse_fields(arguments, "--recipe")
+    if arguments.method == "dense":
+        wrong("--method", "be left out with `--recipe`", arguments.method)
+    try:
+        return recipes.recipe_of(arguments.recipe)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error).replace("`recipe`", "`--recipe`")) from None
+
+
+def _given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in _FIELDS if getattr(arguments, name) is not None}
+
+
+def _refuse_fields(arguments: argparse.Namespace, beside: str) -> None:
+    for name, value in _given_fields(arguments).items():
+        wrong(f"--{name.replace('_', '-')}", f"be left out with `{beside}`", value)
 
 
 def add_attention(parser: argparse.ArgumentParser) -> None:

@@ -183,7 +183,7 @@ def _write_recipe(arguments: argparse.Namespace, search: "Search", model: str) -
         **{name: getattr(arguments, name) for name in _SETTINGS},
     }
     recipe = recipes.read({"format": recipes.FORMAT, "method": "Hilbert", "fields": best.fields})
-    recipe = replace(recipe, model=model, measured=measured)
+    recipe = replace(recipe, model=model, measured=measured, lora="none")
     write_json(Path(arguments.out), recipe.as_document())
     print(
         f"wrote {arguments.out}: {best.pairs_kept:.1%} of the pairs, {best.speed_up:.2f}x, LPIPS {best.lpips:.4f}"
