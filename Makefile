@@ -26,10 +26,13 @@ GLUON_STAMPS := $(GLUON_TRITONS:%=.cache/triton-%/.installed)
 STUDIO := .cache/studio
 STUDIO_PINS := gradio==6.31.0 pillow==12.3.0
 PACKAGE := .cache/package
+SMOKE := .cache/smoke
+SMOKE_EXTRAS ?= bench,demo,retrieval,train,triton
+SMOKED ?= torch diffusers
 PACKAGES := -c 'import site; print(site.getsitepackages()[0])'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-studio check format bench docs package test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
+.PHONY: help demo test test-studio check format bench docs package smoke test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,17 +80,35 @@ docs: $(STAMP) ## draw the pictures of the documentation and build its site
 	$(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
-# Tried in an environment that has what .venv has, but not the checkout; from a folder outside of it.
-package: $(STAMP) ## build wheel and sdist into dist/, install each and try it
+# Tried in an environment that has what .venv has, but not the checkout; from a folder outside of it. The wheel with the
+# lowest diffusers, the sdist with the newest: those are small, other torches are not (`make smoke`).
+package: $(STAMP) ## build wheel and sdist into dist/, install each and try it, with the lowest and the newest diffusers
 	rm -rf dist $(PACKAGE)
 	$(BIN)/python -m hatchling build -t wheel -t sdist -d dist
 	$(PYTHON) -m venv $(PACKAGE)
 	$(abspath $(BIN))/python $(PACKAGES) > $$($(PACKAGE)/bin/python $(PACKAGES))/base.pth
 	cp tests/package_smoke.py $(PACKAGE)/smoke.py
-	set -e; for archive in dist/*.whl dist/*.tar.gz; do \
-		$(PACKAGE)/bin/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
-			--no-build-isolation --force-reinstall $$archive; \
-		(cd $(PACKAGE) && bin/python smoke.py "$$PWD/bin/nearfield"); \
+	set -e; cd $(PACKAGE); \
+	install() { bin/python -m pip install --quiet --disable-pip-version-check "$$@"; }; \
+	try() { install --no-index --no-deps --no-build-isolation --force-reinstall "$$1"; shift; \
+		bin/python smoke.py "$$PWD/bin/nearfield" "$$@"; }; \
+	wheel=$$(echo ../../dist/*.whl); sdist=$$(echo ../../dist/*.tar.gz); \
+	lowest=$$(bin/python ../../.ci/lowest.py diffusers); \
+	install $$lowest; try $$wheel $$lowest; \
+	install --upgrade diffusers; try $$sdist
+
+# Two environments from nothing, torch included: from PyPI alone that is gigabytes of CUDA libraries each.
+smoke: package ## try wheel and sdist in clean environments: the lowest versions of everything, and the newest
+	set -e; lowest="$$($(BIN)/python .ci/lowest.py)"; \
+	for versions in lowest newest; do \
+		rm -rf $(SMOKE)-$$versions; $(PYTHON) -m venv $(SMOKE)-$$versions; \
+		cp tests/package_smoke.py $(SMOKE)-$$versions/smoke.py; \
+		if test $$versions = lowest; then echo "$$lowest"; fi > $(SMOKE)-$$versions/constraints.txt; \
+		pins=$$(if test $$versions = lowest; then $(BIN)/python .ci/lowest.py $(SMOKED); fi); \
+		(cd $(SMOKE)-$$versions; \
+		install() { bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$@"; }; \
+		install "$$(echo ../../dist/*.whl)[$(SMOKE_EXTRAS)]"; bin/python smoke.py "$$PWD/bin/nearfield" $$pins; \
+		install --no-deps --force-reinstall ../../dist/*.tar.gz; bin/python smoke.py "$$PWD/bin/nearfield" $$pins); \
 	done
 
 gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU

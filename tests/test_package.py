@@ -71,6 +71,19 @@ def test_wheel_says_what_it_is(wheel: Path) -> None:
     assert {"diffusers", "triton", "studio"} <= set(facts.get_all("Provides-Extra", []))
 
 
+def test_lower_bounds_are_what_is_tried() -> None:
+    """`make package` and `make smoke` install what this prints; pages name the same versions."""
+    call = [sys.executable, str(ROOT / ".ci" / "lowest.py"), "torch", "diffusers", "transformers", "peft"]
+    lines = subprocess.run(call, capture_output=True, text=True, check=True).stdout.splitlines()
+    lowest = dict(line.split("==") for line in lines)
+    assert set(lowest) == {"torch", "diffusers", "transformers", "peft"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("torch", "diffusers", "transformers"):
+        assert f"{name} {lowest[name]} or later" in readme
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert f"`diffusers` ({lowest['diffusers']} or later)" in page
+
+
 def test_sdist_holds_the_package_and_what_works_on_it(tmp_path: Path) -> None:
     """What its Makefile and tests name is there; what was made on this machine is not."""
     with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
