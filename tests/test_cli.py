@@ -216,6 +216,32 @@ def test_pictures_are_asked_for_by_one_name(call: str, capsys: pytest.CaptureFix
     assert cli._parser([]).parse_args([*call.split(), "--png", "a.png"]).plot == Path("a.png")
 
 
+@pytest.mark.parametrize("call", ["demo --grid 8x8", "show --grid 16x16"])
+def test_without_matplotlib_all_but_the_picture_is_shown(
+    call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(call.split()) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) > 3
+    assert "wrote" not in captured.out
+    assert captured.err.startswith("no picture: `matplotlib` must be installed to draw")
+    assert not list(tmp_path.iterdir())
+    assert cli.main([*call.split(), "--out", "a.png"]) == 2
+    assert "`--out` needs a picture. `matplotlib` must be installed" in capsys.readouterr().err
+
+
+def test_doctor_says_which_extra_brings_what_is_missing() -> None:
+    from nearfield.bench import doctor
+
+    report = doctor.examine()
+    report["machine"]["versions"] |= {"diffusers": None, "matplotlib": "3.8"}
+    lines = doctor.text(report).splitlines()
+    assert "diffusers     not installed (extra diffusers: `apply`; demo: `nearfield generate`)" in lines
+    assert "matplotlib    3.8" in lines
+
+
 def test_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -534,6 +560,7 @@ def test_every_command_names_the_next() -> None:
         if suggested.startswith("nearfield "):
             words = shlex.split(suggested)[1:]
             assert any(" ".join(words[:length]) in commands for length in (1, 2)), suggested
+            cli._parser(words).parse_args(words)  # as it stands there, placeholders and all
 
 
 @pytest.mark.parametrize("at_a_terminal", [True, False])

@@ -55,7 +55,7 @@ BAD_CALLS = {
     "Example: 0,4,-1",
     "generate --dense-steps -1": "`--dense-steps` must be a number of at least 0; got '-1'.",
     "generate --device sofa": "`--device` must name a device; got 'sofa'. Example: --device cuda:1",
-    "train demo --data . --out x": "`steps` must be given, or `minutes`; got None. Training has to end somewhere.",
+    "train demo --data . --out x": "`--steps` must be given, or `--minutes`; got None. Training has to end somewhere.",
     "train demo --data . --out x --minutes 0": "`--minutes` must be a number above 0; got '0'.",
     "train demo --data . --out x --steps 1 --start none": "`--start` must name a file that is there; got 'none'.",
     "train demo --out x --steps 1": "the following arguments are required: --data. See `nearfield train demo --help`.",

@@ -233,7 +233,7 @@ def test_train_and_sample(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 BAD_CALLS = {
-    "train pixel --data . --out x": "`steps` must be given, or `minutes`; got None. Training has to end somewhere.",
+    "train pixel --data . --out x": "`--steps` must be given, or `--minutes`; got None. Training has to end somewhere.",
     "train pixel --data . --out x --steps 1 --topk 3": "`--topk` must be left out with `--attention full`; got 3.",
     "train pixel --data . --out x --steps 1 --unweighted": (
         "`--unweighted` must be left out with `--attention full`; got False."

@@ -183,7 +183,7 @@ def test_without_matplotlib_the_extra_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["show"]) == 2
+    assert cli.main(["show", "--out", "show.png"]) == 2
     assert "Install it with `pip install 'nearfield[bench]'`." in capsys.readouterr().err
 
 

@@ -34,6 +34,20 @@ from nearfield.commands.arguments import (
     show_help_without_command,
 )
 
+_FIRST = """\
+examples:
+  nearfield doctor                     is all in place here, and what will run
+  nearfield demo                       tiles of a curve, and what they save on this machine
+  nearfield generate --compare         pictures by a small model, dense and sparse
+  nearfield studio                     the same and more in the browser
+  nearfield explain flux-2048          what FLUX at 2048 px would read
+
+in Python, with a diffusers pipeline:
+  from nearfield import Hilbert, apply
+  with apply(pipe, Hilbert()) as handle:
+      image = pipe("a cat", height=2048, width=2048).images[0]
+      print(handle.summary())"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -93,10 +107,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         prog="nearfield",
         description="Sparse attention for diffusion transformers: who reads whom, how fast, and why.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"examples:\n  nearfield doctor\n  nearfield explain flux-1024 --grid 90x160\n  nearfield demo\n"
-        f"  nearfield show --grid 64x64 --layer 0..3\n"
-        f"  nearfield generate --compare --out cats.png\n"
-        f"  nearfield bench attend --quick\n\n{CODES}",
+        epilog=f"{_FIRST}\n\n{CODES}",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     show_help_without_command(parser)

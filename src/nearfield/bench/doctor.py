@@ -13,6 +13,14 @@ from nearfield.bench.check import Checked, relative_error
 from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
 
+_BROUGHT_BY = {
+    "triton": "triton: kernels for the GPU",
+    "diffusers": "diffusers: `apply`; demo: `nearfield generate`",
+    "transformers": "retrieval: `nearfield rag`",
+    "matplotlib": "bench: pictures of `demo`, `show` and benchmarks",
+}
+"""The extras that install what may be missing, and what for."""
+
 
 def examine() -> dict[str, Any]:
     """Facts, choices and self-checks as plain values; "ok" says whether every self-check passed."""
@@ -25,7 +33,7 @@ def examine() -> dict[str, Any]:
 def text(report: dict[str, Any]) -> str:
     """The report for people."""
     about = report["machine"]
-    known = {name: version or "not installed" for name, version in about["versions"].items()}
+    known = {name: version or _missing(name) for name, version in about["versions"].items()}
     if not about["gpus"]:
         known = {name: version for name, version in known.items() if name not in ("cuda", "cudnn")}
     lines = [f"{name:<14}{version}" for name, version in known.items()]
@@ -49,6 +57,11 @@ def text(report: dict[str, Any]) -> str:
             _check_line(found["self_check"]),
         ]
     return "\n".join(lines)
+
+
+def _missing(name: str) -> str:
+    extra = _BROUGHT_BY.get(name)
+    return f"not installed (extra {extra})" if extra else "not installed"
 
 
 def choice_lines(found: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from nearfield.commands.arguments import (
     preset_name,
     wrong,
 )
-from nearfield.commands.reports import require_drawing
+from nearfield.commands.reports import picture_path
 
 # What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
 _MOST_BLOCKS, _MOST_IDS = 2**29, 2**26
@@ -77,12 +77,13 @@ def _demo(arguments: argparse.Namespace) -> int:
         wrong("--grid", "have two sides to be drawn", grid_name(arguments.grid), "Example: --grid 64x64")
     if math.prod(arguments.grid) > _MOST_DRAWN:
         wrong("--grid", f"hold at most {_MOST_DRAWN:,} tokens to be drawn", f"{math.prod(arguments.grid):,}")
-    require_drawing("--out")
+    picture = picture_path(arguments.out, output_file("--out", ".png")("nearfield-demo.png"))
     from nearfield.bench import demo
 
     preset = demo.preset_for(arguments.grid)
-    demo.draw(arguments.out, preset, arguments.tiles)
-    print(f"wrote {arguments.out}")
+    if picture:
+        demo.draw(picture, preset, arguments.tiles)
+        print(f"wrote {picture}")
     text, passed = demo.speed_table(preset, arguments.tiles)
     print(text)
     return OK if passed else FAILED
@@ -90,7 +91,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     _require_drawable(arguments)
-    require_drawing("--out")
+    picture = picture_path(arguments.out, output_file("--out", ".png", ".svg")("nearfield-show.png"))
     from nearfield import Geometry, Hilbert
     from nearfield.bench import show
 
@@ -102,11 +103,12 @@ def _show(arguments: argparse.Namespace) -> int:
         report = show.record(shown)
     except ValueError as error:  # fields that do not go together, or not with this grid
         raise UsageError(str(error)) from None
-    show.draw(arguments.out, shown)
+    if picture:
+        show.draw(picture, shown)
     if arguments.json:
-        print(json.dumps(report | {"picture": str(arguments.out)}, indent=1))
+        print(json.dumps(report | {"picture": str(picture) if picture else None}, indent=1))
     else:
-        print(f"{report['description']}\nwrote {arguments.out}")
+        print(report["description"] + (f"\nwrote {picture}" if picture else ""))
     return OK
 
 
@@ -203,7 +205,6 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=output_file("--out", ".png"),
-        default="nearfield-demo.png",
         metavar="FILE",
         help="the picture (default nearfield-demo.png)",
     )
@@ -251,7 +252,6 @@ def _add_show(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=output_file("--out", ".png", ".svg"),
-        default="nearfield-show.png",
         metavar="FILE",
         help="the picture, .png or .svg (default nearfield-show.png)",
     )

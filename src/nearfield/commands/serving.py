@@ -54,7 +54,6 @@ def _studio(arguments: argparse.Namespace) -> int:
     if arguments.weights and not arguments.weights.is_file():
         wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
     _require_free(arguments.host, arguments.port)
-    require_drawing("studio")
     device = chosen_device(arguments.device)
     with missing_extras_told():
         from nearfield.studio.asking import Library
@@ -66,6 +65,7 @@ def _studio(arguments: argparse.Namespace) -> int:
             require_gradio()
         except MissingGradio as error:
             raise UsageError(str(error)) from None
+        require_drawing("studio")
         models = [PictureModel(device)]
         if arguments.weights or arguments.model:
             given = PictureModel(device, arguments.weights, arguments.model)

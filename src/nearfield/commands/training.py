@@ -442,6 +442,8 @@ def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
 def _schedule(arguments: argparse.Namespace) -> "Schedule":
     from nearfield.training.loop import Schedule
 
+    if arguments.steps is None and arguments.minutes is None:
+        wrong("--steps", "be given, or `--minutes`", None, "Training has to end somewhere.")
     # Recorded calls come one by one, so a step has as many parts as samples.
     parts = arguments.batch if getattr(arguments, "model", None) else arguments.accumulate
     try:
