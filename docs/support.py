@@ -114,6 +114,29 @@ The adapters' tables state: {stated}. In the other columns a mark says that a te
 Where there is none, the feature was not tested with the class, or diffusers does not have it.
 
 {features}
+
+## Versions
+
+The lower bounds of `pyproject.toml` are versions that were tried, by `make package` (diffusers) and `make smoke`
+(everything, in clean environments), which also try the newest: FLUX.1 with and without `apply`, the embedded model's
+picture, the commands.
+
+| | lowest | newest that was tried | all tests run with |
+| --- | --- | --- | --- |
+| torch | 2.11.0 | 2.15.0 | 2.13.0, on a GPU 2.11.0 |
+| diffusers | 0.39.0 | 0.42.1 | 0.42.0 |
+| transformers | 5.0.0 | 5.22.2 | 5.22.2 |
+| peft | 0.18.0 | 0.21.2 | 0.21.2 |
+| Triton | 3.6.0 | 3.9.0 | 3.7.1 (interpreted), on a GPU 3.6.0 |
+| Python | 3.11 | 3.12 | 3.11; 3.10 is allowed, and was not tried |
+
+- torch: with either end the tests of `apply` pass on the CPU. Before 2.11 it was not tried: such CUDA builds bring a
+  Triton before 3.6, for which there are no kernels here.
+- diffusers: with 0.39.0 the tests of adapters pass, but for offloading by groups on a machine without a GPU, which breaks
+  in diffusers itself. Earlier releases are not supported, though from 0.35 on FLUX.1, SD3, PixArt, the UNet and videos
+  compute the right thing; FLUX.2 does not before 0.38, nor Qwen-Image with merged blocks before 0.39.
+- peft: 0.17 cannot be imported beside transformers 5.
+- Triton: the Hopper kernels compile under 3.6.0 and 3.9.0.
 """
 
 
