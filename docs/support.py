@@ -132,9 +132,9 @@ picture, the commands.
 
 - torch: with either end the tests of `apply` pass on the CPU. Before 2.11 it was not tried: such CUDA builds bring a
   Triton before 3.6, for which there are no kernels here.
-- diffusers: with 0.39.0 the tests of adapters pass, but for offloading by groups on a machine without a GPU, which breaks
-  in diffusers itself. Earlier releases are not supported, though from 0.35 on FLUX.1, SD3, PixArt, the UNet and videos
-  compute the right thing; FLUX.2 does not before 0.38, nor Qwen-Image with merged blocks before 0.39.
+- diffusers: with 0.39.0 the tests of adapters pass, but for offloading by groups on a machine without a GPU, which
+  breaks in diffusers itself. Earlier releases are not supported, though from 0.35 on FLUX.1, SD3, PixArt, the UNet and
+  videos compute the right thing; FLUX.2 does not before 0.38, nor Qwen-Image with merged blocks before 0.39.
 - peft: 0.17 cannot be imported beside transformers 5.
 - Triton: the Hopper kernels compile under 3.6.0 and 3.9.0.
 """

@@ -11,7 +11,7 @@ from nearfield.commands.arguments import OK, UsageError, command, integer, membe
 from nearfield.commands.launched import local_rank, mesh_of_ranks, num_ranks
 from nearfield.commands.methods import add_method, add_recipe, recipe_of
 from nearfield.commands.progress import Bar
-from nearfield.commands.reports import write_reports
+from nearfield.commands.reports import note_load, write_reports
 
 if TYPE_CHECKING:
     import torch
@@ -150,6 +150,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     with missing_extras_told():
         from nearfield.demo import generate, pictures
 
+        if arguments.compare:
+            note_load(chosen_device(arguments.device).type)
         with mesh_of_ranks(chosen_device(arguments.device)) as mesh:
             on_step = _step_bar(arguments) if _speaks(mesh) else None
             pipeline, sample = prepared(arguments, on_step=on_step)
