@@ -64,7 +64,7 @@ def check_attend() -> None:
 def check_apply() -> None:
     """FLUX.1: with everything read it is the stock model, with tiles it is not, and removed it is again."""
     model, inputs = _tiny_flux()
-    everything = nearfield.Hilbert(tiles=1, shared="none", dense_layers=0, dense_steps=0)
+    everything = nearfield.Hilbert(tiles=1, shared="none", far=None, dense_layers=0, dense_steps=0)
     tiles = nearfield.Hilbert(tiles=4, shared="none", far=None, dense_layers=0, dense_steps=0)
     with torch.no_grad():
         stock = model(**inputs)[0]
