@@ -135,6 +135,7 @@ picture, the commands.
 - diffusers: with 0.39.0 the tests of adapters pass, but for offloading by groups on a machine without a GPU, which
   breaks in diffusers itself. Earlier releases are not supported, though from 0.35 on FLUX.1, SD3, PixArt, the UNet and
   videos compute the right thing; FLUX.2 does not before 0.38, nor Qwen-Image with merged blocks before 0.39.
+- transformers: with 5.0.0 the tests of retrieval pass.
 - peft: 0.17 cannot be imported beside transformers 5.
 - Triton: the Hopper kernels compile under 3.6.0 and 3.9.0.
 """
