@@ -124,6 +124,19 @@ def test_window_kernels_do_as_the_reference(
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("lengths", [(70, 70, 70), (70, 37, 37)], ids=["alike", "other lengths"])
+def test_three_are_pooled_as_each(lengths: tuple[int, int, int], device: torch.device) -> None:
+    """In shared launches where they are alike, the sums of the second level included, which give the third."""
+    from nearfield.kernels import pool as kernel
+
+    tensors = [torch.randn(2, length, 3, 24, device=device).transpose(1, 2) for length in lengths]
+    with poisoned_memory():
+        together = kernel.pool_together(tensors[0], tensors[1], tensors[2], 4, 3)
+    for x, pooled in zip(tensors, together, strict=True):
+        assert torch.equal(pooled, kernel.pool_forward(x, 4, 3))
+
+
+@NEEDS_TRITON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("lengths", "block", "count", "width", "keep_own"),

@@ -168,8 +168,12 @@ def _(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
 def _pool_together(
     query: Tensor, key: Tensor, value: Tensor, block: int, levels: int, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    module = _kernels("pool", impl, query, block, levels) or pool_reference  # type: ignore[arg-type]
-    queries, keys, values = (module.pool_forward(x, block, levels) for x in (query, key, value))
+    module = _kernels("pool", impl, query, block, levels)
+    if module is None:
+        pooled = [pool_reference.pool_forward(x, block, levels) for x in (query, key, value)]
+    else:
+        pooled = module.pool_together(query, key, value, block, levels)
+    queries, keys, values = pooled
     return queries, keys, values
 
 

@@ -61,11 +61,11 @@ def _type_of(name: str, dim: int, box: int, constants: dict[str, object]) -> str
 
 def compile_pool(dim: int, has_upper: bool, keeps_sums: bool) -> str:
     constants = {
-        "BLOCK": 16, "ROWS": 16, "DIM": dim, "PAD": dim, "HAS_UPPER": has_upper, "KEEPS_SUMS": keeps_sums,
+        "BLOCK": 16, "ROWS": 16, "UNROLLED": 16, "DIM": dim, "PAD": dim, "HAS_UPPER": has_upper,
+        "KEEPS_SUMS": keeps_sums, "IS_THREE": True, "stride_sd": 1, "stride_md": 1,
     }  # fmt: skip
-    return _compile_plain(
-        pool._pool_kernel, constants, {"source": "*bf16", "means": "*bf16", "sums": "*fp32"}
-    )
+    tensors = [f"{rank}{name}" for rank in ("", "second_", "third_") for name in ("source", "means")]
+    return _compile_plain(pool._pool_kernel, constants, dict.fromkeys(tensors, "*bf16") | {"sums": "*fp32"})
 
 
 def compile_window_means(dim: int) -> str:
@@ -91,7 +91,12 @@ def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, s
     others = {name: pointers.get(name, "fp32" if name == "scale" else "i32") for name in names}
     signature = others | dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, values)
+    # As the launcher finds for tensors of ours; 16-byte loads need to know.
+    aligned = [
+        name for name in names if name not in constants and (name in pointers or name.startswith("stride_"))
+    ]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     return str(compiled.asm["ptx"])
 

@@ -1,8 +1,8 @@
 """Means of consecutive tokens at several levels, and their adjoint, in Triton.
 
 The tokens are read once, and give two levels at once where blocks are small enough for a program to hold a block of
-blocks; the sums of the last (float32, a fraction of the size) give the next. Backwards every token gathers its share
-from all levels in one pass.
+blocks; the sums of the last (float32, a fraction of the size) give the next. Queries, keys and values share their
+launches. Backwards every token gathers its share from all levels in one pass.
 """
 
 import torch
@@ -16,7 +16,9 @@ from nearfield.kernels.walk import load_rows, store_rows
 from nearfield.levels import level_length, level_starts
 
 _TOKENS = 256
-"""Tokens that one program reads, or writes backwards."""
+"""Tokens that one program reads."""
+_UNROLLED = 16
+"""Tokens of a mean whose loads are in flight at once."""
 
 
 @triton.jit
@@ -34,27 +36,48 @@ def _store_means(
 
 @triton.jit
 def _pool_kernel(
-    source, means, sums, stride_sb, stride_sh, stride_sn, stride_sd, stride_mb, stride_mh, stride_mn, stride_md,
+    source, second_source, third_source, means, second_means, third_means, sums,
+    stride_sb, stride_sh, stride_sn, stride_sd, stride_mb, stride_mh, stride_mn, stride_md,
     num_heads, num_source, num_means, num_slots, num_upper, num_upper_slots, num_tokens, represents,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    HAS_UPPER: tl.constexpr, KEEPS_SUMS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, UNROLLED: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    HAS_UPPER: tl.constexpr, KEEPS_SUMS: tl.constexpr, IS_THREE: tl.constexpr,
 ):  # fmt: skip
     """A level from the one below, and with HAS_UPPER the next one, too. The upper stands behind the lower in `means`;
-    the sums that are kept are those of the highest."""
+    the sums that are kept are those of the highest.
+
+    Every thread adds up its own channels of its own means, token after token: nothing passes between threads but for
+    the upper level, a fraction of the data. IS_THREE: of three tensors with equal sizes and strides.
+    """
     batch_head = tl.program_id(0).to(tl.int64)
     batch = batch_head // num_heads
     head = batch_head % num_heads
-    first = tl.program_id(1) * ROWS
-    token = first * BLOCK + tl.arange(0, ROWS * BLOCK)
-    origin = tl.full([], 0, tl.int64)
-    rows = load_rows(
-        source + batch * stride_sb + head * stride_sh, origin, token.to(tl.int64), token < num_source,
-        stride_sn, stride_sd, DIM, PAD, True,
-    )  # fmt: skip
+    if IS_THREE:
+        which = tl.program_id(2)
+        if which == 1:
+            source = second_source
+            means = second_means
+        if which == 2:
+            source = third_source
+            means = third_means
+        if KEEPS_SUMS:
+            kept = num_upper if HAS_UPPER else num_means
+            sums += which.to(tl.int64) * tl.num_programs(0) * kept * DIM
+    source += batch * stride_sb + head * stride_sh
     means += batch * stride_mb + head * stride_mh
-    total = tl.sum(tl.reshape(rows.to(tl.float32), [ROWS, BLOCK, PAD]), 1)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PAD)[None, :]
+    token = (row * BLOCK)[:, None]
+    pointer = source + token.to(tl.int64) * stride_sn + column * stride_sd
+    left = tl.where(column < DIM, num_source - token, 0)
+    total = tl.zeros([ROWS, PAD], tl.float32)
+    first = tl.full([], 0, tl.int64)
+    for start in range(0, BLOCK, UNROLLED):
+        for step in tl.static_range(UNROLLED):
+            mask = left > start + step
+            total += tl.load(pointer + (first + step) * stride_sn, mask=mask, other=0.0).to(tl.float32)
+        first += UNROLLED
     _store_means(
-        means, sums, batch_head, first + tl.arange(0, ROWS), total, stride_mn, stride_md,
+        means, sums, batch_head, row, total, stride_mn, stride_md,
         num_means, num_slots, num_tokens, represents, DIM, PAD, KEEPS_SUMS and not HAS_UPPER,
     )  # fmt: skip
     if HAS_UPPER:
@@ -104,31 +127,57 @@ def unsupported(x: Tensor, block: int, levels: int) -> str | None:
 
 def pool_forward(x: Tensor, block: int, levels: int) -> Tensor:
     """See `nearfield.reference.pool`."""
+    return _pooled([x], block, levels)[0]
+
+
+def pool_together(query: Tensor, key: Tensor, value: Tensor, block: int, levels: int) -> list[Tensor]:
+    """`pool_forward` of three: in the launches of one, where their sizes and strides are the same."""
+    tensors = [query, key, value]
+    if len({(x.shape, x.stride(), x.dtype) for x in tensors}) == 1:
+        return _pooled(tensors, block, levels)
+    return [pool_forward(x, block, levels) for x in tensors]
+
+
+def _pooled(tensors: list[Tensor], block: int, levels: int) -> list[Tensor]:
+    """Of one tensor, or of three that are alike."""
+    x, number = tensors[0], len(tensors)
     batch, heads, length, dim = x.shape
     starts = level_starts(length, block, levels)
-    pooled = torch.empty(batch, heads, starts[-1], dim, device=x.device, dtype=x.dtype)
-    rows = max(1, _TOKENS // block)
-    at_once = 2 if block * block <= _TOKENS else 1
-    source, level = x, 1
+    pooled = [
+        torch.empty(batch, heads, starts[-1], dim, device=x.device, dtype=x.dtype) for _ in range(number)
+    ]
+    rows = max(8, _TOKENS // block)
+    at_once = 2 if rows % block == 0 else 1
+    sources, level = tensors, 1
     while level <= levels:
         last = min(level + at_once - 1, levels)
         num_means, num_upper = (level_length(length, block, each) for each in (level, level + 1))
         slots = starts[level] - starts[level - 1]
         upper_slots = starts[last] - starts[last - 1] if last > level else 0
-        means = pooled[:, :, starts[level - 1] :]
-        sums = means
+        means = [each[:, :, starts[level - 1] :] for each in pooled]
+        sums = means[0]
         if last < levels:
             kept = level_length(length, block, last)
-            sums = torch.empty(batch, heads, kept, dim, device=x.device, dtype=torch.float32)
+            sums = torch.empty(number, batch, heads, kept, dim, device=x.device, dtype=torch.float32)
         programs = max(triton.cdiv(slots, rows), triton.cdiv(upper_slots * block, rows))
-        _pool_kernel[(batch * heads, programs)](
-            source, means, sums, *source.stride(), *means.stride(),
-            heads, source.shape[2], num_means, slots, num_upper, upper_slots, length, block**level,
-            BLOCK=block, ROWS=rows, DIM=dim, PAD=padded(dim), HAS_UPPER=last > level, KEEPS_SUMS=last < levels,
-            num_warps=4 if dim <= 64 else 8,
+        _pool_kernel[(batch * heads, programs, number)](
+            *_three(sources), *_three(means), sums, *sources[0].stride(), *means[0].stride(),
+            heads, sources[0].shape[2], num_means, slots, num_upper, upper_slots, length, block**level,
+            BLOCK=block, ROWS=rows, UNROLLED=min(block, _UNROLLED), DIM=dim, PAD=padded(dim),
+            HAS_UPPER=last > level, KEEPS_SUMS=last < levels, IS_THREE=number == 3,
+            num_warps=_warps(rows * padded(dim) * sources[0].element_size()),
         )  # fmt: skip
-        source, level = sums, last + 1
+        sources, level = list(sums.unbind()) if last < levels else sources, last + 1
     return pooled
+
+
+def _three(tensors: list[Tensor]) -> list[Tensor]:
+    return tensors if len(tensors) == 3 else tensors * 3
+
+
+def _warps(size: int) -> int:
+    """As many as it takes for each thread to load 16 bytes at once."""
+    return int(min(8, max(1, triton.next_power_of_2(size) // 512)))
 
 
 def pool_backward(grad: Tensor, length: int, block: int, levels: int) -> Tensor:
