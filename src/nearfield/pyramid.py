@@ -168,7 +168,7 @@ def _(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
 def _pool_together(
     query: Tensor, key: Tensor, value: Tensor, block: int, levels: int, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    module = _kernels("pool", impl, query, block, levels)
+    module = _kernels("pool", impl, query, block, levels)  # type: ignore[arg-type]
     if module is None:
         pooled = [pool_reference.pool_forward(x, block, levels) for x in (query, key, value)]
     else:

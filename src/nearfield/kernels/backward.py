@@ -16,21 +16,25 @@ from nearfield.kernels import is_interpreted
 from nearfield.kernels.launch import (
     LOG2_E,
     Tiles,
+    chunk_of,
     key_gradient_tiles,
-    list_strides,
     optional_inputs,
     options_for,
     padded,
     query_gradient_tiles,
     tile_sources,
 )
+from nearfield.kernels.pack import rows_of
 from nearfield.kernels.walk import (
     INF,
     LOG2E,
+    chunks_of_row,
     copy_rows,
     dot,
+    list_of_row,
     load_rows,
     masked_logits,
+    pairs_read,
     row_of_program,
     store_rows,
     tile_counts,
@@ -90,11 +94,13 @@ def _delta_kernel(
 @triton.jit
 def _query_gradient_tile(
     tile, entries, count, query, grad_out, accumulator, lse_log2, delta, key, value, k_desc, v_desc, batch, key_head,
-    key_bias, key_positions, query_position, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale, num_keys,
+    key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale,
+    num_keys,
     K_BLOCK: tl.constexpr, TILE_K: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr,
     COPY_ENGINE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    Q_BLOCK: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    first, token, exists = tile_tokens(entries, count, tile, num_keys, K_BLOCK, TILE_K, MASKED)
+    first, token, exists, entry = tile_tokens(entries, count, tile, num_keys, K_BLOCK, TILE_K, MASKED, PACK)
     if COPY_ENGINE:
         keys = copy_rows(k_desc, batch, key_head, first, TILE_K, PAD)
         values = copy_rows(v_desc, batch, key_head, first, TILE_K, PAD)
@@ -107,9 +113,10 @@ def _query_gradient_tile(
         bias = tl.load(key_bias + (first + token) * stride_bias, mask=exists, other=0.0)[None, :] * LOG2E
     if HAS_POSITIONS:
         key_position = tl.load(key_positions + first + token, mask=exists, other=0)[None, :]
+    is_read = pairs_read(entry, exists, lane, Q_BLOCK, MASKED, PACK)
     logits = masked_logits(
-        dot(query, tl.trans(keys), None, PRECISION), scale, bias, exists[None, :], query_position, key_position,
-        MASKED, HAS_BIAS, HAS_POSITIONS,
+        dot(query, tl.trans(keys), None, PRECISION), scale, bias, is_read, query_position, key_position,
+        MASKED or PACK > 1, HAS_BIAS, HAS_POSITIONS,
     )  # fmt: skip
     weights = tl.math.exp2(logits - lse_log2[:, None])
     grad_weights = dot(grad_out, tl.trans(values), None, PRECISION)
@@ -129,15 +136,15 @@ def _query_gradient_kernel(
     num_heads, heads_per_key, num_rows, num_queries, num_keys, scale, logit_scale,
     DIM: tl.constexpr, PAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr, RAGGED: tl.constexpr, COPY_ENGINE: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, CONTINUES: tl.constexpr,
+    PRECISION: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
+    """CONTINUES: `grad_query` holds what came from other keys, and gets the sum."""
     batch_head, row, part = row_of_program(tl.program_id(0), order, num_rows, HAS_ORDER, PARTS)
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     key_head = head // heads_per_key
-    offsets += batch * stride_offsets_b + head * stride_offsets_h + row
-    start = tl.load(offsets)
-    count = tl.load(offsets + 1) - start
+    start, count = list_of_row(offsets + batch * stride_offsets_b + head * stride_offsets_h, row, PACK)
     entries = blocks + batch * stride_blocks_b + head * stride_blocks_h + start
     key += batch * stride_kb + key_head * stride_kh
     value += batch * stride_vb + key_head * stride_vh
@@ -181,38 +188,43 @@ def _query_gradient_kernel(
         )[:, None]
 
     accumulator = tl.zeros([TILE_Q, PAD], tl.float32)
-    whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED)
+    whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED, PACK)
     for tile in tl.range(0, whole):
         accumulator = _query_gradient_tile(
             tile, entries, count, queries, grads, accumulator, lse_rows, delta_rows, key, value, k_desc, v_desc,
-            batch, key_head, key_bias, key_positions, query_position, stride_kn, stride_kd, stride_vn, stride_vd,
-            stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS,
-            PRECISION,
+            batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
+            stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, False, COPY_ENGINE, HAS_BIAS,
+            HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
         )  # fmt: skip
-    if RAGGED or K_BLOCK < TILE_K:
+    if RAGGED or (K_BLOCK < TILE_K and PACK == 1):
         for tile in tl.range(whole, total, num_stages=1):
             accumulator = _query_gradient_tile(
                 tile, entries, count, queries, grads, accumulator, lse_rows, delta_rows, key, value, k_desc, v_desc,
-                batch, key_head, key_bias, key_positions, query_position, stride_kn, stride_kd, stride_vn, stride_vd,
-                stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, True, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS,
-                PRECISION,
+                batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
+                stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, True, COPY_ENGINE, HAS_BIAS,
+                HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
             )  # fmt: skip
-    store_rows(
-        grad_query + batch * stride_dqb + head * stride_dqh, token, exists, stride_dqn, stride_dqd,
-        accumulator * logit_scale, DIM, PAD,
-    )  # fmt: skip
+    accumulator *= logit_scale
+    grad_query += batch * stride_dqb + head * stride_dqh
+    if CONTINUES:
+        before = load_rows(grad_query, origin, long_token, exists, stride_dqn, stride_dqd, DIM, PAD, True)
+        accumulator += before.to(tl.float32)
+    store_rows(grad_query, token, exists, stride_dqn, stride_dqd, accumulator, DIM, PAD)
 
 
 @triton.jit
 def _key_gradient_tile(
     tile, entries, count, keys, values, grad_key, grad_value, grad_bias, query, grad_out, q_desc, g_desc, batch, head,
-    lse_log2, delta, query_positions, key_position, bias, stride_qn, stride_qd, stride_gn, stride_gd, scale,
+    lse_log2, delta, query_positions, key_position, bias, lane, stride_qn, stride_qd, stride_gn, stride_gd, scale,
     num_queries,
     Q_BLOCK: tl.constexpr, TILE_Q: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr,
     COPY_ENGINE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCK: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """The same step with the roles exchanged: logits are [keys, queries]."""
-    first, token, exists = tile_tokens(entries, count, tile, num_queries, Q_BLOCK, TILE_Q, MASKED)
+    first, token, exists, entry = tile_tokens(
+        entries, count, tile, num_queries, Q_BLOCK, TILE_Q, MASKED, PACK
+    )
     if COPY_ENGINE:
         queries = copy_rows(q_desc, batch, head, first, TILE_Q, PAD)
         grads = copy_rows(g_desc, batch, head, first, TILE_Q, PAD)
@@ -229,9 +241,10 @@ def _key_gradient_tile(
         delta_rows = tl.load(delta + first + token)
     if HAS_POSITIONS:
         query_position = tl.load(query_positions + first + token, mask=exists, other=0)[None, :]
+    is_read = pairs_read(entry, exists, lane, K_BLOCK, False, PACK)
     logits = masked_logits(
-        dot(keys, tl.trans(queries), None, PRECISION), scale, bias, True, query_position, key_position,
-        False, HAS_BIAS, HAS_POSITIONS,
+        dot(keys, tl.trans(queries), None, PRECISION), scale, bias, is_read, query_position, key_position,
+        PACK > 1, HAS_BIAS, HAS_POSITIONS,
     )  # fmt: skip
     weights = tl.math.exp2(logits - lse_rows[None, :])
     grad_value = dot(weights.to(grads.dtype), grads, grad_value, PRECISION)
@@ -245,7 +258,8 @@ def _key_gradient_tile(
 
 @triton.jit
 def _key_gradient_kernel(
-    query, key, value, q_desc, g_desc, grad_out, grad_key, grad_value, grad_bias, lse_log2, delta,
+    query, key, value, q_desc, g_desc, grad_out, grad_key, grad_value, grad_bias,
+    key_partials, value_partials, bias_partials, lse_log2, delta,
     offsets, blocks, order, key_bias, query_positions, key_positions,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd, stride_gb, stride_gh, stride_gn, stride_gd,
@@ -256,7 +270,10 @@ def _key_gradient_kernel(
     DIM: tl.constexpr, PAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr, RAGGED: tl.constexpr, COPY_ENGINE: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    PACK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """CHUNK: after so many steps the next program of the row goes on, the last one to the end. Each leaves what it has
+    summed in its part of `partials`; a row that one program finishes is stored at once."""
     batch_head, row, part = row_of_program(tl.program_id(0), order, num_rows, HAS_ORDER, PARTS)
     batch = (batch_head // num_key_heads).to(tl.int64)
     key_head = (batch_head % num_key_heads).to(tl.int64)
@@ -266,6 +283,16 @@ def _key_gradient_kernel(
     token = row * K_BLOCK + lane
     # Keys that do not exist get gradients too, from zero rows; they are not stored.
     exists = (lane < K_BLOCK) & (token < num_keys)
+    is_finished = exists
+    if CHUNK > 0:
+        num_chunks = chunks_of_row(
+            offsets + batch * stride_offsets_b + key_head * stride_offsets_h, row, Q_BLOCK, TILE_Q, PACK, CHUNK,
+            tl.num_programs(1),
+        )  # fmt: skip
+        exists = exists & (tl.program_id(1) < num_chunks)
+        is_finished = exists & (num_chunks == 1)
+        is_partial = exists & (num_chunks > 1)
+        place = tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // PARTS // num_rows) + batch_head
     long_token = token.to(tl.int64)
     origin = tl.full([], 0, tl.int64)
     keys = load_rows(
@@ -302,9 +329,7 @@ def _key_gradient_kernel(
     for member in range(heads_per_key):
         head = key_head * heads_per_key + member
         flat_head = batch * num_heads + head
-        row_offsets = offsets + batch * stride_offsets_b + head * stride_offsets_h + row
-        start = tl.load(row_offsets)
-        count = tl.load(row_offsets + 1) - start
+        start, count = list_of_row(offsets + batch * stride_offsets_b + head * stride_offsets_h, row, PACK)
         entries = blocks + batch * stride_blocks_b + head * stride_blocks_h + start
         head_query = query + batch * stride_qb + head * stride_qh
         head_grad = grad_out + batch * stride_gb + head * stride_gh
@@ -315,33 +340,82 @@ def _key_gradient_kernel(
             bias_pointer = key_bias + batch * stride_bias_b + head * stride_bias_h + long_token * stride_bias
             bias = tl.load(bias_pointer, mask=exists, other=0.0)[:, None] * LOG2E
         bias_accumulator = tl.zeros([TILE_K], tl.float32)
-        whole, total = tile_counts(entries, count, num_queries, Q_BLOCK, TILE_Q, RAGGED)
-        for tile in tl.range(0, whole):
+        whole, total = tile_counts(entries, count, num_queries, Q_BLOCK, TILE_Q, RAGGED, PACK)
+        begin = 0
+        if CHUNK > 0:
+            begin = tl.program_id(1) * CHUNK
+            is_last = tl.program_id(1) == tl.num_programs(1) - 1
+            total = tl.where(is_last, total, tl.minimum(total, begin + CHUNK))
+            whole = tl.minimum(whole, total)
+        for tile in tl.range(begin, whole):
             key_accumulator, value_accumulator, bias_accumulator = _key_gradient_tile(
                 tile, entries, count, keys, values, key_accumulator, value_accumulator, bias_accumulator,
                 head_query, head_grad, q_desc, g_desc, batch, head, head_lse, head_delta, query_positions, key_position,
-                bias, stride_qn, stride_qd, stride_gn, stride_gd, scale, num_queries,
-                Q_BLOCK, TILE_Q, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION,
+                bias, lane, stride_qn, stride_qd, stride_gn, stride_gd, scale, num_queries,
+                Q_BLOCK, TILE_Q, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION, K_BLOCK, PACK,
             )  # fmt: skip
-        if RAGGED or Q_BLOCK < TILE_Q:
-            for tile in tl.range(whole, total, num_stages=1):
+        if RAGGED or (Q_BLOCK < TILE_Q and PACK == 1):
+            for tile in tl.range(tl.maximum(begin, whole), total, num_stages=1):
                 key_accumulator, value_accumulator, bias_accumulator = _key_gradient_tile(
                     tile, entries, count, keys, values, key_accumulator, value_accumulator, bias_accumulator,
                     head_query, head_grad, q_desc, g_desc, batch, head, head_lse, head_delta, query_positions,
-                    key_position, bias, stride_qn, stride_qd, stride_gn, stride_gd, scale, num_queries,
-                    Q_BLOCK, TILE_Q, DIM, PAD, True, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION,
+                    key_position, bias, lane, stride_qn, stride_qd, stride_gn, stride_gd, scale, num_queries,
+                    Q_BLOCK, TILE_Q, DIM, PAD, True, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION, K_BLOCK, PACK,
                 )  # fmt: skip
         if HAS_BIAS:
-            tl.store(grad_bias + flat_head * num_keys + token, bias_accumulator, mask=exists)
+            tl.store(grad_bias + flat_head * num_keys + token, bias_accumulator, mask=is_finished)
+            if CHUNK > 0:
+                tl.store(bias_partials + place * num_keys + token, bias_accumulator, mask=is_partial)
 
+    if CHUNK > 0:
+        place *= num_keys * DIM
+        store_rows(key_partials + place, token, is_partial, DIM, 1, key_accumulator, DIM, PAD)
+        store_rows(value_partials + place, token, is_partial, DIM, 1, value_accumulator, DIM, PAD)
     store_rows(
-        grad_key + batch * stride_dkb + key_head * stride_dkh, token, exists, stride_dkn, stride_dkd,
+        grad_key + batch * stride_dkb + key_head * stride_dkh, token, is_finished, stride_dkn, stride_dkd,
         key_accumulator * logit_scale, DIM, PAD,
     )  # fmt: skip
     store_rows(
-        grad_value + batch * stride_dvb + key_head * stride_dvh, token, exists, stride_dvn, stride_dvd,
+        grad_value + batch * stride_dvb + key_head * stride_dvh, token, is_finished, stride_dvn, stride_dvd,
         value_accumulator, DIM, PAD,
     )  # fmt: skip
+
+
+@triton.jit
+def _join_chunks_kernel(
+    grad_key, grad_value, grad_bias, key_partials, value_partials, bias_partials, offsets,
+    stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    stride_offsets_b, stride_offsets_h, num_heads, num_rows, num_keys, most_chunks, logit_scale,
+    DIM: tl.constexpr, PAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PARTS: tl.constexpr, PACK: tl.constexpr, CHUNK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Sum what the programs of one row left, in their order."""
+    batch_head, row, part = row_of_program(tl.program_id(0), offsets, num_rows, False, PARTS)
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = (batch_head % num_heads).to(tl.int64)
+    row_offsets = offsets + batch * stride_offsets_b + head * stride_offsets_h
+    num_chunks = chunks_of_row(row_offsets, row, Q_BLOCK, TILE_Q, PACK, CHUNK, most_chunks)
+    if num_chunks > 1:
+        lane = part * TILE_K + tl.arange(0, TILE_K)
+        token = row * K_BLOCK + lane
+        exists = (lane < K_BLOCK) & (token < num_keys)
+        long_token = token.to(tl.int64)
+        key_sum = tl.zeros([TILE_K, PAD], tl.float32)
+        value_sum = tl.zeros([TILE_K, PAD], tl.float32)
+        bias_sum = tl.zeros([TILE_K], tl.float32)
+        batch_heads = tl.num_programs(0) // PARTS // num_rows
+        for chunk in range(num_chunks):
+            first = (chunk * batch_heads + batch_head).to(tl.int64) * num_keys
+            key_sum += load_rows(key_partials, first, long_token, exists, DIM, 1, DIM, PAD, True)
+            value_sum += load_rows(value_partials, first, long_token, exists, DIM, 1, DIM, PAD, True)
+            if HAS_BIAS:
+                bias_sum += tl.load(bias_partials + first + token, mask=exists, other=0.0)
+        grad_key += batch * stride_dkb + head * stride_dkh
+        grad_value += batch * stride_dvb + head * stride_dvh
+        store_rows(grad_key, token, exists, stride_dkn, stride_dkd, key_sum * logit_scale, DIM, PAD)
+        store_rows(grad_value, token, exists, stride_dvn, stride_dvd, value_sum, DIM, PAD)
+        if HAS_BIAS:
+            tl.store(grad_bias + batch_head.to(tl.int64) * num_keys + token, bias_sum, mask=exists)
 
 
 def _row_statistics(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,8 +462,7 @@ def attend_together_backward(
     others = []
     for key, value, plan, key_bias in parts:
         inputs = (grad_out, delta, lse_log2, query, key, value, plan, key_bias, None, scale)
-        gradient = query_gradient(*inputs)
-        grad_query = gradient if grad_query is None else grad_query.add_(gradient)
+        grad_query = query_gradient(*inputs, before=grad_query)
         others.append(key_gradient(*inputs))
     assert grad_query is not None
     return grad_query, others
@@ -407,24 +480,30 @@ def query_gradient(
     positions: Positions | None,
     scale: float,
     tiles: Tiles | None = None,
+    before: Tensor | None = None,
 ) -> Tensor:
+    """
+    Args:
+        before: the gradient from other keys, to which this one is added in place.
+    """
     batch, heads, num_queries, _ = query.shape
-    grad_query = torch.empty_like(query)
-    order = plan.longest_first(batch, heads)
+    grad_query = torch.empty_like(query) if before is None else before
     tiles = tiles or query_gradient_tiles(query, plan.q_block, plan.k_block)
+    rows = rows_of(plan, tiles, batch, heads)
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.q_block)
     copy_engine, k_desc, v_desc = tile_sources(key, value, plan.k_block, tiles.other)
-    grid = (batch * heads * plan.num_rows * options["PARTS"],)
+    grid = (batch * heads * rows.number * options["PARTS"],)
     _query_gradient_kernel[grid](
         query, key, value, k_desc, v_desc, grad_out, grad_query, lse_log2, delta,
-        plan.offsets, plan.blocks, plan.offsets if order is None else order, *extras,
+        rows.offsets, rows.blocks, rows.offsets if rows.order is None else rows.order, *extras,
         *query.stride(), *key.stride(), *value.stride(), *grad_out.stride(), *grad_query.stride(),
-        *list_strides(plan), *extra_strides,
-        heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, scale * LOG2_E, scale,
-        Q_BLOCK=plan.q_block, K_BLOCK=plan.k_block, TILE_Q=tiles.own, TILE_K=tiles.other,
+        *rows.strides, *extra_strides,
+        heads, heads // key.shape[1], rows.number, num_queries, plan.num_keys, scale * LOG2_E, scale,
+        Q_BLOCK=rows.size, K_BLOCK=plan.k_block, TILE_Q=tiles.own, TILE_K=tiles.other,
         RAGGED=plan.num_keys % plan.k_block != 0, COPY_ENGINE=copy_engine,
-        HAS_ORDER=order is not None, HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None, **options,
+        HAS_ORDER=rows.order is not None, HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None,
+        CONTINUES=before is not None, **options,
     )  # fmt: skip
     return grad_query
 
@@ -449,21 +528,47 @@ def key_gradient(
     grad_bias = None
     if key_bias is not None:
         grad_bias = torch.empty(batch, heads, plan.num_keys, device=query.device, dtype=torch.float32)
-    order = transposed.longest_first(batch, key_heads)
     tiles = tiles or key_gradient_tiles(query, plan.q_block, plan.k_block)
+    rows = rows_of(transposed, tiles, batch, key_heads)
+    chunk, chunks = _chunks(query, key, transposed, tiles)
+    sums = (chunks, batch, key_heads, plan.num_keys)
+    partials = [
+        torch.empty(sums if shape is None else (*sums, shape), device=query.device, dtype=torch.float32)
+        if chunk
+        else query
+        for shape in (query.shape[3], query.shape[3], None)
+    ]
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.k_block)
     copy_engine, q_desc, g_desc = tile_sources(query, grad_out, plan.q_block, tiles.other)
-    grid = (batch * key_heads * transposed.num_rows * options["PARTS"],)
-    _key_gradient_kernel[grid](
-        query, key, value, q_desc, g_desc, grad_out, grad_key, grad_value, query if grad_bias is None else grad_bias,
-        lse_log2, delta,
-        transposed.offsets, transposed.blocks, transposed.offsets if order is None else order, *extras,
+    programs = batch * key_heads * rows.number * options["PARTS"]
+    shapes = {"Q_BLOCK": plan.q_block, "K_BLOCK": rows.size, "TILE_Q": tiles.other, "TILE_K": tiles.own}
+    results = (grad_key, grad_value, query if grad_bias is None else grad_bias, *partials)
+    _key_gradient_kernel[(programs, chunks)](
+        query, key, value, q_desc, g_desc, grad_out, *results, lse_log2, delta,
+        rows.offsets, rows.blocks, rows.offsets if rows.order is None else rows.order, *extras,
         *query.stride(), *key.stride(), *value.stride(), *grad_out.stride(), *grad_key.stride(), *grad_value.stride(),
-        *list_strides(transposed), *extra_strides, key_heads, heads // key_heads, transposed.num_rows,
-        num_queries, plan.num_keys, scale * LOG2_E, scale,
-        Q_BLOCK=plan.q_block, K_BLOCK=plan.k_block, TILE_Q=tiles.other, TILE_K=tiles.own,
-        RAGGED=num_queries % plan.q_block != 0, COPY_ENGINE=copy_engine,
-        HAS_ORDER=order is not None, HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None, **options,
+        *rows.strides, *extra_strides, key_heads, heads // key_heads, rows.number,
+        num_queries, plan.num_keys, scale * LOG2_E, scale, **shapes,
+        RAGGED=num_queries % plan.q_block != 0, COPY_ENGINE=copy_engine, HAS_ORDER=rows.order is not None,
+        HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None, CHUNK=chunk, **options,
     )  # fmt: skip
+    if chunk:
+        _join_chunks_kernel[(programs,)](
+            *results, rows.offsets, *grad_key.stride(), *grad_value.stride(), *rows.strides[:2],
+            key_heads, rows.number, plan.num_keys, chunks, scale, **shapes, CHUNK=chunk,
+            HAS_BIAS=key_bias is not None, num_warps=4,
+            **{name: options[name] for name in ("DIM", "PAD", "PARTS", "PACK")},
+        )  # fmt: skip
     return grad_key, grad_value, grad_bias
+
+
+def _chunks(query: Tensor, key: Tensor, transposed: Plan, tiles: Tiles) -> tuple[int, int]:
+    """After how many steps another program goes on with a row (0: none does), and how many programs a row gets."""
+    longest = triton.cdiv(query.shape[2], tiles.other)
+    if query.shape[1] != key.shape[1]:  # a key head then walks several lists
+        return 0, 1
+    chunk = tiles.chunk
+    if chunk is None:
+        chunk = chunk_of(query.shape[0] * query.shape[1], transposed, tiles)
+    return (chunk, triton.cdiv(longest, chunk)) if 0 < chunk < longest else (0, 1)

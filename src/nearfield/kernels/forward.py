@@ -10,20 +10,22 @@ from nearfield.kernels.launch import (
     LOG2_E,
     Tiles,
     forward_tiles,
-    list_strides,
     nonnegative,
     optional_inputs,
     options_for,
     tile_sources,
 )
+from nearfield.kernels.pack import rows_of
 from nearfield.kernels.walk import (
     INF,
     LN_2,
     LOG2E,
     copy_rows,
     dot,
+    list_of_row,
     load_rows,
     masked_logits,
+    pairs_read,
     row_of_program,
     store_rows,
     tile_counts,
@@ -35,32 +37,35 @@ from nearfield.plan import Plan
 @triton.jit
 def _read_tile(
     tile, entries, count, query, accumulator, running_max, running_sum, key, value, k_desc, v_desc, batch, key_head,
-    key_bias, key_positions, query_position, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale, num_keys,
+    key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale,
+    num_keys,
     K_BLOCK: tl.constexpr, TILE_K: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr,
     COPY_ENGINE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    Q_BLOCK: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax."""
-    first, token, exists = tile_tokens(entries, count, tile, num_keys, K_BLOCK, TILE_K, MASKED)
+    first, token, exists, entry = tile_tokens(entries, count, tile, num_keys, K_BLOCK, TILE_K, MASKED, PACK)
     if COPY_ENGINE:
         keys = copy_rows(k_desc, batch, key_head, first, TILE_K, PAD)
     else:
         keys = load_rows(key, first, token, exists, stride_kn, stride_kd, DIM, PAD, MASKED)
     logits = dot(query, tl.trans(keys), None, PRECISION)
-    if MASKED or HAS_BIAS or HAS_POSITIONS:
+    if MASKED or HAS_BIAS or HAS_POSITIONS or PACK > 1:
         bias = query_position
         key_position = query_position
         if HAS_BIAS:
             bias = tl.load(key_bias + (first + token) * stride_bias, mask=exists, other=0.0)[None, :] * LOG2E
         if HAS_POSITIONS:
             key_position = tl.load(key_positions + first + token, mask=exists, other=0)[None, :]
+        is_read = pairs_read(entry, exists, lane, Q_BLOCK, MASKED, PACK)
         logits = masked_logits(
             logits,
             scale,
             bias,
-            exists[None, :],
+            is_read,
             query_position,
             key_position,
-            MASKED,
+            MASKED or PACK > 1,
             HAS_BIAS,
             HAS_POSITIONS,
         )
@@ -94,9 +99,9 @@ def _forward_kernel(
     DIM: tl.constexpr, PAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr, RAGGED: tl.constexpr, COPY_ENGINE: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, CONTINUES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries, or a part of it.
+    """One block of queries, or a part of it; with PACK, several blocks.
 
     CONTINUES: `out` and `lse` hold what these queries read elsewhere, and get what they read in all.
     """
@@ -104,9 +109,7 @@ def _forward_kernel(
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     key_head = head // heads_per_key
-    offsets += batch * stride_offsets_b + head * stride_offsets_h + row
-    start = tl.load(offsets)
-    count = tl.load(offsets + 1) - start
+    start, count = list_of_row(offsets + batch * stride_offsets_b + head * stride_offsets_h, row, PACK)
     entries = blocks + batch * stride_blocks_b + head * stride_blocks_h + start
     key += batch * stride_kb + key_head * stride_kh
     value += batch * stride_vb + key_head * stride_vh
@@ -145,20 +148,21 @@ def _forward_kernel(
         running_sum = tl.where(running_max == -INF, 0.0, 1.0)
         before = load_rows(out, origin, token.to(tl.int64), exists, stride_on, stride_od, DIM, PAD, True)
         accumulator = before.to(tl.float32)
-    whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED)
+    whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED, PACK)
     for tile in tl.range(0, whole):
         accumulator, running_max, running_sum = _read_tile(
             tile, entries, count, queries, accumulator, running_max, running_sum, key, value, k_desc, v_desc, batch,
-            key_head, key_bias, key_positions, query_position, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias,
-            scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION,
+            key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn, stride_vd,
+            stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS,
+            PRECISION, Q_BLOCK, PACK,
         )  # fmt: skip
-    if RAGGED or K_BLOCK < TILE_K:
+    if RAGGED or (K_BLOCK < TILE_K and PACK == 1):
         for tile in tl.range(whole, total, num_stages=1):
             accumulator, running_max, running_sum = _read_tile(
                 tile, entries, count, queries, accumulator, running_max, running_sum, key, value, k_desc, v_desc,
-                batch, key_head, key_bias, key_positions, query_position, stride_kn, stride_kd, stride_vn, stride_vd,
-                stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, True, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS,
-                PRECISION,
+                batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
+                stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, True, COPY_ENGINE, HAS_BIAS,
+                HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
             )  # fmt: skip
 
     # A sum of exactly zero means nothing was read; a NaN sum must stay NaN.
@@ -194,20 +198,20 @@ def attend_forward(
     else:
         out, lse = before
     query, scale = nonnegative(query, scale)
-    order = plan.longest_first(batch, heads)
     tiles = tiles or forward_tiles(query, key, plan.q_block, plan.k_block)
+    rows = rows_of(plan, tiles, batch, heads)
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.q_block)
     copy_engine, k_desc, v_desc = tile_sources(key, value, plan.k_block, tiles.other)
-    grid = (batch * heads * plan.num_rows * options["PARTS"],)
+    grid = (batch * heads * rows.number * options["PARTS"],)
     _forward_kernel[grid](
         query, key, value, k_desc, v_desc, out, lse,
-        plan.offsets, plan.blocks, plan.offsets if order is None else order, *extras,
-        *query.stride(), *key.stride(), *value.stride(), *out.stride(), *list_strides(plan), *extra_strides,
-        heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, scale * LOG2_E,
-        Q_BLOCK=plan.q_block, K_BLOCK=plan.k_block, TILE_Q=tiles.own, TILE_K=tiles.other,
+        rows.offsets, rows.blocks, rows.offsets if rows.order is None else rows.order, *extras,
+        *query.stride(), *key.stride(), *value.stride(), *out.stride(), *rows.strides, *extra_strides,
+        heads, heads // key.shape[1], rows.number, num_queries, plan.num_keys, scale * LOG2_E,
+        Q_BLOCK=rows.size, K_BLOCK=plan.k_block, TILE_Q=tiles.own, TILE_K=tiles.other,
         RAGGED=plan.num_keys % plan.k_block != 0, COPY_ENGINE=copy_engine,
-        HAS_ORDER=order is not None, HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None,
+        HAS_ORDER=rows.order is not None, HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None,
         CONTINUES=before is not None, **options,
     )  # fmt: skip
     return Attended(out, lse)

@@ -142,7 +142,7 @@ def attend_forward(
         _descriptor(query, 64), _descriptor(key, box), _descriptor(value, box), _descriptor(out, 64), key, value, lse,
         plan.offsets, plan.blocks, plan.offsets if order is None else order, counter,
         lse if key_bias is None else key_bias,
-        *key.stride()[:3], *value.stride()[:3], *list_strides(plan),
+        *key.stride()[:3], *value.stride()[:3], *list_strides(plan.offsets, plan.blocks),
         *((0, 0, 0) if key_bias is None else key_bias.stride()),
         num_items, heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, scale * LOG2_E,
         **constants(

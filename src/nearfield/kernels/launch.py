@@ -1,5 +1,6 @@
 """What the host decides before a launch: tile shapes, how tokens are loaded, and the arguments all kernels share."""
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,13 +17,24 @@ LOG2_E = 1.4426950408889634
 
 
 class Tiles(NamedTuple):
-    """The shape of one program: rows it owns, columns per step, warps, pipeline stages, registers per thread."""
+    """The shape of one program.
+
+    Args:
+        own: tokens it owns.
+        other: tokens of the other side per step.
+        registers: the most per thread.
+        pack: rows of the plan that it walks together; see `pack.py`. Not-a-number and infinite values of what only
+            some of them read then reach the others, too.
+        chunk: steps after which another program goes on, where lists differ much in length; for gradients of keys.
+    """
 
     own: int
     other: int
     warps: int
     stages: int
     registers: int | None = None
+    pack: int = 1
+    chunk: int | None = None
 
 
 def _fit(block: int, wanted: int) -> int:
@@ -56,6 +68,25 @@ def key_gradient_tiles(query: Tensor, q_block: int, k_block: int) -> Tiles:
     return Tiles(_fit(k_block, 64), _other_tile(q_block, 64), 4, 2)
 
 
+_AT_ONCE = 512
+"""Programs that a large GPU runs at once, roughly."""
+_MOST_CHUNKS, _LEAST_CHUNK, _MOST_ROWS = 8, 32, 4096
+
+
+def chunk_of(num_heads: int, transposed: Plan, tiles: Tiles) -> int:
+    """After how many steps another program goes on with a row of a plan that was transposed; 0: never.
+
+    What some blocks of keys are read by all queries (summaries of a whole picture), one program would still walk when
+    all others are done. That is to be feared where its steps are more than each program's share of all there are. Where
+    rows are many, the programs that find nothing to do would cost too much.
+    """
+    longest = transposed.num_keys / tiles.other
+    share = num_heads * transposed.blocks.shape[2] * (transposed.k_block / tiles.other) / _AT_ONCE
+    if num_heads * transposed.num_rows > _MOST_ROWS or longest <= max(share, 2 * _LEAST_CHUNK):
+        return 0
+    return max(_LEAST_CHUNK, math.ceil(longest / _MOST_CHUNKS))
+
+
 def padded(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
@@ -65,7 +96,8 @@ def options_for(query: Tensor, tiles: Tiles, own_block: int) -> dict[str, Any]:
     return {
         "DIM": dim,
         "PAD": padded(dim),
-        "PARTS": max(1, own_block // tiles.own),
+        "PARTS": max(1, own_block * tiles.pack // tiles.own),
+        "PACK": tiles.pack,
         # The tensor cores' tf32 would cost float32 users three digits.
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
@@ -74,10 +106,10 @@ def options_for(query: Tensor, tiles: Tiles, own_block: int) -> dict[str, Any]:
     }
 
 
-def list_strides(plan: Plan) -> tuple[int, ...]:
-    """Strides of offsets and blocks over batch and heads; 0 where one list serves all."""
+def list_strides(offsets: Tensor, blocks: Tensor) -> tuple[int, ...]:
+    """Strides of both over batch and heads; 0 where one list serves all."""
     strides = []
-    for lists in (plan.offsets, plan.blocks):
+    for lists in (offsets, blocks):
         strides += [
             0 if size == 1 else stride
             for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)

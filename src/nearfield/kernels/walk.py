@@ -25,7 +25,19 @@ def row_of_program(program, order, num_rows, HAS_ORDER: tl.constexpr, PARTS: tl.
 
 
 @triton.jit
-def tile_counts(entries, count, length, BLOCK: tl.constexpr, TILE: tl.constexpr, RAGGED: tl.constexpr):
+def list_of_row(offsets, row, PACK: tl.constexpr):
+    """Where the list of a row (of PACK rows, merged: see `pack.py`) starts, and how long it is."""
+    if PACK > 1:
+        return tl.load(offsets + 2 * row), tl.load(offsets + 2 * row + 1)
+    else:
+        start = tl.load(offsets + row)
+        return start, tl.load(offsets + row + 1) - start
+
+
+@triton.jit
+def tile_counts(
+    entries, count, length, BLOCK: tl.constexpr, TILE: tl.constexpr, RAGGED: tl.constexpr, PACK: tl.constexpr
+):
     """How many tiles are surely whole, and how many there are.
 
     Ids ascend, so the ragged last block can only stand at the end of the list (more than once if repeated).
@@ -33,10 +45,10 @@ def tile_counts(entries, count, length, BLOCK: tl.constexpr, TILE: tl.constexpr,
     whole = count
     if RAGGED:
         ragged_block = length // BLOCK
-        last = tl.load(entries + whole - 1, mask=whole > 0, other=-1)
+        last = _id_of(tl.load(entries + whole - 1, mask=whole > 0, other=-1), PACK)
         while last == ragged_block:
             whole -= 1
-            last = tl.load(entries + whole - 1, mask=whole > 0, other=-1)
+            last = _id_of(tl.load(entries + whole - 1, mask=whole > 0, other=-1), PACK)
     if BLOCK >= TILE:
         return whole * (BLOCK // TILE), count * (BLOCK // TILE)
     else:
@@ -44,23 +56,72 @@ def tile_counts(entries, count, length, BLOCK: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
-def tile_tokens(entries, count, tile, length, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """The first token of a tile, the tokens relative to it, and which of them exist."""
+def chunks_of_row(
+    offsets,
+    row,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    PACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    most_chunks,
+):
+    """How many programs share a row's list, each walking CHUNK tiles of it, the last one all that is left."""
+    _, count = list_of_row(offsets, row, PACK)
+    if BLOCK >= TILE:
+        total = count * (BLOCK // TILE)
+    else:
+        total = tl.cdiv(count, TILE // BLOCK)
+    return tl.maximum(1, tl.minimum(tl.cdiv(total, CHUNK), most_chunks))
+
+
+@triton.jit
+def _id_of(entry, PACK: tl.constexpr):
+    if PACK > 1:
+        return entry >> PACK
+    else:
+        return entry
+
+
+@triton.jit
+def tile_tokens(
+    entries,
+    count,
+    tile,
+    length,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """The first token of a tile, the tokens relative to it, which of them exist, and (with PACK) who reads them."""
     lane = tl.arange(0, TILE)
     if BLOCK >= TILE:
-        block = tl.load(entries + tile // (BLOCK // TILE))
-        first = block * BLOCK + tile % (BLOCK // TILE) * TILE
+        entry = tl.load(entries + tile // (BLOCK // TILE))
+        first = _id_of(entry, PACK) * BLOCK + tile % (BLOCK // TILE) * TILE
         exists = first + lane < length
-        return first.to(tl.int64), lane, exists
+        return first.to(tl.int64), lane, exists, entry + tl.zeros([TILE], tl.int32)
     else:
         slot = tile * (TILE // BLOCK) + lane // BLOCK
         if MASKED:
-            block = tl.load(entries + slot, mask=slot < count, other=0)
+            entry = tl.load(entries + slot, mask=slot < count, other=0)
         else:
-            block = tl.load(entries + slot)
-        token = block * BLOCK + lane % BLOCK
+            entry = tl.load(entries + slot)
+        token = _id_of(entry, PACK) * BLOCK + lane % BLOCK
         exists = (slot < count) & (token < length)
-        return tl.full([], 0, tl.int64), token.to(tl.int64), exists
+        return tl.full([], 0, tl.int64), token.to(tl.int64), exists, entry
+
+
+@triton.jit
+def pairs_read(entry, exists, own_lane, OWN_BLOCK: tl.constexpr, MASKED: tl.constexpr, PACK: tl.constexpr):
+    """Which of the own tokens, numbered within the packed rows, read which tokens of a tile; broadcasts to
+    `[own, tile]`."""
+    if PACK == 1:
+        return exists[None, :]
+    else:
+        is_read = ((entry[None, :] >> (own_lane // (OWN_BLOCK // PACK))[:, None]) & 1) != 0
+        if MASKED:
+            is_read = is_read & exists[None, :]
+        return is_read
 
 
 @triton.jit

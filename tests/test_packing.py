@@ -1,0 +1,117 @@
+"""Rows walked together, and rows that several programs share, give what each row by itself gives."""
+
+import pytest
+import torch
+from tests.attending import NEEDS_TRITON, assert_budget, random_bias, random_inputs, random_plan
+from torch import Tensor
+
+from nearfield import Plan
+from nearfield.bench.check import poisoned_memory
+from nearfield.reference import attend as reference
+
+pytestmark = NEEDS_TRITON
+
+
+def merged_by_hand(plan: Plan, head: tuple[int, int], first: int, pack: int) -> list[tuple[int, int]]:
+    """Ids that rows `first` to `first + pack` read, ascending, with a bit for each of them that does, as often as it
+    does."""
+    offsets = plan.offsets[head].tolist()
+    lists = [
+        plan.blocks[head][offsets[row] : offsets[row + 1]].tolist() if row < plan.num_rows else []
+        for row in range(first, first + pack)
+    ]
+    merged = []
+    for id_ in sorted({id_ for each in lists for id_ in each}):
+        for times in range(max(each.count(id_) for each in lists)):
+            merged.append((id_, sum(1 << row for row, each in enumerate(lists) if each.count(id_) > times)))
+    return merged
+
+
+@pytest.mark.parametrize("pack", [2, 4])
+def test_lists_are_merged_and_filled_up(pack: int, device: torch.device) -> None:
+    from nearfield.kernels.launch import Tiles
+    from nearfield.kernels.pack import rows_of
+
+    plan = random_plan(
+        150, 90, q_block=16, k_block=8, batch=2, heads=2, repeats=True, empty_rows=True, device=device
+    )
+    with poisoned_memory():
+        rows = rows_of(plan, Tiles(16 * pack, 32, 4, 2, pack=pack), 2, 2)
+    assert rows.order is None
+    assert (rows.number, rows.size) == (-(-10 // pack), 16 * pack)
+    for head in ((0, 0), (1, 1)):
+        for group, (start, count) in enumerate(rows.offsets[head].view(-1, 2).tolist()):
+            want = merged_by_hand(plan, head, group * pack, pack)
+            got = [
+                (entry >> pack, entry % 2**pack)
+                for entry in rows.blocks[head][start : start + count].tolist()
+            ]
+            assert got[: len(want)] == want
+            assert len(got) == -(-len(want) // 4) * 4  # tiles of 32 keys are 4 blocks
+            assert all(entry == (want[-1][0], 0) for entry in got[len(want) :])
+
+
+CASES = {
+    "bias, ragged": (100, 90, 16, 16, True, 2),
+    "blocks of a tile": (70, 64, 8, 32, False, 2),
+    "grouped heads": (64, 70, 16, 8, True, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) -> None:
+    """Against float64, within twice the error of plain float32: results, and gradients of everything."""
+    from nearfield.kernels import backward, forward
+    from nearfield.kernels.launch import Tiles
+
+    num_queries, num_keys, q_block, k_block, has_bias, key_heads = CASES[name]
+    query, key, value = random_inputs(2, 2, num_queries, num_keys, 16, device=device)
+    key, value = key[:, :key_heads], value[:, :key_heads]
+    plan = random_plan(
+        num_queries, num_keys, q_block=q_block, k_block=k_block, heads=2, empty_rows=True, device=device
+    )
+    bias = random_bias(2, 2, num_keys, device=device) if has_bias else None
+    grad_out = torch.randn(query.shape, device=device)
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        tensors = [x.to(dtype) for x in (query, key, value)]
+        wide_bias = None if bias is None else bias.to(dtype)
+        out, lse = reference.attend_forward(*tensors, plan, wide_bias, None, 0.25)
+        grads = (grad_out.to(dtype), torch.zeros_like(lse))
+        found = reference.attend_backward(*grads, *tensors, out, lse, plan, wide_bias, None, 0.25)
+        return [out, lse, *(x for x in found if x is not None)]
+
+    with poisoned_memory():
+        tiles = Tiles(4 * q_block, 32, 4, 2, pack=4)
+        out, lse = forward.attend_forward(query, key, value, plan, bias, None, 0.25, tiles)
+        delta, lse_log2 = backward._row_statistics(grad_out, torch.zeros_like(lse), out, lse)
+        call = (grad_out, delta, lse_log2, query, key, value, plan, bias, None, 0.25)
+        half = backward.query_gradient(*call, tiles) / 2
+        grad_query = backward.query_gradient(*call, tiles, before=half.clone()) - half
+        key_tiles = Tiles(max(16, 2 * k_block), 16, 4, 1, pack=2, chunk=2)
+        grads = [x for x in backward.key_gradient(*call, key_tiles) if x is not None]
+    names = ("out", "lse", "query", "key", "value", "bias")
+    exact, low = plain(torch.float64), plain(torch.float32)
+    for what, *values in zip(names, [out, lse, grad_query, *grads], exact, low, strict=False):
+        assert_budget(what, *values)
+
+
+def test_rows_that_several_programs_share_have_one_result(device: torch.device) -> None:
+    """What is left by programs is summed in their order: equal bits from run to run; and a launch that splits does
+    split, for a plan in which one block is read by all."""
+    from nearfield.kernels import backward
+    from nearfield.kernels.launch import Tiles, chunk_of
+
+    query, key, value = random_inputs(1, 1, 96, 64, 16, device=device)
+    plan = random_plan(96, 64, q_block=16, k_block=16, device=device)
+    statistics = torch.zeros(2, 1, 1, 96, device=device).unbind()
+    call = (query, *statistics, query, key, value, plan, None, None, 0.25)
+    first, second, whole = (
+        backward.key_gradient(*call, Tiles(16, 16, 4, 1, chunk=chunk))[:2] for chunk in (2, 2, 0)
+    )
+    for one, other, alone in zip(first, second, whole, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, alone)
+    long = random_plan(65536, 64, q_block=128, k_block=16).transpose()
+    assert chunk_of(6, long, Tiles(16, 64, 4, 2)) == 128
+    assert chunk_of(600, long, Tiles(16, 64, 4, 2)) == 0
