@@ -17,6 +17,8 @@ from nearfield.kernels.walk import dot, load_rows
 MOST_CANDIDATES = 1024
 _ROWS = 16
 """Queries of one program, the least a dot takes: more of them, and the scores no longer fit in registers."""
+_WARPS = 4
+"""Of one program that chooses among up to 256 candidates."""
 
 
 @triton.jit
@@ -115,6 +117,6 @@ def select(
         BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=triton.next_power_of_2(count),
         DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4 if lanes <= 256 else 8, num_stages=1,
+        num_warps=_WARPS if lanes <= 256 else 8, num_stages=1,
     )  # fmt: skip
     return chosen

@@ -1,0 +1,312 @@
+"""Time the shapes that LogLinear's kernels may be launched with, one kernel after another, then whole calls.
+
+    PYTHONPATH=src python benchmarks/sweep_loglinear.py --compile-only   # fills Triton's cache, nothing is timed
+    PYTHONPATH=src python benchmarks/sweep_loglinear.py 4x6x16384x64 1x6x65536x64
+    PYTHONPATH=src python benchmarks/sweep_loglinear.py 4x6x16384x64 --kernels near-forward,near-key
+
+Needs a GPU; for those who tune. The first shape of a kernel is the one in use; the others must give what it gives, up
+to rounding, or get no figure. What comes out belongs into the tables of launch.py, and a line into docs/performance.md.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from nearfield._types import Attended
+from nearfield.bench.check import poisoned_memory
+from nearfield.bench.loglinear import LogLinearBench
+from nearfield.bench.loglinear_cases import CASES
+from nearfield.bench.timing import Effort, Function, captured, measure
+from nearfield.kernels import backward, forward, hopper, pool, select
+from nearfield.kernels.launch import Tiles
+from nearfield.methods.loglinear import Chosen, choose
+from nearfield.operators import merge
+from nearfield.plan import Plan
+
+NEAR_FORWARD = (
+    Tiles(16, 64, 4, 3),
+    Tiles(16, 64, 2, 3),
+    Tiles(16, 64, 1, 3),
+    Tiles(16, 32, 1, 3),
+    Tiles(32, 64, 2, 3, pack=2),
+    Tiles(64, 64, 4, 3, pack=4),
+    Tiles(64, 64, 4, 3, registers=128, pack=4),
+    Tiles(64, 64, 4, 2, pack=4),
+    Tiles(64, 32, 4, 3, pack=4),
+)
+FAR_FORWARD = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, registers=128), Tiles(128, 64, 8, 3))
+NEAR_QUERY = (
+    Tiles(16, 64, 4, 3),
+    Tiles(16, 64, 2, 3),
+    Tiles(16, 64, 1, 3),
+    Tiles(64, 64, 4, 3, pack=4),
+    Tiles(64, 64, 4, 3, registers=128, pack=4),
+    Tiles(64, 32, 4, 3, pack=4),
+)
+FAR_QUERY = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, registers=128), Tiles(64, 32, 4, 3))
+NEAR_KEY = (
+    Tiles(16, 64, 4, 2),
+    Tiles(16, 64, 2, 2),
+    Tiles(16, 32, 2, 3),
+    Tiles(64, 64, 4, 2, pack=4),
+    Tiles(64, 64, 8, 2, pack=4),
+    Tiles(64, 32, 4, 3, pack=4),
+    Tiles(32, 64, 4, 2, pack=2),
+)
+FAR_KEY = (
+    Tiles(16, 64, 4, 2),
+    Tiles(16, 64, 4, 2, chunk=0),
+    Tiles(16, 64, 2, 2),
+    Tiles(64, 64, 4, 2, pack=4),
+    Tiles(64, 64, 8, 2, pack=4),
+    Tiles(64, 32, 4, 2, pack=4),
+)
+POOL = {
+    f"{tokens} tokens, {loads} loads in flight": {"_TOKENS": tokens, "_UNROLLED": loads}
+    for tokens, loads in ((256, 16), (512, 16), (256, 8))
+}
+SELECT = {f"{warps} warps": {"_WARPS": warps} for warps in (4, 2, 1)}
+
+GLUON = "gluon"
+PARTS = {(16, 16): "near", (128, 16): "far"}
+"""Parts by their blocks of queries and keys."""
+
+Variants = dict[str, Function]
+
+
+class Call(NamedTuple):
+    """One call of the method, taken apart: what it chose, and what a backward pass starts from."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    chosen: Chosen
+    gradient: Tensor
+    statistics: tuple[Tensor, Tensor]
+    scale: float
+
+    def part(self, is_near: bool) -> tuple[Tensor, Tensor, Plan, Tensor | None]:
+        if is_near:
+            return self.key, self.value, self.chosen.near, None
+        chosen = self.chosen
+        assert chosen.key is not None
+        assert chosen.value is not None
+        assert chosen.far is not None
+        bias = chosen.bias
+        assert bias is not None
+        return chosen.key, chosen.value, chosen.far, bias.expand(*self.query.shape[:2], -1)
+
+    def forward(self, is_near: bool, tiles: Tiles | None) -> Attended:
+        """Either part alone; in whole calls the near one goes on from the far one's result."""
+        key, value, plan, bias = self.part(is_near)
+        return forward.attend_forward(self.query, key, value, plan, bias, None, self.scale, tiles)
+
+    def hopper_forward(self) -> Attended:
+        key, value, plan, bias = self.part(is_near=False)
+        return hopper.attend_forward(self.query, key, value, plan, bias, None, self.scale)
+
+    def query_gradient(self, is_near: bool, tiles: Tiles) -> Tensor:
+        key, value, plan, bias = self.part(is_near)
+        given = (self.gradient, *self.statistics, self.query, key, value, plan, bias, None, self.scale)
+        return backward.query_gradient(*given, tiles)
+
+    def key_gradient(self, is_near: bool, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor | None]:
+        key, value, plan, bias = self.part(is_near)
+        given = (self.gradient, *self.statistics, self.query, key, value, plan, bias, None, self.scale)
+        return backward.key_gradient(*given, tiles)
+
+
+def call_of(bench: LogLinearBench) -> Call:
+    with torch.no_grad():
+        chosen = choose(bench.method, *bench.inputs, impl=bench.impl)
+    query, key, value = bench.inputs
+    scale = query.shape[-1] ** -0.5
+    nothing = torch.zeros(query.shape[:3], device=query.device)
+    call = Call(query, key, value, chosen, bench.gradient, (nothing, nothing), scale)
+    both = merge(call.forward(is_near=False, tiles=None), call.forward(is_near=True, tiles=None))
+    statistics = backward._row_statistics(bench.gradient, nothing, both.out, both.lse)
+    for plan in (chosen.near, chosen.far):  # made once per call of the method, not per kernel
+        assert plan is not None
+        plan.transpose().longest_first(*query.shape[:2])
+    return call._replace(statistics=statistics)
+
+
+def variants(kernel: str, call: Call, bench: LogLinearBench) -> Variants:
+    """What is timed, by name; the one in use first."""
+    is_near = kernel.startswith("near")
+    if kernel == "pool":
+        sizes = bench.method.block, bench.method.num_levels(call.query.shape[2], call.key.shape[2])
+        three = (call.query, call.key, call.value)
+        return {label: partial(_pooled, constants, *three, *sizes) for label, constants in POOL.items()}
+    if kernel == "select":
+        return {label: partial(_chosen, constants, bench) for label, constants in SELECT.items()}
+    if kernel == "far-forward":
+        known: Variants = {} if bench.device.type == "cpu" else {GLUON: call.hopper_forward}
+        return known | {name(tiles): partial(call.forward, False, tiles) for tiles in FAR_FORWARD}
+    run = {"forward": call.forward, "query": call.query_gradient, "key": call.key_gradient}[
+        kernel.split("-")[1]
+    ]
+    return {name(tiles): partial(run, is_near, tiles) for tiles in SHAPES[kernel]}
+
+
+@contextmanager
+def constants_set(module: ModuleType, constants: Mapping[str, int]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for constant, value in constants.items():
+            stack.enter_context(patch.object(module, constant, value))
+        yield
+
+
+def _pooled(constants: dict[str, int], *given: Any) -> list[Tensor]:
+    with constants_set(pool, constants):
+        return pool.pool_together(*given)
+
+
+def _chosen(constants: dict[str, int], bench: LogLinearBench) -> tuple[Tensor, Tensor]:
+    """Pooling included: it gives what is chosen among."""
+    with constants_set(select, constants), torch.no_grad():
+        near = choose(bench.method, *bench.inputs, impl=bench.impl).near
+    return near.offsets, near.blocks
+
+
+SHAPES: dict[str, tuple[Tiles, ...]] = {
+    "near-forward": NEAR_FORWARD,
+    "far-forward": FAR_FORWARD,
+    "near-query": NEAR_QUERY,
+    "far-query": FAR_QUERY,
+    "near-key": NEAR_KEY,
+    "far-key": FAR_KEY,
+}
+KERNELS = ("pool", "select", *SHAPES)
+
+
+def name(tiles: Tiles) -> str:
+    """The fields that were given."""
+    shown = [f"{tiles.own} x {tiles.other}, {tiles.warps} warps, {tiles.stages} stages"]
+    if tiles.registers:
+        shown.append(f"{tiles.registers} registers")
+    if tiles.pack > 1:
+        shown.append(f"{tiles.pack} rows packed")
+    if tiles.chunk is not None:
+        shown.append(f"chunks of {tiles.chunk}" if tiles.chunk else "no chunks")
+    return ", ".join(shown)
+
+
+def right_ones(functions: Variants) -> Variants:
+    """Those that give what the first gives, within twice the precision of its dtype; the others are named."""
+    first: list[Tensor] = []
+    kept: Variants = {}
+    for label, function in functions.items():
+        try:
+            with poisoned_memory():
+                got = _tensors(function())
+        except Exception as error:
+            print(f"           {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        first = first or got
+        errors = [_error(mine, theirs) for mine, theirs in zip(got, first, strict=True)]
+        if all(error < 0.02 for error in errors):
+            kept[label] = function
+        else:
+            print(f"           {label}: wrong, by {max(errors):.3f}", flush=True)
+    return kept
+
+
+def _tensors(result: object) -> list[Tensor]:
+    every = (result,) if isinstance(result, Tensor) else result
+    assert isinstance(every, Iterable)
+    return [x for x in every if isinstance(x, Tensor)]
+
+
+def _error(mine: Tensor, theirs: Tensor) -> float:
+    error = (mine.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-6)
+    return float(error) if bool(torch.isfinite(error)) else float("inf")
+
+
+def sweep(
+    bench: LogLinearBench, kernels: Iterable[str], effort: Effort | None
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Milliseconds of each kernel's shapes; none of what only had to be compiled."""
+    call = call_of(bench)
+    for kernel in kernels:
+        functions = right_ones(variants(kernel, call, bench))
+        timings = measure(functions, bench.device, effort) if effort and functions else {}
+        yield kernel, {label: timing.median for label, timing in timings.items()}
+
+
+@contextmanager
+def chosen_shapes(best: Mapping[str, str]) -> Iterator[None]:
+    """LogLinear's kernels in the given shapes, by kernel and name; all other plans in theirs."""
+
+    def chooser(kind: str, usual: Callable[..., Tiles]) -> Callable[..., Tiles]:
+        def tiles(*given: Any) -> Tiles:
+            kernel = f"{PARTS.get(given[-2:])}-{kind}"
+            found = [shape for shape in SHAPES.get(kernel, ()) if name(shape) == best.get(kernel)]
+            return found[0] if found else usual(*given)
+
+        return tiles
+
+    places = {
+        "forward": (forward, "forward_tiles"),
+        "query": (backward, "query_gradient_tiles"),
+        "key": (backward, "key_gradient_tiles"),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(constants_set(pool, POOL.get(best.get("pool", ""), {})))
+        stack.enter_context(constants_set(select, SELECT.get(best.get("select", ""), {})))
+        if best.get("far-forward", GLUON) != GLUON:
+            stack.enter_context(patch.object(hopper, "unsupported", lambda *_: "the plain kernel is faster"))
+        for kind, (module, function) in places.items():
+            stack.enter_context(patch.object(module, function, chooser(kind, getattr(module, function))))
+        yield
+
+
+def whole_calls(bench: LogLinearBench, best: Mapping[str, str], effort: Effort) -> dict[str, float]:
+    """Milliseconds of whole calls as CUDA graphs: as they are, and with the best shapes."""
+    functions = bench._functions()
+    works = ("forward", "forward + backward")
+    graphs = {f"{work}, as it is": captured(functions[work], bench.device) for work in works}
+    with chosen_shapes(best):
+        graphs |= {f"{work}, best shapes": captured(functions[work], bench.device) for work in works}
+    return {label: timing.median for label, timing in measure(graphs, bench.device, effort).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", default=["4x6x16384x64"], metavar="CASE")
+    parser.add_argument("--kernels", default=",".join(KERNELS))
+    parser.add_argument("--compile-only", action="store_true")
+    options = parser.parse_args()
+    kernels = options.kernels.split(",")
+    for given, known in ((options.cases, CASES), (kernels, KERNELS)):
+        if unknown := [each for each in given if each not in known]:
+            parser.error(f"must be among {', '.join(known)}; got {', '.join(unknown)}")
+    if not torch.cuda.is_available():
+        parser.error("`torch` must see a GPU; got none. The interpreter's times mean nothing.")
+    effort = Effort(rounds=3, seconds=0.06)
+    for case in options.cases:
+        bench = LogLinearBench(CASES[case], torch.device("cuda"), effort)
+        best = {}
+        for kernel, found in sweep(bench, kernels, None if options.compile_only else effort):
+            print(f"{case}: {kernel}", flush=True)
+            for label, milliseconds in found.items():
+                print(f"{milliseconds:9.4f} ms  {label}", flush=True)
+            if found:
+                best[kernel] = min(found, key=lambda label: found[label])
+        if best:
+            print(f"{case}: whole calls, graphs", flush=True)
+            for label, milliseconds in whole_calls(bench, best, effort).items():
+                print(f"{milliseconds:9.4f} ms  {label}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

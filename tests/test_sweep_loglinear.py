@@ -1,0 +1,72 @@
+"""The sweep over launch shapes of LogLinear's kernels, in the interpreter: what it runs, and what it refuses."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tests.attending import NEEDS_TRITON
+
+from nearfield.bench.loglinear import LogLinearBench
+from nearfield.bench.loglinear_cases import LogLinearCase
+from nearfield.bench.timing import Effort
+
+pytestmark = NEEDS_TRITON
+EFFORT = Effort(rounds=1, seconds=0.0, most=1)
+
+
+@pytest.fixture(scope="module")
+def sweeping() -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / "sweep_loglinear.py"
+    spec = importlib.util.spec_from_file_location("sweep_loglinear", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's part")
+def test_every_kernel_runs_in_every_kind_of_shape(
+    sweeping: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each kernel the shape in use and the last with packed rows; nothing comes out wrong."""
+    bench = LogLinearBench(LogLinearCase((1, 1, 96, 16), 1), torch.device("cpu"), EFFORT, "triton")
+    for kernel, shapes in sweeping.SHAPES.items():
+        packed = [tiles for tiles in shapes[1:] if tiles.pack > 1]
+        monkeypatch.setitem(sweeping.SHAPES, kernel, (shapes[0], *packed[-1:]))
+    monkeypatch.setattr(sweeping, "FAR_FORWARD", sweeping.FAR_FORWARD[:1])
+    kernels = [kernel for kernel in sweeping.KERNELS if kernel != "select"]
+    found = dict(sweeping.sweep(bench, kernels, None))
+    assert list(found) == kernels
+    assert capsys.readouterr().out == ""
+    best = {kernel: sweeping.name(shapes[-1]) for kernel, shapes in sweeping.SHAPES.items()}
+    with sweeping.chosen_shapes(best):
+        assert (
+            sweeping.forward.forward_tiles(*bench.inputs[:2], 16, 16) == sweeping.SHAPES["near-forward"][-1]
+        )
+        assert (
+            sweeping.backward.key_gradient_tiles(bench.inputs[0], 128, 16) == sweeping.SHAPES["far-key"][-1]
+        )
+        usual = sweeping.forward.forward_tiles(*bench.inputs[:2], 128, 64)
+    assert usual == sweeping.forward.forward_tiles(*bench.inputs[:2], 128, 64)
+
+
+def test_a_wrong_or_broken_shape_gets_no_figure(
+    sweeping: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> torch.Tensor:
+        raise RuntimeError("out of registers")
+
+    functions = {
+        "in use": lambda: torch.ones(3),
+        "rounded": lambda: torch.full((3,), 1.001),
+        "wrong": lambda: torch.full((3,), 1.1),
+        "not a number": lambda: torch.full((3,), float("nan")),
+        "broken": broken,
+    }
+    assert list(sweeping.right_ones(functions)) == ["in use", "rounded"]
+    said = capsys.readouterr().out
+    assert "wrong: wrong, by 0.100" in said
+    assert "broken: RuntimeError: out of registers" in said
