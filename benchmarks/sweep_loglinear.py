@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from nearfield._types import Attended
+from nearfield.attend import Part, attend_together
 from nearfield.bench.check import poisoned_memory
 from nearfield.bench.loglinear import LogLinearBench
 from nearfield.bench.loglinear_cases import CASES
 from nearfield.bench.timing import Effort, Function, captured, measure
-from nearfield.kernels import backward, forward, hopper, pool, select
+from nearfield.kernels import backward, forward, hopper, launch, pool, select
 from nearfield.kernels.launch import Tiles
 from nearfield.methods.loglinear import Chosen, choose
 from nearfield.operators import merge
@@ -67,6 +68,12 @@ FAR_KEY = (
     Tiles(64, 64, 4, 2, pack=4),
     Tiles(64, 64, 8, 2, pack=4),
     Tiles(64, 32, 4, 2, pack=4),
+)
+PAIR = (
+    Tiles(64, 64, 4, 3, pack=4),
+    Tiles(64, 64, 4, 3, registers=128, pack=4),
+    Tiles(64, 64, 4, 2, pack=4),
+    Tiles(64, 32, 4, 3, pack=4),
 )
 POOL = {
     f"{tokens} tokens, {loads} loads in flight": {"_TOKENS": tokens, "_UNROLLED": loads}
@@ -112,6 +119,12 @@ class Call(NamedTuple):
         key, value, plan, bias = self.part(is_near=False)
         return hopper.attend_forward(self.query, key, value, plan, bias, None, self.scale)
 
+    def together(self, tiles: Tiles | None, bench: LogLinearBench) -> Attended:
+        """Both parts, by one kernel if its shape is given."""
+        parts = [Part(*self.part(is_near)) for is_near in (True, False)]
+        with patch.object(launch, "PAIR", tiles), torch.no_grad():
+            return attend_together(self.query, parts, impl=bench.impl)
+
     def query_gradient(self, is_near: bool, tiles: Tiles) -> Tensor:
         key, value, plan, bias = self.part(is_near)
         given = (self.gradient, *self.statistics, self.query, key, value, plan, bias, None, self.scale)
@@ -147,6 +160,9 @@ def variants(kernel: str, call: Call, bench: LogLinearBench) -> Variants:
         return {label: partial(_pooled, constants, *three, *sizes) for label, constants in POOL.items()}
     if kernel == "select":
         return {label: partial(_chosen, constants, bench) for label, constants in SELECT.items()}
+    if kernel == "pair":
+        apart: Variants = {"apart": partial(call.together, None, bench)}
+        return apart | {name(tiles): partial(call.together, tiles, bench) for tiles in PAIR}
     if kernel == "far-forward":
         known: Variants = {} if bench.device.type == "cpu" else {GLUON: call.hopper_forward}
         return known | {name(tiles): partial(call.forward, False, tiles) for tiles in FAR_FORWARD}
@@ -184,7 +200,7 @@ SHAPES: dict[str, tuple[Tiles, ...]] = {
     "near-key": NEAR_KEY,
     "far-key": FAR_KEY,
 }
-KERNELS = ("pool", "select", *SHAPES)
+KERNELS = ("pool", "select", "pair", *SHAPES)
 
 
 def name(tiles: Tiles) -> str:
@@ -263,18 +279,22 @@ def chosen_shapes(best: Mapping[str, str]) -> Iterator[None]:
         stack.enter_context(constants_set(select, SELECT.get(best.get("select", ""), {})))
         if best.get("far-forward", GLUON) != GLUON:
             stack.enter_context(patch.object(hopper, "unsupported", lambda *_: "the plain kernel is faster"))
+        paired = [tiles for tiles in PAIR if name(tiles) == best.get("pair")]
+        stack.enter_context(patch.object(launch, "PAIR", paired[0] if paired else None))
         for kind, (module, function) in places.items():
             stack.enter_context(patch.object(module, function, chooser(kind, getattr(module, function))))
         yield
 
 
 def whole_calls(bench: LogLinearBench, best: Mapping[str, str], effort: Effort) -> dict[str, float]:
-    """Milliseconds of whole calls as CUDA graphs: as they are, and with the best shapes."""
+    """Milliseconds of whole calls as CUDA graphs: as they are, in the best shapes, and in those with parts apart."""
     functions = bench._functions()
     works = ("forward", "forward + backward")
     graphs = {f"{work}, as it is": captured(functions[work], bench.device) for work in works}
-    with chosen_shapes(best):
-        graphs |= {f"{work}, best shapes": captured(functions[work], bench.device) for work in works}
+    kinds = {"best shapes": best, "best shapes, parts apart": {**best, "pair": "apart"}}
+    for kind, shapes in kinds.items():
+        with chosen_shapes(shapes):
+            graphs |= {f"{work}, {kind}": captured(functions[work], bench.device) for work in works}
     return {label: timing.median for label, timing in measure(graphs, bench.device, effort).items()}
 
 

@@ -6,6 +6,7 @@ from tests.attending import NEEDS_TRITON, assert_budget, random_bias, random_inp
 from torch import Tensor
 
 from nearfield import Plan
+from nearfield.attend import Part, attend_together
 from nearfield.bench.check import poisoned_memory
 from nearfield.reference import attend as reference
 
@@ -115,3 +116,36 @@ def test_rows_that_several_programs_share_have_one_result(device: torch.device) 
     long = random_plan(65536, 64, q_block=128, k_block=16).transpose()
     assert chunk_of(6, long, Tiles(16, 64, 4, 2)) == 128
     assert chunk_of(600, long, Tiles(16, 64, 4, 2)) == 0
+
+
+@pytest.mark.parametrize(("num_keys", "key_heads"), [(80, 2), (75, 1)])
+def test_two_parts_are_read_by_one_kernel(
+    num_keys: int, key_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by one each: with a bias on either, ragged blocks, rows that read nothing in one part or in both."""
+    from nearfield.kernels import launch, pair
+    from nearfield.kernels.launch import Tiles
+
+    query, key, value = random_inputs(2, 2, 100, num_keys, 16, device=device)
+    _, far_key, far_value = random_inputs(2, 2, 100, 40, 16, device=device, seed=5)
+    key, value, far_key, far_value = (x[:, :key_heads] for x in (key, value, far_key, far_value))
+    blocks = {"heads": 2, "empty_rows": True, "device": device}
+    near = random_plan(100, num_keys, q_block=16, k_block=16, **blocks)  # type: ignore[arg-type]
+    far = random_plan(100, 40, q_block=64, k_block=8, seed=1, **blocks)  # type: ignore[arg-type]
+    bias, far_bias = (random_bias(2, 2, length, device=device) for length in (num_keys, 40))
+    parts = [Part(far_key, far_value, far, far_bias), Part(key, value, near, bias)]
+    apart = attend_together(query, parts, impl="triton")
+    tiles = Tiles(32, 32, 4, 2, pack=2)
+    monkeypatch.setattr(pair, "pair_tiles", lambda query, near, far: tiles)
+    with poisoned_memory():
+        paired = attend_together(query, parts, impl="triton")
+    assert not torch.equal(paired.out, apart.out)  # the other kernel ran
+    torch.testing.assert_close(paired.out, apart.out)
+    torch.testing.assert_close(paired.lse, apart.lse)
+    assert bool((paired.lse == -torch.inf).any())
+    # Which plans it would read is known without running it.
+    monkeypatch.setattr(launch, "PAIR", tiles)
+    half = query.half()
+    assert launch.pair_tiles(half, near, far) == tiles
+    assert launch.pair_tiles(query, near, far) is None
+    assert launch.pair_tiles(half, far, far) is None

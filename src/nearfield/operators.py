@@ -259,9 +259,11 @@ def _attend_together(
     parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
     for part, extent in zip(parts, extents, strict=True):
         check_sizes(extent, query, part.key)
-    attended: Attended | None = None
     with _undisturbed(query):
-        for name, part in _in_turn(query, parts, cast(Impl, impl)):
+        in_turn = _in_turn(query, parts, cast(Impl, impl))
+        # The plain kernels can read whatever the others can.
+        attended: Attended | None = kernels.load("triton").attend_together_forward(query, parts, scale)
+        for name, part in in_turn if attended is None else ():
             forward = implementation(name).attend_forward
             call = (query, part.key, part.value, part.plan, part.key_bias, None, scale)
             if attended is None:

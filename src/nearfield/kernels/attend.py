@@ -11,9 +11,16 @@ from nearfield._types import Positions
 from nearfield.kernels import is_interpreted
 from nearfield.kernels.backward import attend_backward, attend_together_backward
 from nearfield.kernels.forward import attend_forward
+from nearfield.kernels.pair import attend_together_forward
 from nearfield.plan import Plan
 
-__all__ = ["attend_backward", "attend_forward", "attend_together_backward", "unsupported"]
+__all__ = [
+    "attend_backward",
+    "attend_forward",
+    "attend_together_backward",
+    "attend_together_forward",
+    "unsupported",
+]
 
 
 def unsupported(

@@ -1,12 +1,14 @@
 """Compile kernels for sm_90 without a GPU: `python -m nearfield.kernels.compile_check`.
 
 Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes every variant
-of the Hopper kernel. Of the plain kernels it takes those that the interpreter, being Python, cannot judge: they compute
-with constants of compile time.
+of the Hopper kernel. Of the plain kernels it takes those of LogLinear, in which much is decided while compiling: the
+interpreter, being Python, cannot judge that.
 """
 
 import os
+import re
 import sys
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -16,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nearfield.kernels import forward, hopper, pool, windows
+from nearfield.kernels import backward, forward, hopper, pack, pair, pool, windows
 from nearfield.kernels.hopper_kernel import forward_kernel
 
 _POINTERS = {
@@ -74,26 +76,62 @@ def compile_window_means(dim: int) -> str:
     return _compile_plain(windows._means_kernel, constants, pointers)
 
 
-def compile_plain_forward(dim: int, has_extras: bool, continues: bool) -> str:
-    """With bias, positions and ragged rows in an order, or with none of them."""
-    constants = {
-        "DIM": dim, "PAD": dim, "Q_BLOCK": 16, "K_BLOCK": 16, "TILE_Q": 16, "TILE_K": 64, "PARTS": 1,
-        "RAGGED": has_extras, "COPY_ENGINE": False, "HAS_ORDER": has_extras, "HAS_BIAS": has_extras,
-        "HAS_POSITIONS": has_extras, "CONTINUES": continues, "PRECISION": "tf32",
-    }  # fmt: skip
-    tensors = dict.fromkeys(("query", "k_desc", "v_desc", "out"), "*bf16")
-    positions = dict.fromkeys(("query_positions", "key_positions"), "*i32")
-    return _compile_plain(forward._forward_kernel, constants, _POINTERS | tensors | positions)
+_PLAIN = {
+    "DIM": 64, "PAD": 64, "Q_BLOCK": 16, "K_BLOCK": 16, "TILE_Q": 16, "TILE_K": 64, "PARTS": 1, "RAGGED": False,
+    "COPY_ENGINE": False, "HAS_ORDER": False, "HAS_BIAS": False, "HAS_POSITIONS": False, "CONTINUES": False,
+    "PRECISION": "tf32", "PACK": 1, "CHUNK": 0,
+}  # fmt: skip
+_PACKED: dict[str, Any] = {"Q_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
+_PACKED_KEYS: dict[str, Any] = {"K_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
+_EXTRAS: dict[str, Any] = dict.fromkeys(
+    ("RAGGED", "HAS_ORDER", "HAS_BIAS", "HAS_POSITIONS", "CONTINUES"), True
+)
+_PLAIN_POINTERS = (
+    _POINTERS
+    | dict.fromkeys(("query", "out", "grad_out", "far_key", "far_value"), "*bf16")
+    | dict.fromkeys(("k_desc", "v_desc", "q_desc", "g_desc", "grad_query", "grad_key", "grad_value"), "*bf16")
+    | dict.fromkeys(
+        ("query_positions", "key_positions", "far_offsets", "far_blocks", "bounds", "packed"), "*i32"
+    )
+    | dict.fromkeys(("lse_log2", "delta", "grad_bias", "far_bias"), "*fp32")
+    | dict.fromkeys(("key_partials", "value_partials", "bias_partials"), "*fp32")
+)
+
+
+def plain_variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Kernels over lists of 16 queries and 16 keys, as LogLinear has them, and what each is compiled for."""
+    for name, packed in (("rows", {}), ("packed rows", _PACKED)):
+        for extras in ({}, _EXTRAS | {"HAS_ORDER": not packed}):
+            yield f"forward, {name}", forward._forward_kernel, packed | extras
+            yield f"query gradient, {name}", backward._query_gradient_kernel, packed | extras
+    by_engine: dict[str, Any] = {"COPY_ENGINE": True, "Q_BLOCK": 128, "CHUNK": 32, "HAS_BIAS": True}
+    for name, packed in (("rows", {"TILE_K": 16, "TILE_Q": 64}), ("packed rows", _PACKED_KEYS)):
+        for extras in ({}, _EXTRAS | {"CHUNK": 32}, by_engine):
+            yield f"key gradients, {name}", backward._key_gradient_kernel, packed | extras
+        yield "chunks", backward._join_chunks_kernel, packed | by_engine
+    far = {"FAR_Q_BLOCK": 128, "FAR_K_BLOCK": 16, "FAR_RAGGED": False, "HAS_FAR_BIAS": True}
+    yield "a pair of parts", pair._pair_kernel, _PACKED | far
+    yield "packing", pack._pack_kernel, {"PACK": 4, "MULTIPLE": 4, "GROUPS": 32}
+
+
+def compile_plain(kernel: Any, constants: dict[str, Any]) -> str:
+    known = {name: value for name, value in (_PLAIN | constants).items() if name in kernel.arg_names}
+    ones = [name for name in kernel.arg_names if re.fullmatch("stride_[a-z]{1,2}d", name)]
+    return _compile_plain(kernel, known | dict.fromkeys(ones, 1), _PLAIN_POINTERS)
 
 
 def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> str:
     names = kernel.arg_names
-    others = {name: pointers.get(name, "fp32" if name == "scale" else "i32") for name in names}
+    others = {name: pointers.get(name, "fp32" if name.endswith("scale") else "i32") for name in names}
+    if constants.get("COPY_ENGINE"):
+        others |= {name: "tensordesc<bf16[1, 1, 64, 64]>" for name in names if name.endswith("_desc")}
     signature = others | dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     # As the launcher finds for tensors of ours; 16-byte loads need to know.
     aligned = [
-        name for name in names if name not in constants and (name in pointers or name.startswith("stride_"))
+        name
+        for name in names
+        if name not in constants and (others[name].startswith("*") or name.startswith("stride_"))
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, values, attributes)
@@ -106,11 +144,17 @@ def main() -> int:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     print(f"Triton {triton.__version__}: compiling for sm_90; the plain kernels")
     for first, second in product((False, True), repeat=2):
-        compile_pool(64, first, second)
-        if "mma" not in compile_plain_forward(64, first, second):
-            print(f"no tensor cores in the plain kernel: {first=} {second=}", file=sys.stderr)
+        if "ld.global.v4" not in compile_pool(64, first, second):
+            print(f"no 16-byte loads in pooling: {first=} {second=}", file=sys.stderr)
             return 1
     compile_window_means(128)
+    for name, kernel, wanted in plain_variants():
+        ptx = compile_plain(kernel, wanted)
+        multiplies = name not in ("chunks", "packing")
+        if multiplies and not any(instruction in ptx for instruction in ("mma.sync", "wgmma")):
+            print(f"no tensor cores in a plain kernel: {name} {wanted}", file=sys.stderr)
+            return 1
+        print(f"  {name}, {'with' if wanted.get('HAS_BIAS') else 'without'} extras")
     print("the Hopper kernels")
     for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64, 128)):
         for has_bias, is_ragged in ((False, False), (True, True)) if q_block == 192 else ((False, True),):

@@ -89,6 +89,52 @@ def _read_tile(
 
 
 @triton.jit
+def walk_list(
+    row, offsets, blocks, query, accumulator, running_max, running_sum, key, value, k_desc, v_desc, batch, key_head,
+    key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale,
+    num_keys,
+    K_BLOCK: tl.constexpr, TILE_K: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, RAGGED: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    Q_BLOCK: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """Read all that a row lists: tiles that are surely whole, then the others, masked."""
+    start, count = list_of_row(offsets, row, PACK)
+    entries = blocks + start
+    whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED, PACK)
+    for tile in tl.range(0, whole):
+        accumulator, running_max, running_sum = _read_tile(
+            tile, entries, count, query, accumulator, running_max, running_sum, key, value, k_desc, v_desc, batch,
+            key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn, stride_vd,
+            stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS,
+            PRECISION, Q_BLOCK, PACK,
+        )  # fmt: skip
+    if RAGGED or (K_BLOCK < TILE_K and PACK == 1):
+        for tile in tl.range(whole, total, num_stages=1):
+            accumulator, running_max, running_sum = _read_tile(
+                tile, entries, count, query, accumulator, running_max, running_sum, key, value, k_desc, v_desc,
+                batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
+                stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, True, COPY_ENGINE, HAS_BIAS,
+                HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
+            )  # fmt: skip
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def store_result(
+    out, lse, token, exists, stride_on, stride_od, accumulator, running_max, running_sum,
+    DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    # A sum of exactly zero means nothing was read; a NaN sum must stay NaN.
+    read_nothing = running_sum == 0.0
+    accumulator = accumulator / tl.where(read_nothing, 1.0, running_sum)[:, None]
+    log_sum = tl.where(
+        read_nothing, -INF, (running_max + tl.math.log2(tl.where(read_nothing, 1.0, running_sum))) * LN_2
+    )
+    store_rows(out, token, exists, stride_on, stride_od, accumulator, DIM, PAD)
+    tl.store(lse + token, log_sum, mask=exists)
+
+
+@triton.jit
 def _forward_kernel(
     query, key, value, k_desc, v_desc, out, lse, offsets, blocks, order, key_bias, query_positions, key_positions,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
@@ -109,8 +155,6 @@ def _forward_kernel(
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     key_head = head // heads_per_key
-    start, count = list_of_row(offsets + batch * stride_offsets_b + head * stride_offsets_h, row, PACK)
-    entries = blocks + batch * stride_blocks_b + head * stride_blocks_h + start
     key += batch * stride_kb + key_head * stride_kh
     value += batch * stride_vb + key_head * stride_vh
     key_bias += batch * stride_bias_b + head * stride_bias_h
@@ -148,31 +192,16 @@ def _forward_kernel(
         running_sum = tl.where(running_max == -INF, 0.0, 1.0)
         before = load_rows(out, origin, token.to(tl.int64), exists, stride_on, stride_od, DIM, PAD, True)
         accumulator = before.to(tl.float32)
-    whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED, PACK)
-    for tile in tl.range(0, whole):
-        accumulator, running_max, running_sum = _read_tile(
-            tile, entries, count, queries, accumulator, running_max, running_sum, key, value, k_desc, v_desc, batch,
-            key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn, stride_vd,
-            stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS,
-            PRECISION, Q_BLOCK, PACK,
-        )  # fmt: skip
-    if RAGGED or (K_BLOCK < TILE_K and PACK == 1):
-        for tile in tl.range(whole, total, num_stages=1):
-            accumulator, running_max, running_sum = _read_tile(
-                tile, entries, count, queries, accumulator, running_max, running_sum, key, value, k_desc, v_desc,
-                batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
-                stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, True, COPY_ENGINE, HAS_BIAS,
-                HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
-            )  # fmt: skip
-
-    # A sum of exactly zero means nothing was read; a NaN sum must stay NaN.
-    read_nothing = running_sum == 0.0
-    accumulator = accumulator / tl.where(read_nothing, 1.0, running_sum)[:, None]
-    log_sum = tl.where(
-        read_nothing, -INF, (running_max + tl.math.log2(tl.where(read_nothing, 1.0, running_sum))) * LN_2
+    accumulator, running_max, running_sum = walk_list(
+        row, offsets + batch * stride_offsets_b + head * stride_offsets_h,
+        blocks + batch * stride_blocks_b + head * stride_blocks_h, queries, accumulator, running_max, running_sum,
+        key, value, k_desc, v_desc, batch, key_head, key_bias, key_positions, query_position, lane,
+        stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale, num_keys,
+        K_BLOCK, TILE_K, DIM, PAD, RAGGED, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
+    )  # fmt: skip
+    store_result(
+        out, lse, token, exists, stride_on, stride_od, accumulator, running_max, running_sum, DIM, PAD
     )
-    store_rows(out, token, exists, stride_on, stride_od, accumulator, DIM, PAD)
-    tl.store(lse + token, log_sum, mask=exists)
 
 
 def attend_forward(

@@ -56,6 +56,18 @@ def forward_tiles(query: Tensor, key: Tensor, q_block: int, k_block: int) -> Til
     return Tiles(_fit(q_block, 64), _other_tile(k_block, 64), 4, 3)
 
 
+PAIR: Tiles | None = None
+"""How one kernel reads two parts, if it does (`pair.py`): yet to be measured, see docs/performance.md."""
+
+
+def pair_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
+    """How one kernel reads two parts; None: each is read by its own."""
+    if PAIR is None or query.dtype == torch.float32:
+        return None
+    fits = near.q_block * PAIR.pack == PAIR.own and far.q_block % PAIR.own == 0
+    return PAIR if fits and max(near.k_block, far.k_block) <= PAIR.other else None
+
+
 def query_gradient_tiles(query: Tensor, q_block: int, k_block: int) -> Tiles:
     if query.dtype == torch.float32:
         return Tiles(_fit(q_block, 32), _other_tile(k_block, 32), 4, 1)
