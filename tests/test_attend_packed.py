@@ -149,3 +149,74 @@ def test_two_parts_are_read_by_one_kernel(
     assert launch.pair_tiles(half, near, far) == tiles
     assert launch.pair_tiles(query, near, far) is None
     assert launch.pair_tiles(half, far, far) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
+    """Blocks of 16 as LogLinear has them, in tiles of 64: both parts by one kernel, and the gradients of each."""
+    from nearfield.kernels import backward, forward, pair
+    from nearfield.kernels.launch import Tiles
+
+    device = torch.device("cuda")
+    query, key, value = (x.to(dtype) for x in random_inputs(2, 4, 1000, 1000, 64, device=device))
+    _, far_key, far_value = (x.to(dtype) for x in random_inputs(2, 4, 1000, 90, 64, device=device, seed=5))
+    bias = random_bias(2, 4, 90, device=device)
+    near = random_plan(1000, 1000, q_block=16, k_block=16, heads=4, share=0.1, device=device)
+    far = random_plan(1000, 90, q_block=128, k_block=16, heads=4, device=device, seed=1)
+    parts = [(key, value, near, None), (far_key, far_value, far, bias)]
+    tiles = Tiles(64, 64, 4, 3, pack=4)
+    with poisoned_memory():
+        out, lse = pair.attend_pair(query, parts[0], parts[1], 0.125, tiles)
+    apart = forward.attend_forward(query, far_key, far_value, far, bias, None, 0.125)
+    apart = forward.attend_forward(query, key, value, near, None, None, 0.125, before=apart)
+    assert_alike(out, apart.out)
+    assert_alike(lse, apart.lse)
+    grad_out = torch.randn_like(query)
+    statistics = backward._row_statistics(grad_out, torch.zeros_like(lse), out, lse)
+    for part, packed in zip(parts, (tiles, Tiles(64, 64, 4, 3)), strict=True):
+        call = (grad_out, *statistics, query, *part, None, 0.125)
+        with poisoned_memory():
+            got = [backward.query_gradient(*call, packed)]
+            got += [
+                x for x in backward.key_gradient(*call, Tiles(64, 64, 4, 2, pack=4, chunk=2)) if x is not None
+            ]
+        want = [backward.query_gradient(*call)]
+        want += [x for x in backward.key_gradient(*call, Tiles(16, 64, 4, 2, chunk=0)) if x is not None]
+        for mine, theirs in zip(got, want, strict=True):
+            assert_alike(mine, theirs)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_long_rows_are_shared_by_default() -> None:
+    """A plan in which some blocks of keys are read by all of many queries, as LogLinear's top level is."""
+    from nearfield.kernels import backward
+    from nearfield.kernels.launch import Tiles, chunk_of, key_gradient_tiles
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    query, key, value = (x.to(dtype) for x in random_inputs(1, 2, 16384, 256, 64, device=device))
+    plan = random_plan(16384, 256, q_block=128, k_block=16, heads=2, share=0.1, device=device)
+    tiles = key_gradient_tiles(query, 128, 16)
+    assert chunk_of(2, plan.transpose(), tiles) > 0
+    grad_out = torch.randn_like(query)
+    lse = torch.full((1, 2, 16384), 5.0, device=device)
+    call = (
+        grad_out,
+        *backward._row_statistics(grad_out, torch.zeros_like(lse), query, lse),
+        query,
+        key,
+        value,
+    )
+    shared, alone = (
+        backward.key_gradient(*call, plan, None, None, 0.125, chosen)[:2]
+        for chosen in (None, Tiles(*tiles[:4], chunk=0))
+    )
+    for mine, theirs in zip(shared, alone, strict=True):
+        assert_alike(mine, theirs)
+
+
+def assert_alike(mine: Tensor, theirs: Tensor) -> None:
+    """Up to the rounding of half precision: both were computed in it, in different orders."""
+    assert mine.dtype == theirs.dtype
+    error = (mine.float() - theirs.float()).norm() / theirs.float().norm()
+    assert float(error) < 0.01
