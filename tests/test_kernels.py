@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from tests.attending import NEEDS_TRITON, assert_budget
+from tests.attending import NEEDS_TRITON, assert_budget, random_plan
 from torch import Tensor
 
-from nearfield import LogLinear, log_linear_attention, predict
+from nearfield import LogLinear, Plan, log_linear_attention, predict
 from nearfield.bench.check import poisoned_memory
 from nearfield.bench.timing import captured
 from nearfield.methods.loglinear import _attend
@@ -121,6 +121,36 @@ def test_window_kernels_do_as_the_reference(
     with poisoned_memory():
         spread = kernel.window_means_backward(grad, *places, window, length)
     assert_budget("spread", spread, exact, low)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("tile", [64, 1024])
+def test_lists_are_transposed(
+    tile: int, repeats: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one program and by several, the last one short; entries that repeat, rows without any, unused slots."""
+    from nearfield.kernels import transpose as kernel
+
+    monkeypatch.setattr(kernel, "_TILE", tile)
+    plan = random_plan(
+        330, 200, q_block=16, k_block=8, batch=2, heads=2, repeats=repeats, empty_rows=True, device=device
+    )
+    assert plan.blocks.shape[2] > int(plan.offsets[..., -1].min())  # some slots are unused
+    with poisoned_memory():
+        offsets, rows = kernel.transpose(plan.offsets, plan.blocks, plan.num_columns)
+    assert Plan(offsets, rows, 8, 16, 200, 330) == plan.transpose()
+    nothing = plan.blocks[:, :, :0]
+    offsets, rows = kernel.transpose(torch.zeros_like(plan.offsets), nothing, plan.num_columns)
+    assert not offsets.any()
+
+
+@NEEDS_TRITON
+def test_transposing_is_a_proper_operator(device: torch.device) -> None:
+    plan = random_plan(70, 50, q_block=16, k_block=8, heads=2, empty_rows=True, device=device)
+    arguments = (plan.offsets, plan.blocks, plan._extent, 16, 8)
+    torch.library.opcheck(torch.ops.nearfield.transpose.default, arguments)
+    assert Plan(*torch.ops.nearfield.transpose(*arguments), 8, 16, 50, 70) == plan.transpose()
 
 
 @NEEDS_TRITON

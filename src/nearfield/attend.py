@@ -103,14 +103,8 @@ def gradients(
         grads: gradients of what `attend` gave.
         attended: what it gave.
     """
-    batch, heads = query.shape[:2]
     bias = None if key_bias is None else _expanded_bias(key_bias, query, key)
-    transposed = plan.transpose()
-    order = transposed_order = None
-    if query.is_cuda and impl not in ("grouped", "reference"):
-        order = plan.longest_first(batch, heads)
-        transposed_order = transposed.longest_first(batch, key.shape[1])
-    lists = plan.offsets, plan.blocks, order, transposed.offsets, transposed.blocks, transposed_order
+    lists = all_lists(plan, query, key, True, impl)
     to_query, to_key, to_value, to_bias = torch.ops.nearfield.attend_backward(
         *grads, query, key, value, *attended, *lists, bias, None, None,
         plan._extent, plan.q_block, plan.k_block, _checked_scale(scale, query), impl,

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nearfield.kernels import backward, forward, hopper, pack, pair, pool, windows
+from nearfield.kernels import backward, forward, hopper, pack, pair, pool, transpose, windows
 from nearfield.kernels.hopper_kernel import forward_kernel
 
 _POINTERS = {
@@ -93,6 +93,7 @@ _PLAIN_POINTERS = (
     | dict.fromkeys(
         ("query_positions", "key_positions", "far_offsets", "far_blocks", "bounds", "packed"), "*i32"
     )
+    | dict.fromkeys(("cells", "ordered", "rows"), "*i32")
     | dict.fromkeys(("lse_log2", "delta", "grad_bias", "far_bias"), "*fp32")
     | dict.fromkeys(("key_partials", "value_partials", "bias_partials"), "*fp32")
 )
@@ -112,6 +113,8 @@ def plain_variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     far = {"FAR_Q_BLOCK": 128, "FAR_K_BLOCK": 16, "FAR_RAGGED": False, "HAS_FAR_BIAS": True}
     yield "a pair of parts", pair._pair_kernel, _PACKED | far
     yield "packing", pack._pack_kernel, {"PACK": 4, "MULTIPLE": 4, "GROUPS": 32}
+    for kernel in (transpose._cells_kernel, transpose._lists_kernel):
+        yield "transposing", kernel, {"TILE": 1024, "HALVINGS": 10}
 
 
 def compile_plain(kernel: Any, constants: dict[str, Any]) -> str:
@@ -150,7 +153,7 @@ def main() -> int:
     compile_window_means(128)
     for name, kernel, wanted in plain_variants():
         ptx = compile_plain(kernel, wanted)
-        multiplies = name not in ("chunks", "packing")
+        multiplies = name not in ("chunks", "packing", "transposing")
         if multiplies and not any(instruction in ptx for instruction in ("mma.sync", "wgmma")):
             print(f"no tensor cores in a plain kernel: {name} {wanted}", file=sys.stderr)
             return 1
