@@ -64,7 +64,7 @@ def gradient_variants(impl: str, inputs: tuple[torch.Tensor, ...], plan: Plan) -
     scale = inputs[0].shape[-1] ** -0.5
     grad_out = torch.randn_like(inputs[0])
     out, lse = forward.attend_forward(*inputs, plan, None, None, scale)
-    delta, lse_log2 = backward._row_statistics(grad_out, torch.zeros_like(lse), out, lse)
+    delta, lse_log2 = backward.row_statistics(grad_out, torch.zeros_like(lse), out, lse)
     walks_plan = impl == "query-gradient"
     gradient = backward.query_gradient if walks_plan else backward.key_gradient
     blocks = (plan.q_block, plan.k_block) if walks_plan else (plan.k_block, plan.q_block)

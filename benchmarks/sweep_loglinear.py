@@ -25,7 +25,7 @@ from nearfield.bench.check import poisoned_memory
 from nearfield.bench.loglinear import LogLinearBench
 from nearfield.bench.loglinear_cases import CASES
 from nearfield.bench.timing import Effort, Function, captured, measure
-from nearfield.kernels import backward, forward, hopper, launch, pool, select
+from nearfield.kernels import backward, forward, hopper, launch, pair, pool, select
 from nearfield.kernels.launch import Tiles
 from nearfield.methods.loglinear import Chosen, choose
 from nearfield.operators import merge
@@ -125,6 +125,19 @@ class Call(NamedTuple):
         with patch.object(launch, "PAIR", tiles), torch.no_grad():
             return attend_together(self.query, parts, impl=bench.impl)
 
+    def query_gradients(self, tiles: Tiles) -> Tensor:
+        near, far = self.part(is_near=True), self.part(is_near=False)
+        given = (self.gradient, *self.statistics, self.query, near, far, self.scale)
+        return pair.query_gradient_of_pair(*given, tiles)
+
+    def query_gradients_apart(self) -> Tensor:
+        total = None
+        for key, value, plan, bias in (self.part(is_near=True), self.part(is_near=False)):
+            given = (self.gradient, *self.statistics, self.query, key, value, plan, bias, None, self.scale)
+            total = backward.query_gradient(*given, before=total)
+        assert total is not None
+        return total
+
     def query_gradient(self, is_near: bool, tiles: Tiles) -> Tensor:
         key, value, plan, bias = self.part(is_near)
         given = (self.gradient, *self.statistics, self.query, key, value, plan, bias, None, self.scale)
@@ -144,7 +157,7 @@ def call_of(bench: LogLinearBench) -> Call:
     nothing = torch.zeros(query.shape[:3], device=query.device)
     call = Call(query, key, value, chosen, bench.gradient, (nothing, nothing), scale)
     both = merge(call.forward(is_near=False, tiles=None), call.forward(is_near=True, tiles=None))
-    statistics = backward._row_statistics(bench.gradient, nothing, both.out, both.lse)
+    statistics = backward.row_statistics(bench.gradient, nothing, both.out, both.lse)
     for plan in (chosen.near, chosen.far):  # made once per call of the method, not per kernel
         assert plan is not None
         plan.transpose().longest_first(*query.shape[:2])
@@ -163,6 +176,9 @@ def variants(kernel: str, call: Call, bench: LogLinearBench) -> Variants:
     if kernel == "pair":
         apart: Variants = {"apart": partial(call.together, None, bench)}
         return apart | {name(tiles): partial(call.together, tiles, bench) for tiles in PAIR}
+    if kernel == "pair-query":
+        apart = {"apart": call.query_gradients_apart}
+        return apart | {name(tiles): partial(call.query_gradients, tiles) for tiles in PAIR}
     if kernel == "far-forward":
         known: Variants = {} if bench.device.type == "cpu" else {GLUON: call.hopper_forward}
         return known | {name(tiles): partial(call.forward, False, tiles) for tiles in FAR_FORWARD}
@@ -200,7 +216,7 @@ SHAPES: dict[str, tuple[Tiles, ...]] = {
     "near-key": NEAR_KEY,
     "far-key": FAR_KEY,
 }
-KERNELS = ("pool", "select", "pair", *SHAPES)
+KERNELS = ("pool", "select", "pair", "pair-query", *SHAPES)
 
 
 def name(tiles: Tiles) -> str:
@@ -279,8 +295,9 @@ def chosen_shapes(best: Mapping[str, str]) -> Iterator[None]:
         stack.enter_context(constants_set(select, SELECT.get(best.get("select", ""), {})))
         if best.get("far-forward", GLUON) != GLUON:
             stack.enter_context(patch.object(hopper, "unsupported", lambda *_: "the plain kernel is faster"))
-        paired = [tiles for tiles in PAIR if name(tiles) == best.get("pair")]
-        stack.enter_context(patch.object(launch, "PAIR", paired[0] if paired else None))
+        for kernel, constant in (("pair", "PAIR"), ("pair-query", "PAIR_GRADIENT")):
+            paired = [tiles for tiles in PAIR if name(tiles) == best.get(kernel)]
+            stack.enter_context(patch.object(launch, constant, paired[0] if paired else None))
         for kind, (module, function) in places.items():
             stack.enter_context(patch.object(module, function, chooser(kind, getattr(module, function))))
         yield
@@ -291,7 +308,10 @@ def whole_calls(bench: LogLinearBench, best: Mapping[str, str], effort: Effort) 
     functions = bench._functions()
     works = ("forward", "forward + backward")
     graphs = {f"{work}, as it is": captured(functions[work], bench.device) for work in works}
-    kinds = {"best shapes": best, "best shapes, parts apart": {**best, "pair": "apart"}}
+    kinds = {
+        "best shapes": best,
+        "best shapes, parts apart": {**best, "pair": "apart", "pair-query": "apart"},
+    }
     for kind, shapes in kinds.items():
         with chosen_shapes(shapes):
             graphs |= {f"{work}, {kind}": captured(functions[work], bench.device) for work in works}

@@ -85,7 +85,7 @@ def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) 
     with poisoned_memory():
         tiles = Tiles(4 * q_block, 32, 4, 2, pack=4)
         out, lse = forward.attend_forward(query, key, value, plan, bias, None, 0.25, tiles)
-        delta, lse_log2 = backward._row_statistics(grad_out, torch.zeros_like(lse), out, lse)
+        delta, lse_log2 = backward.row_statistics(grad_out, torch.zeros_like(lse), out, lse)
         call = (grad_out, delta, lse_log2, query, key, value, plan, bias, None, 0.25)
         half = backward.query_gradient(*call, tiles) / 2
         grad_query = backward.query_gradient(*call, tiles, before=half.clone()) - half
@@ -134,15 +134,23 @@ def test_two_parts_are_read_by_one_kernel(
     far = random_plan(100, 40, q_block=64, k_block=8, seed=1, **blocks)  # type: ignore[arg-type]
     bias, far_bias = (random_bias(2, 2, length, device=device) for length in (num_keys, 40))
     parts = [Part(far_key, far_value, far, far_bias), Part(key, value, near, bias)]
-    apart = attend_together(query, parts, impl="triton")
+    weights = torch.randn(query.shape, device=device)
+
+    def attended() -> tuple[Tensor, ...]:
+        leaf = query.clone().requires_grad_()
+        with poisoned_memory():
+            out, lse = attend_together(leaf, parts, impl="triton")
+            return out.detach(), lse.detach(), *torch.autograd.grad(out, leaf, weights)
+
+    apart = attended()
     tiles = Tiles(32, 32, 4, 2, pack=2)
-    monkeypatch.setattr(pair, "pair_tiles", lambda query, near, far: tiles)
-    with poisoned_memory():
-        paired = attend_together(query, parts, impl="triton")
-    assert not torch.equal(paired.out, apart.out)  # the other kernel ran
-    torch.testing.assert_close(paired.out, apart.out)
-    torch.testing.assert_close(paired.lse, apart.lse)
-    assert bool((paired.lse == -torch.inf).any())
+    for function in ("pair_tiles", "pair_gradient_tiles"):
+        monkeypatch.setattr(pair, function, lambda query, near, far: tiles)
+    paired = attended()
+    for mine, theirs in zip(paired, apart, strict=True):
+        assert not torch.equal(mine, theirs)  # the other kernel ran
+        torch.testing.assert_close(mine, theirs)
+    assert bool((paired[1] == -torch.inf).any())
     # Which plans it would read is known without running it.
     monkeypatch.setattr(launch, "PAIR", tiles)
     half = query.half()
@@ -173,7 +181,7 @@ def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
     assert_alike(out, apart.out)
     assert_alike(lse, apart.lse)
     grad_out = torch.randn_like(query)
-    statistics = backward._row_statistics(grad_out, torch.zeros_like(lse), out, lse)
+    statistics = backward.row_statistics(grad_out, torch.zeros_like(lse), out, lse)
     for part, packed in zip(parts, (tiles, Tiles(64, 64, 4, 3)), strict=True):
         call = (grad_out, *statistics, query, *part, None, 0.125)
         with poisoned_memory():
@@ -185,6 +193,9 @@ def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
         want += [x for x in backward.key_gradient(*call, Tiles(16, 64, 4, 2, chunk=0)) if x is not None]
         for mine, theirs in zip(got, want, strict=True):
             assert_alike(mine, theirs)
+    both = [backward.query_gradient(grad_out, *statistics, query, *part, None, 0.125) for part in parts]
+    together = pair.query_gradient_of_pair(grad_out, *statistics, query, parts[0], parts[1], 0.125, tiles)
+    assert_alike(together, both[0] + both[1])
 
 
 @pytest.mark.gpu
@@ -202,7 +213,7 @@ def test_on_a_gpu_long_rows_are_shared_by_default() -> None:
     lse = torch.full((1, 2, 16384), 5.0, device=device)
     call = (
         grad_out,
-        *backward._row_statistics(grad_out, torch.zeros_like(lse), query, lse),
+        *backward.row_statistics(grad_out, torch.zeros_like(lse), query, lse),
         query,
         key,
         value,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from nearfield._types import Positions
 from nearfield.kernels import is_interpreted
-from nearfield.kernels.backward import attend_backward, attend_together_backward
+from nearfield.kernels.backward import attend_backward
 from nearfield.kernels.forward import attend_forward
-from nearfield.kernels.pair import attend_together_forward
+from nearfield.kernels.pair import attend_together_backward, attend_together_forward
 from nearfield.plan import Plan
 
 __all__ = [

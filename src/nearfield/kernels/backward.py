@@ -4,8 +4,6 @@ Every gradient is summed by one program, in the order of its list. There are no 
 bits. The price is that weights are computed in both passes.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -125,6 +123,37 @@ def _query_gradient_tile(
 
 
 @triton.jit
+def walk_for_queries(
+    row, offsets, blocks, query, grad_out, accumulator, lse_log2, delta, key, value, k_desc, v_desc, batch, key_head,
+    key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale,
+    num_keys,
+    K_BLOCK: tl.constexpr, TILE_K: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, RAGGED: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    Q_BLOCK: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """Add up the gradient of a row's queries over all that it lists; not yet scaled."""
+    start, count = list_of_row(offsets, row, PACK)
+    entries = blocks + start
+    whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED, PACK)
+    for tile in tl.range(0, whole):
+        accumulator = _query_gradient_tile(
+            tile, entries, count, query, grad_out, accumulator, lse_log2, delta, key, value, k_desc, v_desc,
+            batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
+            stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, False, COPY_ENGINE, HAS_BIAS,
+            HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
+        )  # fmt: skip
+    if RAGGED or (K_BLOCK < TILE_K and PACK == 1):
+        for tile in tl.range(whole, total, num_stages=1):
+            accumulator = _query_gradient_tile(
+                tile, entries, count, query, grad_out, accumulator, lse_log2, delta, key, value, k_desc, v_desc,
+                batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
+                stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, True, COPY_ENGINE, HAS_BIAS,
+                HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
+            )  # fmt: skip
+    return accumulator
+
+
+@triton.jit
 def _query_gradient_kernel(
     query, key, value, k_desc, v_desc, grad_out, grad_query, lse_log2, delta, offsets, blocks, order,
     key_bias, query_positions, key_positions,
@@ -144,8 +173,6 @@ def _query_gradient_kernel(
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     key_head = head // heads_per_key
-    start, count = list_of_row(offsets + batch * stride_offsets_b + head * stride_offsets_h, row, PACK)
-    entries = blocks + batch * stride_blocks_b + head * stride_blocks_h + start
     key += batch * stride_kb + key_head * stride_kh
     value += batch * stride_vb + key_head * stride_vh
     key_bias += batch * stride_bias_b + head * stride_bias_h
@@ -188,22 +215,13 @@ def _query_gradient_kernel(
         )[:, None]
 
     accumulator = tl.zeros([TILE_Q, PAD], tl.float32)
-    whole, total = tile_counts(entries, count, num_keys, K_BLOCK, TILE_K, RAGGED, PACK)
-    for tile in tl.range(0, whole):
-        accumulator = _query_gradient_tile(
-            tile, entries, count, queries, grads, accumulator, lse_rows, delta_rows, key, value, k_desc, v_desc,
-            batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
-            stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, False, COPY_ENGINE, HAS_BIAS,
-            HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
-        )  # fmt: skip
-    if RAGGED or (K_BLOCK < TILE_K and PACK == 1):
-        for tile in tl.range(whole, total, num_stages=1):
-            accumulator = _query_gradient_tile(
-                tile, entries, count, queries, grads, accumulator, lse_rows, delta_rows, key, value, k_desc, v_desc,
-                batch, key_head, key_bias, key_positions, query_position, lane, stride_kn, stride_kd, stride_vn,
-                stride_vd, stride_bias, scale, num_keys, K_BLOCK, TILE_K, DIM, PAD, True, COPY_ENGINE, HAS_BIAS,
-                HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
-            )  # fmt: skip
+    accumulator = walk_for_queries(
+        row, offsets + batch * stride_offsets_b + head * stride_offsets_h,
+        blocks + batch * stride_blocks_b + head * stride_blocks_h, queries, grads, accumulator, lse_rows, delta_rows,
+        key, value, k_desc, v_desc, batch, key_head, key_bias, key_positions, query_position, lane,
+        stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale, num_keys,
+        K_BLOCK, TILE_K, DIM, PAD, RAGGED, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION, Q_BLOCK, PACK,
+    )  # fmt: skip
     accumulator *= logit_scale
     grad_query += batch * stride_dqb + head * stride_dqh
     if CONTINUES:
@@ -418,7 +436,7 @@ def _join_chunks_kernel(
             tl.store(grad_bias + batch_head.to(tl.int64) * num_keys + token, bias_sum, mask=exists)
 
 
-def _row_statistics(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def row_statistics(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, dim = out.shape
     delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
     tile = 128 if not is_interpreted() else 64
@@ -442,30 +460,9 @@ def attend_backward(
     positions: Positions | None,
     scale: float,
 ) -> Gradients:
-    statistics = _row_statistics(grad_out, grad_lse, out, lse.contiguous())
+    statistics = row_statistics(grad_out, grad_lse, out, lse.contiguous())
     inputs = (grad_out, *statistics, query, key, value, plan, key_bias, positions, scale)
     return Gradients(query_gradient(*inputs), *key_gradient(*inputs))
-
-
-def attend_together_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    parts: Sequence[tuple[Tensor, Tensor, Plan, Tensor | None]],
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
-    """The gradients of a softmax over several parts, whose `out` and `lse` these are: each part's by itself."""
-    delta, lse_log2 = _row_statistics(grad_out, grad_lse, out, lse.contiguous())
-    grad_query: Tensor | None = None
-    others = []
-    for key, value, plan, key_bias in parts:
-        inputs = (grad_out, delta, lse_log2, query, key, value, plan, key_bias, None, scale)
-        grad_query = query_gradient(*inputs, before=grad_query)
-        others.append(key_gradient(*inputs))
-    assert grad_query is not None
-    return grad_query, others
 
 
 def query_gradient(

@@ -112,6 +112,7 @@ def plain_variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield "chunks", backward._join_chunks_kernel, packed | by_engine
     far = {"FAR_Q_BLOCK": 128, "FAR_K_BLOCK": 16, "FAR_RAGGED": False, "HAS_FAR_BIAS": True}
     yield "a pair of parts", pair._pair_kernel, _PACKED | far
+    yield "query gradient of a pair", pair._pair_query_gradient_kernel, _PACKED | far
     yield "packing", pack._pack_kernel, {"PACK": 4, "MULTIPLE": 4, "GROUPS": 32}
     for kernel in (transpose._cells_kernel, transpose._lists_kernel):
         yield "transposing", kernel, {"TILE": 1024, "HALVINGS": 10}

@@ -57,15 +57,26 @@ def forward_tiles(query: Tensor, key: Tensor, q_block: int, k_block: int) -> Til
 
 
 PAIR: Tiles | None = None
-"""How one kernel reads two parts, if it does (`pair.py`): yet to be measured, see docs/performance.md."""
+PAIR_GRADIENT: Tiles | None = None
+"""How one kernel reads two parts, if it does (`pair.py`), and the query gradient of both: yet to be measured, see
+docs/performance.md."""
 
 
 def pair_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
     """How one kernel reads two parts; None: each is read by its own."""
-    if PAIR is None or query.dtype == torch.float32:
+    return _if_fit(PAIR, query, near, far)
+
+
+def pair_gradient_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
+    """The same for the gradient of queries."""
+    return _if_fit(PAIR_GRADIENT, query, near, far)
+
+
+def _if_fit(tiles: Tiles | None, query: Tensor, near: Plan, far: Plan) -> Tiles | None:
+    if tiles is None or query.dtype == torch.float32:
         return None
-    fits = near.q_block * PAIR.pack == PAIR.own and far.q_block % PAIR.own == 0
-    return PAIR if fits and max(near.k_block, far.k_block) <= PAIR.other else None
+    fits = near.q_block * tiles.pack == tiles.own and far.q_block % tiles.own == 0
+    return tiles if fits and max(near.k_block, far.k_block) <= tiles.other else None
 
 
 def query_gradient_tiles(query: Tensor, q_block: int, k_block: int) -> Tiles:

@@ -1,10 +1,11 @@
-"""Two parts read by one kernel: chosen blocks by packed rows, then what wider blocks of queries share.
+"""Several parts in one softmax, and how one kernel reads two: chosen blocks by packed rows, and what wider blocks share.
 
 Apart, the second part's kernel reads queries, results and sums again, and writes results again: for lists of a few
 tiles that is as much as the lists themselves.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield._types import Attended
+from nearfield.kernels.backward import key_gradient, query_gradient, row_statistics, walk_for_queries
 from nearfield.kernels.forward import store_result, walk_list
 from nearfield.kernels.launch import (
     LOG2_E,
@@ -20,10 +22,11 @@ from nearfield.kernels.launch import (
     nonnegative,
     optional_inputs,
     options_for,
+    pair_gradient_tiles,
     pair_tiles,
 )
 from nearfield.kernels.pack import rows_of
-from nearfield.kernels.walk import load_rows
+from nearfield.kernels.walk import load_rows, store_rows
 from nearfield.plan import Plan
 
 PairPart = tuple[Tensor, Tensor, Plan, Tensor | None]
@@ -87,13 +90,103 @@ def _pair_kernel(
     )  # fmt: skip
 
 
-def attend_together_forward(query: Tensor, parts: Sequence[PairPart], scale: float) -> Attended | None:
-    """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
-    if len(parts) != 2:
-        return None
-    near, far = sorted(parts, key=lambda part: part[2].q_block)
-    tiles = pair_tiles(query, near[2], far[2])
-    return None if tiles is None else attend_pair(query, near, far, scale, tiles)
+@triton.jit
+def _pair_query_gradient_kernel(
+    query, grad_out, grad_query, lse_log2, delta, key, value, offsets, blocks, key_bias,
+    far_key, far_value, far_offsets, far_blocks, far_bias,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_gb, stride_gh, stride_gn, stride_gd,
+    stride_dqb, stride_dqh, stride_dqn, stride_dqd,
+    stride_kb, stride_kh, stride_kn, stride_kd, stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_offsets_b, stride_offsets_h, stride_blocks_b, stride_blocks_h, stride_bias_b, stride_bias_h, stride_bias,
+    stride_fkb, stride_fkh, stride_fkn, stride_fkd, stride_fvb, stride_fvh, stride_fvn, stride_fvd,
+    stride_far_offsets_b, stride_far_offsets_h, stride_far_blocks_b, stride_far_blocks_h,
+    stride_far_bias_b, stride_far_bias_h, stride_far_bias,
+    num_heads, heads_per_key, num_rows, num_queries, num_keys, num_far_keys, scale, logit_scale,
+    DIM: tl.constexpr, PAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    FAR_Q_BLOCK: tl.constexpr, FAR_K_BLOCK: tl.constexpr, TILE_K: tl.constexpr,
+    RAGGED: tl.constexpr, FAR_RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FAR_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    batch_head = tl.program_id(0) // num_rows
+    row = tl.program_id(0) % num_rows
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = (batch_head % num_heads).to(tl.int64)
+    key_head = head // heads_per_key
+    lane = tl.arange(0, Q_BLOCK)
+    token = row * Q_BLOCK + lane
+    exists = token < num_queries
+    long_token = token.to(tl.int64)
+    origin = tl.full([], 0, tl.int64)
+    query += batch * stride_qb + head * stride_qh
+    grad_out += batch * stride_gb + head * stride_gh
+    queries = load_rows(query, origin, long_token, exists, stride_qn, stride_qd, DIM, PAD, True)
+    grads = load_rows(grad_out, origin, long_token, exists, stride_gn, stride_gd, DIM, PAD, True)
+    statistics = batch_head.to(tl.int64) * num_queries + token
+    lse_rows = tl.load(lse_log2 + statistics, mask=exists, other=float("inf"))
+    delta_rows = tl.load(delta + statistics, mask=exists, other=0.0)
+    nowhere = tl.zeros([Q_BLOCK, 1], tl.int32)
+    key += batch * stride_kb + key_head * stride_kh
+    value += batch * stride_vb + key_head * stride_vh
+    far_key += batch * stride_fkb + key_head * stride_fkh
+    far_value += batch * stride_fvb + key_head * stride_fvh
+    accumulator = tl.zeros([Q_BLOCK, PAD], tl.float32)
+    accumulator = walk_for_queries(
+        row * Q_BLOCK // FAR_Q_BLOCK, far_offsets + batch * stride_far_offsets_b + head * stride_far_offsets_h,
+        far_blocks + batch * stride_far_blocks_b + head * stride_far_blocks_h,
+        queries, grads, accumulator, lse_rows, delta_rows, far_key, far_value, far_key, far_value, batch, key_head,
+        far_bias + batch * stride_far_bias_b + head * stride_far_bias_h, far_offsets, nowhere, lane,
+        stride_fkn, stride_fkd, stride_fvn, stride_fvd, stride_far_bias, scale, num_far_keys,
+        FAR_K_BLOCK, TILE_K, DIM, PAD, FAR_RAGGED, False, HAS_FAR_BIAS, False, PRECISION, FAR_Q_BLOCK, 1,
+    )  # fmt: skip
+    accumulator = walk_for_queries(
+        row, offsets + batch * stride_offsets_b + head * stride_offsets_h,
+        blocks + batch * stride_blocks_b + head * stride_blocks_h,
+        queries, grads, accumulator, lse_rows, delta_rows, key, value, key, value, batch, key_head,
+        key_bias + batch * stride_bias_b + head * stride_bias_h, offsets, nowhere, lane,
+        stride_kn, stride_kd, stride_vn, stride_vd, stride_bias, scale, num_keys,
+        K_BLOCK, TILE_K, DIM, PAD, RAGGED, False, HAS_BIAS, False, PRECISION, Q_BLOCK, PACK,
+    )  # fmt: skip
+    grad_query += batch * stride_dqb + head * stride_dqh
+    store_rows(grad_query, token, exists, stride_dqn, stride_dqd, accumulator * logit_scale, DIM, PAD)
+
+
+class _Pair(NamedTuple):
+    """What both kernels are launched with."""
+
+    programs: int
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, query: Tensor, near: PairPart, far: PairPart, tiles: Tiles) -> "_Pair":
+        (key, value, plan, bias), (far_key, far_value, far_plan, far_bias) = near, far
+        batch, heads, num_queries, _ = query.shape
+        rows = rows_of(plan, tiles, batch, heads)
+        (bias_given, *_), bias_strides = optional_inputs(query, bias, None)
+        (far_bias_given, *_), far_bias_strides = optional_inputs(query, far_bias, None)
+        options = options_for(query, tiles, plan.q_block)
+        del options["PARTS"]  # a program owns a whole row
+        options |= {
+            "Q_BLOCK": rows.size, "K_BLOCK": plan.k_block, "FAR_Q_BLOCK": far_plan.q_block,
+            "FAR_K_BLOCK": far_plan.k_block, "TILE_K": tiles.other, "RAGGED": plan.num_keys % plan.k_block != 0,
+            "FAR_RAGGED": far_plan.num_keys % far_plan.k_block != 0,
+            "HAS_BIAS": bias is not None, "HAS_FAR_BIAS": far_bias is not None,
+        }  # fmt: skip
+        return cls(
+            batch * heads * rows.number,
+            (
+                key, value, rows.offsets, rows.blocks, bias_given,
+                far_key, far_value, far_plan.offsets, far_plan.blocks, far_bias_given,
+            ),
+            (
+                *key.stride(), *value.stride(), *rows.strides, *bias_strides[:3], *far_key.stride(),
+                *far_value.stride(), *list_strides(far_plan.offsets, far_plan.blocks), *far_bias_strides[:3],
+            ),
+            (heads, heads // key.shape[1], rows.number, num_queries, plan.num_keys, far_plan.num_keys),
+            options,
+        )  # fmt: skip
 
 
 def attend_pair(query: Tensor, near: PairPart, far: PairPart, scale: float, tiles: Tiles) -> Attended:
@@ -102,26 +195,71 @@ def attend_pair(query: Tensor, near: PairPart, far: PairPart, scale: float, tile
         near: its rows, as many as are packed, are what a program owns.
         far: its rows are so many queries, or multiples of them.
     """
-    (key, value, plan, bias), (far_key, far_value, far_plan, far_bias) = near, far
-    batch, heads, num_queries, _ = query.shape
     out = torch.empty_like(query)
-    lse = torch.empty(batch, heads, num_queries, device=query.device, dtype=torch.float32)
+    lse = torch.empty(query.shape[:3], device=query.device, dtype=torch.float32)
     query, scale = nonnegative(query, scale)
-    rows = rows_of(plan, tiles, batch, heads)
-    (bias_given, *_), bias_strides = optional_inputs(query, bias, None)
-    (far_bias_given, *_), far_bias_strides = optional_inputs(query, far_bias, None)
-    options = options_for(query, tiles, plan.q_block)
-    del options["PARTS"]  # a program owns a whole row
-    _pair_kernel[(batch * heads * rows.number,)](
-        query, out, lse, key, value, rows.offsets, rows.blocks, bias_given,
-        far_key, far_value, far_plan.offsets, far_plan.blocks, far_bias_given,
-        *query.stride(), *out.stride(), *key.stride(), *value.stride(), *rows.strides, *bias_strides[:3],
-        *far_key.stride(), *far_value.stride(), *list_strides(far_plan.offsets, far_plan.blocks),
-        *far_bias_strides[:3],
-        heads, heads // key.shape[1], rows.number, num_queries, plan.num_keys, far_plan.num_keys, scale * LOG2_E,
-        Q_BLOCK=rows.size, K_BLOCK=plan.k_block, FAR_Q_BLOCK=far_plan.q_block, FAR_K_BLOCK=far_plan.k_block,
-        TILE_K=tiles.other, RAGGED=plan.num_keys % plan.k_block != 0,
-        FAR_RAGGED=far_plan.num_keys % far_plan.k_block != 0,
-        HAS_BIAS=bias is not None, HAS_FAR_BIAS=far_bias is not None, **options,
+    pair = _Pair.of(query, near, far, tiles)
+    _pair_kernel[(pair.programs,)](
+        query, out, lse, *pair.tensors, *query.stride(), *out.stride(), *pair.strides, *pair.sizes,
+        scale * LOG2_E, **pair.options,
     )  # fmt: skip
     return Attended(out, lse)
+
+
+def query_gradient_of_pair(
+    grad_out: Tensor,
+    delta: Tensor,
+    lse_log2: Tensor,
+    query: Tensor,
+    near: PairPart,
+    far: PairPart,
+    scale: float,
+    tiles: Tiles,
+) -> Tensor:
+    """See `attend_pair`."""
+    grad_query = torch.empty_like(query)
+    pair = _Pair.of(query, near, far, tiles)
+    _pair_query_gradient_kernel[(pair.programs,)](
+        query, grad_out, grad_query, lse_log2, delta, *pair.tensors, *query.stride(), *grad_out.stride(),
+        *grad_query.stride(), *pair.strides, *pair.sizes, scale * LOG2_E, scale, **pair.options,
+    )  # fmt: skip
+    return grad_query
+
+
+def _near_and_far(parts: Sequence[PairPart]) -> tuple[PairPart, PairPart] | None:
+    if len(parts) != 2:
+        return None
+    near, far = sorted(parts, key=lambda part: part[2].q_block)
+    return near, far
+
+
+def attend_together_forward(query: Tensor, parts: Sequence[PairPart], scale: float) -> Attended | None:
+    """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
+    pair = _near_and_far(parts)
+    tiles = pair and pair_tiles(query, pair[0][2], pair[1][2])
+    return attend_pair(query, *pair, scale, tiles) if pair and tiles else None
+
+
+def attend_together_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    parts: Sequence[PairPart],
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
+    """The gradients of a softmax over several parts, whose `out` and `lse` these are: each part's by itself."""
+    given = (grad_out, *row_statistics(grad_out, grad_lse, out, lse.contiguous()), query)
+    others = [
+        key_gradient(*given, key, value, plan, key_bias, None, scale) for key, value, plan, key_bias in parts
+    ]
+    pair = _near_and_far(parts)
+    tiles = pair and pair_gradient_tiles(query, pair[0][2], pair[1][2])
+    if pair and tiles:
+        return query_gradient_of_pair(*given, *pair, scale, tiles), others
+    grad_query: Tensor | None = None
+    for key, value, plan, key_bias in parts:
+        grad_query = query_gradient(*given, key, value, plan, key_bias, None, scale, before=grad_query)
+    assert grad_query is not None
+    return grad_query, others
