@@ -17,7 +17,7 @@ import torch
 from tests.attending import IDENTITIES, NEEDS_TRITON, SMALL
 
 import nearfield
-from nearfield import implementations, kernels, planning
+from nearfield import implementations, kernels, operators, planning
 from nearfield.plan import Plan
 
 PACKAGE = Path(nearfield.__file__).parent
@@ -44,7 +44,8 @@ class Mutant(NamedTuple):
 
 REFERENCE, GROUPED, PLAN, PLANNING = "reference/attend.py", "grouped.py", "plan.py", "planning.py"
 WALK, FORWARD, BACKWARD = "kernels/walk.py", "kernels/forward.py", "kernels/backward.py"
-KERNELS = WALK, FORWARD, BACKWARD, "kernels/attend.py"  # each imports from those before it
+# Each imports from those before it.
+KERNELS = WALK, "kernels/pack.py", FORWARD, BACKWARD, "kernels/pair.py", "kernels/attend.py"
 
 MUTANTS = {
     # The specification.
@@ -124,14 +125,14 @@ MUTANTS = {
     # The kernels.
     "kernels drop the last list entry": Mutant(
         FORWARD,
-        "count = tl.load(offsets + 1) - start",
-        "count = tl.load(offsets + 1) - start - 1",
+        "entries = blocks + start\n",
+        "entries = blocks + start\n    count -= 1\n",
         "full_plan_is_dense",
     ),
     "kernels drop the last list entry backwards": Mutant(
         BACKWARD,
-        "count = tl.load(offsets + 1) - start",
-        "count = tl.load(offsets + 1) - start - 1",
+        "entries = blocks + start\n",
+        "entries = blocks + start\n    count -= 1\n",
         "full_plan_is_dense",
     ),
     "kernels forget the bias": Mutant(
@@ -221,7 +222,8 @@ def replace(mutant: Mutant, path: Path, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(implementations, "grouped", module)
     elif mutant.module == PLANNING:
         patch.setattr(planning, "ring", module.ring)
-    else:
+    else:  # a kernel may do the same
+        patch.setattr(operators, "_transposed", lambda plan, runs_kernels: plan.transpose())
         patch.setattr(Plan, "_transposed", module.Plan._transposed)
 
 

@@ -1,4 +1,4 @@
-"""Several parts in one softmax, and how one kernel reads two: chosen blocks by packed rows, and what wider blocks share.
+"""Several parts in one softmax, and how one kernel reads two: chosen blocks by packed rows, and what wider rows share.
 
 Apart, the second part's kernel reads queries, results and sums again, and writes results again: for lists of a few
 tiles that is as much as the lists themselves.

@@ -1,6 +1,6 @@
 """Lists with the roles exchanged, in Triton: for each block of keys the rows that read it.
 
-As `Plan.transpose` does it, by one sort of (list, column, row) as single numbers, in three launches around the sort
+As `Plan.transpose` does it, by one sort of (list, column, row) as single numbers, but with two launches around the sort
 instead of twenty.
 """
 
