@@ -76,7 +76,7 @@ PAIR = (
     Tiles(64, 32, 4, 3, pack=4),
 )
 POOL = {
-    f"{tokens} tokens, {loads} loads in flight": {"_TOKENS": tokens, "_UNROLLED": loads}
+    f"{tokens} tokens, {loads} loads unrolled": {"_TOKENS": tokens, "_UNROLLED": loads}
     for tokens, loads in ((256, 16), (512, 16), (256, 8))
 }
 SELECT = {f"{warps} warps": {"_WARPS": warps} for warps in (4, 2, 1)}

@@ -22,6 +22,7 @@ class Tiles(NamedTuple):
     Args:
         own: tokens it owns.
         other: tokens of the other side per step.
+        warps, stages: threads in groups of 32, and steps whose loads overlap.
         registers: the most per thread.
         pack: rows of the plan that it walks together; see `pack.py`. Not-a-number and infinite values of what only
             some of them read then reach the others, too.
@@ -99,9 +100,9 @@ _MOST_CHUNKS, _LEAST_CHUNK, _MOST_ROWS = 8, 32, 4096
 def chunk_of(num_heads: int, transposed: Plan, tiles: Tiles) -> int:
     """After how many steps another program goes on with a row of a plan that was transposed; 0: never.
 
-    What some blocks of keys are read by all queries (summaries of a whole picture), one program would still walk when
-    all others are done. That is to be feared where its steps are more than each program's share of all there are. Where
-    rows are many, the programs that find nothing to do would cost too much.
+    Where some blocks of keys are read by all queries (summaries of a whole picture), one program would still walk such a
+    row when all others are done: if its steps are more than each program's share of all steps. Not where rows are many:
+    the programs that find nothing to do would cost too much.
     """
     longest = transposed.num_keys / tiles.other
     share = num_heads * transposed.blocks.shape[2] * (transposed.k_block / tiles.other) / _AT_ONCE

@@ -18,7 +18,7 @@ from nearfield.levels import level_length, level_starts
 _TOKENS = 256
 """Tokens that one program reads."""
 _UNROLLED = 16
-"""Tokens of a mean whose loads are in flight at once."""
+"""Tokens of a mean that are added without a loop, so that loads may run ahead of sums."""
 
 
 @triton.jit
