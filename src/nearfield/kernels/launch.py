@@ -100,9 +100,9 @@ _MOST_CHUNKS, _LEAST_CHUNK, _MOST_ROWS = 8, 32, 4096
 def chunk_of(num_heads: int, transposed: Plan, tiles: Tiles) -> int:
     """After how many steps another program goes on with a row of a plan that was transposed; 0: never.
 
-    Where some blocks of keys are read by all queries (summaries of a whole picture), one program would still walk such a
-    row when all others are done: if its steps are more than each program's share of all steps. Not where rows are many:
-    the programs that find nothing to do would cost too much.
+    Where some blocks of keys are read by all queries (summaries of a whole picture), one program would still walk such
+    a row when all others are done: if its steps are more than each program's share of all steps. Not where rows are
+    many: the programs that find nothing to do would cost too much.
     """
     longest = transposed.num_keys / tiles.other
     share = num_heads * transposed.blocks.shape[2] * (transposed.k_block / tiles.other) / _AT_ONCE
