@@ -17,6 +17,7 @@ GPU_PACKAGES := accelerate annotated-doc annotated-types anyio certifi charset-n
 	pytest-timeout pytest-xdist pyyaml regex requests rich safetensors shellingham sortedcontainers tokenizers tqdm \
 	transformers truststore typer typing-extensions typing-inspection urllib3 zipp
 GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py
+SHARDS ?= 12
 GPU_ENV := PYTHONPATH=src:$(GPU_TOOLS)
 GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --require-gpu $(GPU_TESTS)
 
@@ -126,10 +127,11 @@ gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each suppor
 test-gpu: ## run the GPU tests under the machine's own python3
 	$(GPU_ENV) $(GPU_PYTEST)
 
-# The caching allocator would hide a read past the end of a tensor.
-sanitize-gpu: ## run the GPU tests under compute-sanitizer
-	$(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-		compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTEST)
+# The caching allocator would hide a read past the end of a tensor. One process takes most of an hour, waiting for
+# itself: so there are several, each with its share of the tests.
+sanitize-gpu: ## run the GPU tests under compute-sanitizer, in SHARDS processes
+	seq 0 $$(($(SHARDS) - 1)) | $(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs --max-procs=$(SHARDS) -I{} \
+		compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTEST) --quiet --shard {}/$(SHARDS)
 
 gpu-wheels: $(STAMP) ## fetch what a GPU machine without network may lack, as wheels to carry there
 	rm -rf $(GPU_WHEELS)

@@ -40,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping the GPU tests, without a CUDA device",
     )
+    parser.addoption(
+        "--shard",
+        metavar="K/N",
+        help="run every N-th test only, from the K-th (0 to N - 1): for processes of their own, under a sanitizer",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,7 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--require-gpu needs a CUDA device; torch.cuda.is_available() is False.")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if shard := config.getoption("--shard"):
+        first, step = map(int, shard.split("/"))
+        items[:] = items[first::step]
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

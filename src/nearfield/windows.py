@@ -82,8 +82,8 @@ def _overall(means: Tensor, sizes: Tensor, groups: int) -> Tensor:
 
 
 def _module(x: Tensor, impl: str) -> Any:
-    """The kernels, where they were asked for and can run; "auto" does not choose them before a GPU has checked them."""
-    is_plain = impl in ("auto", "grouped", "reference")
+    """The kernels, where they are wanted and can run."""
+    is_plain = impl in ("grouped", "reference") or (impl == "auto" and not x.is_cuda)
     return reference if is_plain else kernels.helper("windows", x) or reference
 
 
