@@ -237,6 +237,8 @@ def test_what_the_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device
         (200, 70, 32, 128, 64),
         (33, 40, 16, 64, 8),
         (100, 300, 16, 192, 128),
+        (130, 70, 16, 48, 2),
+        (150, 80, 16, 112, 8),
     ],
 )
 def test_kernel_computes_the_statistics_of_the_map(
@@ -434,13 +436,14 @@ def test_log_linear_attention_is_captured_by_a_graph() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("q_block", [128, 192])
 @pytest.mark.parametrize("k_block", [1, 4, 64])
-def test_statistics_of_a_long_map(k_block: int) -> None:
+def test_statistics_of_a_long_map(k_block: int, q_block: int) -> None:
     query, key, _ = (x.to("cuda", torch.bfloat16) for x in inputs(3000, 5000, 128))
     from nearfield.kernels import columns as kernel
 
     _, lse = weights_of(query.double(), key.double())
-    call = 128, k_block, 128**-0.5
+    call = q_block, k_block, 128**-0.5
     exact = columns_reference.column_statistics(query.double(), key.double(), lse, *call)
     low = columns_reference.column_statistics(query, key, lse.float(), *call)
     got = kernel.column_statistics(query, key, lse.float(), *call)

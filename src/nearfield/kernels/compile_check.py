@@ -1,8 +1,8 @@
 """Compile kernels for sm_90 without a GPU: `python -m nearfield.kernels.compile_check`.
 
 Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes every variant
-of the Hopper kernel. Of the plain kernels it takes those of LogLinear, in which much is decided while compiling: the
-interpreter, being Python, cannot judge that.
+of the Hopper kernel. Of the plain kernels it takes those of LogLinear and FineGrained, in which much is decided while
+compiling: the interpreter, being Python, cannot judge that.
 """
 
 import os
@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nearfield.kernels import backward, forward, hopper, pack, pair, pool, transpose, windows
+from nearfield.kernels import backward, columns, forward, hopper, pack, pair, pool, transpose, windows
 from nearfield.kernels.hopper_kernel import forward_kernel
 
 _POINTERS = {
@@ -94,7 +94,7 @@ _PLAIN_POINTERS = (
         ("query_positions", "key_positions", "far_offsets", "far_blocks", "bounds", "packed"), "*i32"
     )
     | dict.fromkeys(("cells", "ordered", "rows"), "*i32")
-    | dict.fromkeys(("lse_log2", "delta", "grad_bias", "far_bias"), "*fp32")
+    | dict.fromkeys(("lse_log2", "delta", "grad_bias", "far_bias", "maxima", "masses"), "*fp32")
     | dict.fromkeys(("key_partials", "value_partials", "bias_partials"), "*fp32")
 )
 
@@ -113,6 +113,9 @@ def plain_variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     far = {"FAR_Q_BLOCK": 128, "FAR_K_BLOCK": 16, "FAR_RAGGED": False, "HAS_FAR_BIAS": True}
     yield "a pair of parts", pair._pair_kernel, _PACKED | far
     yield "query gradient of a pair", pair._pair_query_gradient_kernel, _PACKED | far
+    for more, engine in ((0, False), (64, True)):
+        tiles = {"Q_BLOCK": 128 + more, "TILE_Q": 128, "MORE_Q": more, "K_BLOCK": 8, "STEPS": 64}
+        yield f"statistics of {128 + more} queries", columns._column_kernel, tiles | {"COPY_ENGINE": engine}
     yield "packing", pack._pack_kernel, {"PACK": 4, "MULTIPLE": 4, "GROUPS": 32}
     for kernel in (transpose._cells_kernel, transpose._lists_kernel):
         yield "transposing", kernel, {"TILE": 1024, "HALVINGS": 10}
