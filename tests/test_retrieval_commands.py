@@ -10,7 +10,7 @@ import torch
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
 from nearfield import cli
-from nearfield.bench import retrieval_cases, retrieval_fidelity, retrieval_speed
+from nearfield.bench import retrieval_answers, retrieval_cases, retrieval_questions, retrieval_speed
 from nearfield.retrieval import assemble, fidelity, prefill_chunk, recompute, verify
 from nearfield.retrieval.embedded import load_embedded, random_model
 from nearfield.retrieval.ranking import rank
@@ -87,7 +87,9 @@ BAD_CALLS = {
     "tiny-llama, tiny-qwen3, or folders; got 'gpt'.",
     "bench retrieval --questions none.json": "`--questions` must name a file that is there; got 'none.json'.",
     "bench retrieval --speed --ratios 3": "`--ratios` must lie between 0 and 1; got 3.0.",
-    "bench retrieval --speed --plot a.png": "`--plot` must be given with `--questions`; got a.png.",
+    "bench retrieval --speed --plot a.png": "`--plot` must be given with `--questions`, and without `--answers`; got "
+    "a.png.",
+    "bench retrieval --speed --answers": "`--answers` must be given with `--questions`; got `--speed`.",
 }
 
 
@@ -201,7 +203,10 @@ def test_targets_are_those_of_whole_models() -> None:
 
 def write_questions(path: Path, count: int) -> Path:
     passages = [{"title": "A title", "text": text} for text in DOCUMENTS]
-    records = [{"question": f"{QUESTION} {index}", "passages": passages} for index in range(count)]
+    records = [
+        {"question": f"{QUESTION} {index}", "passages": passages, "answer": "the Aare"}
+        for index in range(count)
+    ]
     path.write_text(json.dumps(records))
     return path
 
@@ -225,10 +230,10 @@ def test_questions_are_measured_once(
     run(capsys, *call, "--num", 2, "--answer-tokens", 4)
     first = json.loads(out.read_text())
     assert len(first["questions"]) == 2
-    measured = retrieval_fidelity.Evaluation._measured
+    measured = retrieval_questions.Evaluation._measured
     calls = []
     monkeypatch.setattr(
-        retrieval_fidelity.Evaluation,
+        retrieval_questions.Evaluation,
         "_measured",
         lambda self, question: calls.append(question.text) or measured(self, question),
     )
@@ -245,9 +250,78 @@ def test_questions_are_measured_once(
     assert (tmp_path / "f.png").stat().st_size > 1000
 
 
+def test_answers_are_scored_beside_full_prefill(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A random model says nothing right, so what it says after full prefill is made the right answer."""
+    questions, out = write_questions(tmp_path / "q.json", 2), tmp_path / "a.json"
+    call = f"bench retrieval --answers --questions {questions} --models {folder} --ratios 0.2,1 --answer-tokens 5"
+    run(capsys, *call.split(), "--out", out)
+    said = [record["full"]["said"] for record in json.loads(out.read_text())["questions"]]
+    assert all(said)
+    records = json.loads(questions.read_text())
+    records[0]["answer"] = said[0]
+    questions.write_text(json.dumps(records))
+    out.unlink()
+    printed = run(capsys, *call.split(), "--out", out)
+
+    document = json.loads(out.read_text())
+    assert (document["num_questions"], document["num_answered"]) == (2, 1)
+    assert document["full"]["f1_answered"]["mean"] == 1
+    rows = {(row["selector"], row["ratio"]): row for row in document["results"]}
+    for selector in ("random", "epic", "cacheblend", "infoflow"):  # with everything computed again
+        assert rows[selector, 1.0]["f1_answered"]["mean"] == 1
+    first = {(one["selector"], one["ratio"]): one for one in document["questions"][0]["results"]}
+    assert rows["none", 0.0]["f1_answered"]["mean"] == first["none", 0.0]["f1"]
+    assert first["none", 0.0]["f1"] == retrieval_answers.word_f1(first["none", 0.0]["said"], said[0]) < 1
+    assert "of the 1 it can answer" in printed
+
+
+def test_an_answer_ends_where_the_model_ends_it() -> None:
+    model = language_model()
+    tokens = torch.arange(3, 30)
+    whole = fidelity.greedy_answer(model, tokens, 6)
+    expected = model.generate(
+        tokens[None], max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert whole.tolist() == expected[0, len(tokens) :].tolist()
+    end = int(whole[2])
+    place = whole.tolist().index(end)
+    assert fidelity.greedy_answer(model, tokens, 6, ends={end}).tolist() == whole[:place].tolist()
+    context = assemble(model, [prefill_chunk(model, tokens[:-1])])
+    for _ in range(2):  # the context stays as it is
+        assert fidelity.greedy_answer(model, tokens[-1:], 6, context).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "f1"),
+    [
+        ("The Aare.", "Aare", 1.0),
+        ("It is the river Aare", "aare", 0.4),  # of it, is, river, aare: one of four, and one of one
+        ("Rome", "Bern", 0.0),
+        ("Bern Bern", "Bern", 2 / 3),
+        ("", "Bern", 0.0),
+        ("the", "a", 1.0),
+    ],
+)
+def test_f1_of_words(found: str, right: str, f1: float) -> None:
+    assert retrieval_answers.word_f1(found, right) == pytest.approx(f1)
+
+
+def test_questions_without_answers_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps([{"question": "x", "passages": []}]))
+    assert (
+        cli.main(["bench", "retrieval", "--questions", str(path), "--answers", "--models", str(folder)]) == 2
+    )
+    assert "`--questions` must have an `answer` each for `--answers`; got" in capsys.readouterr().err
+
+
 def test_intervals_hold_the_mean() -> None:
     values = torch.arange(50, dtype=torch.float64)
-    found = retrieval_fidelity.interval(values)
+    found = retrieval_questions.interval(values)
     assert found["mean"] == 24.5
     error = float(values.std() / 50**0.5)
     assert found["low"] == pytest.approx(24.5 - 1.96 * error, abs=0.3)

@@ -36,6 +36,7 @@ def add_command(benchmarks: Any) -> None:
         _bench_retrieval,
         "compare reuse of document caches with full prefill: what is said (--questions), or how soon (--speed)",
         "  nearfield bench retrieval --questions multihop.json --out fidelity.json --plot fidelity.png\n"
+        "  nearfield bench retrieval --questions multihop.json --answers --out answers.json\n"
         "  nearfield bench retrieval --speed\n"
         "  nearfield bench retrieval --speed --models llama-3.1-8b,qwen3-14b --lengths 8192,16384,32768,65536",
     )
@@ -44,9 +45,15 @@ def add_command(benchmarks: Any) -> None:
         "--questions",
         type=Path,
         metavar="FILE",
-        help="JSON: a list of objects with `question` and `passages` of `title` and `text`",
+        help="JSON: a list of objects with `question` and `passages` of `title` and `text`, and `answer` for --answers",
     )
     what.add_argument("--speed", action="store_true", help="time to the first token, each step apart")
+    parser.add_argument(
+        "--answers",
+        action="store_true",
+        help="for --questions: how many words of short answers are right (F1), instead of how near they come to full"
+        " prefill",
+    )
     parser.add_argument(
         "--models",
         type=comma_list(str),
@@ -77,7 +84,7 @@ def add_command(benchmarks: Any) -> None:
     for name, least, default, words in (
         ("--chunk-tokens", 16, 1024, "tokens per chunk for --speed"),
         ("--question-tokens", 1, 64, "tokens of question for --speed"),
-        ("--answer-tokens", 1, 16, "tokens of each answer that are compared"),
+        ("--answer-tokens", 1, 16, "tokens of each answer that are compared, or with --answers said"),
         ("--rounds", 1, 5, "turns in which everything is timed"),
     ):
         parser.add_argument(
@@ -108,11 +115,14 @@ def _bench_retrieval(arguments: argparse.Namespace) -> int:
     for name in arguments.models:
         if name not in _MODELS and not Path(name).is_dir():
             wrong("--models", f"be any of {', '.join(_MODELS)}, or folders", repr(name))
+    if arguments.plot and (arguments.speed or arguments.answers):
+        rule = "be given with `--questions`, and without `--answers`"
+        wrong("--plot", rule, str(arguments.plot))
     if arguments.speed:
-        if arguments.plot:
-            wrong("--plot", "be given with `--questions`", str(arguments.plot))
+        if arguments.answers:
+            wrong("--answers", "be given with `--questions`", "`--speed`")
         return _speed(arguments)
-    return _fidelity(arguments)
+    return _ask(arguments)
 
 
 def _speed(arguments: argparse.Namespace) -> int:
@@ -160,7 +170,7 @@ def _speed_document(results: Sequence[Any], facts: dict[str, Any]) -> dict[str, 
     }
 
 
-def _fidelity(arguments: argparse.Namespace) -> int:
+def _ask(arguments: argparse.Namespace) -> int:
     questions = _questions(arguments)
     selectors, ratios = arguments.selectors or cases.SELECTORS, arguments.ratios or cases.RATIOS
     if len(arguments.models) != 1 or arguments.models[0] in cases.ARCHITECTURES:
@@ -172,10 +182,11 @@ def _fidelity(arguments: argparse.Namespace) -> int:
         wrong("--out", "be given with `--questions`", None, "A run that is stopped goes on from it.")
     require_reports("--plot", arguments.plot, arguments.out)
     with retrieval_told():
-        from nearfield.bench.retrieval_fidelity import Evaluation, table
+        from nearfield.bench.retrieval_answers import AnswerEvaluation
+        from nearfield.bench.retrieval_fidelity import FidelityEvaluation
 
         model, tokenizer, name = _model(arguments)
-        evaluation = Evaluation(
+        evaluation = (AnswerEvaluation if arguments.answers else FidelityEvaluation)(
             model,
             tokenizer,
             arguments.out,
@@ -192,7 +203,7 @@ def _fidelity(arguments: argparse.Namespace) -> int:
                 bar.show,
             )
     document = evaluation.document()
-    print(table(document))
+    print(evaluation.table())
     if not done:
         print("time is up; the same command goes on", file=sys.stderr)
     if arguments.plot:
@@ -211,7 +222,7 @@ def _questions(arguments: argparse.Namespace) -> list[Any]:
     if not arguments.questions.is_file():
         wrong("--questions", "name a file that is there", repr(str(arguments.questions)))
     with retrieval_told():
-        from nearfield.bench.retrieval_fidelity import read_questions
+        from nearfield.bench.retrieval_questions import read_questions
 
         try:
             found = read_questions(arguments.questions)
@@ -219,7 +230,10 @@ def _questions(arguments: argparse.Namespace) -> list[Any]:
             raise UsageError(
                 f"`--questions` must hold a list of objects with `question` and `passages`; got {error!r}."
             ) from None
-    return found[: arguments.num]
+    chosen = found[: arguments.num]
+    if arguments.answers and not all(question.answer for question in chosen):
+        wrong("--questions", "have an `answer` each for `--answers`", repr(str(arguments.questions)))
+    return chosen
 
 
 def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:

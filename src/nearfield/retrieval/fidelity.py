@@ -1,6 +1,6 @@
 """How near a context comes to full prefill: what the model says next, beside what it says after the whole prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,18 +51,44 @@ def next_logits(model: Any, tokens: Tensor, context: Context | None = None) -> T
 @torch.no_grad()
 def teacher_of(model: Any, context: Tensor, question: Tensor, num_tokens: int) -> Teacher:
     """The greedy answer of the model after the whole prompt, `num_tokens` long whatever it says."""
-    cache = DynamicCache()
     prompt = torch.cat([context, question]).to(model.device)
-    following, answer, rows = prompt, list[Tensor](), list[Tensor]()
     clock = Clock(model.device)
+    answer, rows = zip(*_greedy(model, DynamicCache(), prompt, num_tokens, clock), strict=True)
+    seconds = clock.seconds["first"]
+    return Teacher(question.to(model.device), torch.cat(answer), torch.stack(rows), seconds)
+
+
+@torch.no_grad()
+def greedy_answer(
+    model: Any, tokens: Tensor, num_tokens: int, context: Context | None = None, ends: Collection[int] = ()
+) -> Tensor:
+    """The likeliest tokens, `num_tokens` at most, after some that follow a context or stand alone.
+
+    The context stays as it is.
+
+    Args:
+        ends: tokens that end an answer; they are no part of it.
+    """
+    cache = DynamicCache() if context is None else context.copy().cache
+    answer = tokens.new_empty(0).to(model.device)
+    for token, _ in _greedy(model, cache, tokens.to(model.device), num_tokens):
+        if int(token) in ends:
+            break
+        answer = torch.cat([answer, token])
+    return answer
+
+
+def _greedy(
+    model: Any, cache: Any, following: Tensor, num_tokens: int, clock: Clock | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each token `[1]` of a greedy answer and the log-probabilities `[vocabulary]` it was taken from."""
+    clock = clock or Clock(model.device)
     for index in range(num_tokens):
         with clock.step("later" if index else "first"):
             output = model(input_ids=following[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            rows.append(output.logits[0, -1].float().log_softmax(-1))
-        following = rows[-1].argmax()[None]
-        answer.append(following)
-    seconds = clock.seconds["first"]
-    return Teacher(question.to(model.device), torch.cat(answer), torch.stack(rows), seconds)
+            row = output.logits[0, -1].float().log_softmax(-1)
+        following = row.argmax()[None]
+        yield following, row
 
 
 @torch.no_grad()
