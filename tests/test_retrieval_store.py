@@ -1,6 +1,7 @@
 """The store: what is written comes back or is refused. What processes do to it is in test_retrieval_faults.py."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,28 @@ def assert_same(one: Chunk, two: Chunk) -> None:
     assert same(one, two)
 
 
-@pytest.fixture(params=["memory", "directory", "url", "remote"])
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of an S3 server in this process, where the packages moto (with its server) and s3fs are installed."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    import fsspec
+
+    server.start()
+    host, port = server.get_host_and_port()
+    options = {"endpoint_url": f"http://{host}:{port}", "key": "key", "secret": "secret"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "s3", options)
+        fsspec.filesystem("s3").mkdir("chunks")
+        yield "s3://chunks"
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "directory", "url", "remote", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str | None:
     """Where chunks may be: `memory://` is fsspec's own object store, within this process."""
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}{tmp_path}/store"
     return {
         "memory": None,
         "directory": tmp_path / "store",
@@ -43,9 +63,13 @@ def test_what_is_put_comes_back(place: Path | str | None, dtype: torch.dtype) ->
     assert len(store) == 0
 
 
-def test_another_store_finds_the_files(tmp_path: Path) -> None:
-    ChunkStore(tmp_path).put(identity(1), some_chunk(), FACTS)
-    assert_same(ChunkStore(tmp_path).get(identity(1), FACTS), some_chunk())
+def test_another_store_finds_the_files(place: Path | str | None) -> None:
+    other = ChunkStore(place)
+    assert identity(1) not in other
+    ChunkStore(place).put(identity(1), some_chunk(), FACTS)
+    assert (identity(1) in other) == (len(other) == 1) == (place is not None)  # memory is each store's own
+    if place is not None:
+        assert_same(other.get(identity(1), FACTS), some_chunk())
 
 
 def test_missing_chunk_is_named(place: Path | str | None) -> None:
@@ -77,7 +101,8 @@ def test_what_was_not_used_for_longest_goes_first(place: Path | str | None) -> N
     store.get(identity(1), FACTS)
     time.sleep(0.02)
     store.put(identity(4), some_chunk(4), FACTS)
-    gone = 1 if str(place).startswith("memory:") else 2  # object stores do not note when something is read
+    is_remote = str(place).startswith(("memory:", "s3:"))  # object stores do not note when something is read
+    gone = 1 if is_remote else 2
     assert identity(gone) not in store
     assert all(identity(number) in store for number in {1, 2, 3, 4} - {gone})
     assert store.num_bytes <= 3 * size + 50
@@ -131,6 +156,20 @@ def test_failed_upload_leaves_the_old_chunk_and_no_rest(
             store.put(identity(1), some_chunk(2), FACTS)
     assert len(files.ls(str(tmp_path))) == 1
     assert_same(store.get(identity(1), FACTS), some_chunk(1))
+
+
+@pytest.mark.parametrize("place", ["url", "remote", "s3"], indirect=True)
+def test_truncated_object_is_reported(place: str) -> None:
+    import fsspec
+
+    store = ChunkStore(place)
+    store.put(identity(1), some_chunk(), FACTS)
+    files, path = fsspec.core.url_to_fs(f"{place}/{identity(1)}.safetensors")
+    files.pipe_file(path, files.cat_file(path)[:-5])
+    with pytest.raises(DamagedChunk, match="must be a whole chunk; got"):
+        store.get(identity(1), FACTS)
+    store.put(identity(1), some_chunk(), FACTS)
+    assert_same(store.get(identity(1), FACTS), some_chunk())
 
 
 def test_truncated_file_is_reported(tmp_path: Path) -> None:
