@@ -1,20 +1,22 @@
 """How good the answers after reuse are: the F1 of their words with the right ones, beside full prefill.
 
-A model that cannot answer a question says nothing about reuse, so the questions that it answers after full prefill are
-also counted by themselves.
+A model that cannot answer a question says nothing about reuse, so only those questions are asked again that it answers
+after full prefill.
 """
 
 import re
 import string
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearfield.bench.retrieval_questions import (
+    Asked,
     Evaluation,
-    Question,
+    Interval,
     Record,
     cases_of,
     differences,
@@ -26,7 +28,7 @@ from nearfield.retrieval import Context
 from nearfield.retrieval.fidelity import greedy_answer
 
 ANSWERED = 0.5
-"""From this F1 after full prefill on, a model can answer a question."""
+"""From this F1 after full prefill on, a question counts as one that the model can answer."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -54,20 +56,18 @@ class AnswerEvaluation(Evaluation):
     command = "bench retrieval --answers"
     instruction = " Answer with a few words only."
 
-    def measured(self, question: Question, context: Context, asked: Tensor) -> Record:
-        return {
-            "answer": question.answer,
-            "full": self._said(question, torch.cat([context.tokens, asked])),
-            "results": [
-                names | self._said(question, asked, mixed) for names, mixed in self.mixed(context, asked)
-            ],
-        }
+    def measured(self, asked: Asked) -> Record:
+        full = self._said(asked, torch.cat([asked.context, asked.tokens]))
+        results = []
+        if full["f1"] >= ANSWERED:
+            results = [names | self._said(asked, asked.tokens, mixed) for names, mixed in self.mixed(asked)]
+        return {"answer": asked.question.answer, "full": full, "results": results}
 
-    def _said(self, question: Question, tokens: Tensor, context: Context | None = None) -> Record:
+    def _said(self, asked: Asked, tokens: Tensor, context: Context | None = None) -> Record:
         most = self.settings["answer_tokens"]
         answer = greedy_answer(self.model, tokens, most, context, self._ends)
         text = self.tokenizer.decode(answer, skip_special_tokens=True).strip().partition("\n")[0]
-        return {"said": text, "f1": word_f1(text, question.answer)}
+        return {"said": text, "f1": word_f1(text, asked.question.answer)}
 
     @property
     def _ends(self) -> set[int]:
@@ -76,40 +76,33 @@ class AnswerEvaluation(Evaluation):
         return {token for token in (*several, self.tokenizer.eos_token_id) if token is not None}
 
     def summary(self) -> dict[str, Any]:
-        answered = [record for record in self.records if record["full"]["f1"] >= ANSWERED]
+        """Means over the questions that the model can answer, with 95 % intervals by the bootstrap."""
+        answered = [record for record in self.records if record["results"]]
         rows = [
             {"status": "ok", "selector": selector, "ratio": ratio}
-            | _f1_of(self.records, answered, selector, ratio)
-            for selector, ratio in cases_of(self.records)
+            | {"f1": interval(values_of(answered, selector, ratio, "f1"))}
+            for selector, ratio in cases_of(answered)
         ]
-        full = {
-            name: interval(torch.tensor([record["full"]["f1"] for record in records], dtype=torch.float64))
-            for name, records in (("f1", self.records), ("f1_answered", answered))
-            if records
-        }
         return {
             "num_questions": len(self.records),
             "num_answered": len(answered),
             "answered_from": ANSWERED,
-            "full": full,
+            "full_of_all": _full_f1(self.records),
+            "full": _full_f1(answered),
             "results": rows,
-            "differences": differences(self.records, "f1"),
-            "differences_answered": differences(answered, "f1"),
+            "differences": differences(answered, "f1"),
         }
 
     def table(self) -> str:
         summary = self.summary()
-        counts = summary["num_questions"], summary["num_answered"]
-        heads = f"F1 of {counts[0]} questions", f"of the {counts[1]} it can answer"
-        lines = [f"{'selector':12} {'ratio':>6} {heads[0]:>24} {heads[1]:>24}"]
-        for row in [{"selector": "full prefill", "ratio": 1.0} | summary["full"], *summary["results"]]:
-            cells = [shown(row[name], ".3f") if name in row else "-" for name in ("f1", "f1_answered")]
-            lines.append(f"{row['selector']:12} {row['ratio']:6.0%} {cells[0]:>24} {cells[1]:>24}")
+        counts = f"{summary['num_answered']} of {summary['num_questions']} questions are answered after full prefill"
+        lines = [counts, f"{'selector':12} {'ratio':>6} {'F1 of those':>24}"]
+        rows = [{"selector": "full prefill", "ratio": 1.0, "f1": summary["full"]}, *summary["results"]]
+        for row in rows if summary["num_answered"] else []:
+            lines.append(f"{row['selector']:12} {row['ratio']:6.0%} {shown(row['f1'], '.3f'):>24}")
         return "\n".join(lines)
 
 
-def _f1_of(records: list[Record], answered: list[Record], selector: str, ratio: float) -> Record:
-    found = {"f1": interval(values_of(records, selector, ratio, "f1"))}
-    if answered:
-        found["f1_answered"] = interval(values_of(answered, selector, ratio, "f1"))
-    return found
+def _full_f1(records: Sequence[Record]) -> Interval | None:
+    found = torch.tensor([record["full"]["f1"] for record in records], dtype=torch.float64)
+    return interval(found) if len(found) else None

@@ -3,11 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
-
 from nearfield.bench.retrieval_questions import (
+    Asked,
     Evaluation,
-    Question,
     Record,
     cases_of,
     differences,
@@ -15,7 +13,6 @@ from nearfield.bench.retrieval_questions import (
     shown,
     values_of,
 )
-from nearfield.retrieval import Context
 from nearfield.retrieval.fidelity import fidelity, teacher_of
 
 _MEASURES = ("divergence", "first", "agreement")
@@ -24,14 +21,10 @@ _MEASURES = ("divergence", "first", "agreement")
 class FidelityEvaluation(Evaluation):
     """The likelihood of full prefill's answer, token by token, after reuse."""
 
-    def measured(self, question: Question, context: Context, asked: Tensor) -> Record:
-        teacher = teacher_of(self.model, context.tokens, asked, self.settings["answer_tokens"])
-        return {
-            "results": [
-                names | asdict(fidelity(self.model, mixed, teacher))
-                for names, mixed in self.mixed(context, asked)
-            ]
-        }
+    def measured(self, asked: Asked) -> Record:
+        teacher = teacher_of(self.model, asked.context, asked.tokens, self.settings["answer_tokens"])
+        results = [names | asdict(fidelity(self.model, mixed, teacher)) for names, mixed in self.mixed(asked)]
+        return {"results": results}
 
     def summary(self) -> dict[str, Any]:
         """Means over questions, with 95 % intervals by the bootstrap."""

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,26 @@ def read_questions(path: Path) -> list[Question]:
         )
         for record in records
     ]
+
+
+class Asked(NamedTuple):
+    """A question as token ids.
+
+    Args:
+        prefix: what stands before the passages.
+        passages: each alone.
+        tokens: all that follows the passages.
+    """
+
+    question: Question
+    prefix: Tensor
+    passages: tuple[Tensor, ...]
+    tokens: Tensor
+
+    @property
+    def context(self) -> Tensor:
+        """What stands before the question."""
+        return torch.cat([self.prefix, *self.passages])
 
 
 class Evaluation(ABC):
@@ -129,37 +149,34 @@ class Evaluation(ABC):
         }
 
     def _measured(self, question: Question) -> Record:
-        context, asked = self._assembled(question)
+        device, tokenizer = self.model.device, self.tokenizer
+        asked = Asked(
+            question,
+            prefix_ids(tokenizer, self._prompt).to(device),
+            tuple(token_ids(tokenizer, text).to(device) for text in question.passages),
+            question_ids(tokenizer, self._prompt, question.text + self.instruction).to(device),
+        )
         return {
             "question": question.text,
             "source": question.source,
             "passages": len(question.passages),
-            "tokens": context.num_tokens,
-            **self.measured(question, context, asked),
+            "tokens": len(asked.context),
+            **self.measured(asked),
         }
 
-    def _assembled(self, question: Question) -> tuple[Context, Tensor]:
-        """The passages, each computed alone, and what follows them."""
-        model, device = self.model, self.model.device
-        prefix = prefix_ids(self.tokenizer, self._prompt).to(device)
-        chunks = [
-            prefill_chunk(model, token_ids(self.tokenizer, text).to(device), prefix)
-            for text in question.passages
-        ]
-        asked = question_ids(self.tokenizer, self._prompt, question.text + self.instruction).to(device)
-        return assemble(model, chunks), asked
-
-    def mixed(self, context: Context, asked: Tensor) -> Iterator[tuple[Record, Context]]:
+    def mixed(self, asked: Asked) -> Iterator[tuple[Record, Context]]:
         """The context after each selector and ratio, and their names."""
+        chunks = [prefill_chunk(self.model, passage, asked.prefix) for passage in asked.passages]
+        context = assemble(self.model, chunks)
         for selector in self.settings["selectors"]:
-            scores = score(self.model, context, asked, selector)
+            scores = score(self.model, context, asked.tokens, selector)
             for ratio in [0.0] if selector == "none" else self.settings["ratios"]:
                 rows = select(context, scores, ratio)
                 names = {"selector": selector, "ratio": ratio, "selected": len(rows)}
                 yield names, recompute(self.model, context.copy(), rows)
 
     @abstractmethod
-    def measured(self, question: Question, context: Context, asked: Tensor) -> Record:
+    def measured(self, asked: Asked) -> Record:
         """What is noted of one question; `results` holds one record for each selector and ratio."""
 
     @abstractmethod
