@@ -33,6 +33,8 @@ METHODS = {
     "merged, weighed": Merge(0.4, region_size=9, region="window", skip_blocks=(1, 0), size_bias=True),
     "merged and sparse": Merge(0.5, region_size=8, skip_blocks=(0, 1), size_bias=True)
     | paper(tiles=4, shared_tokens=16, dense_layers=1, dense_steps=0),
+    "merged, with a far field": Merge(0.5, region_size=8, skip_blocks=(0, 1))
+    | paper(tiles=4, shared_tokens=16, far=4, dense_layers=1, dense_steps=0),
     "interleaved": paper(tiles=4, shared_tokens=16, interleave=True, dense_layers=0, dense_steps=0),
 }
 
@@ -170,7 +172,6 @@ def refused(mesh: DeviceMesh) -> list[str]:
         (tiny_models.flux(), LogLinear()),
         (tiny_models.flux(), BipartiteMerge()),
         (tiny_models.flux(), Merge(region="global")),
-        (tiny_models.flux(), Merge() | paper(far=16)),
         (tiny_models.flux(), Merge() | LogLinear()),
         (tiny_models.flux(), Hilbert(summary="weighted")),
     ):

@@ -26,7 +26,7 @@ from tests.split_models import (
 from tests.tiles import paper
 from tests.worlds import CONTEXT, Failed, World, world_of
 
-from nearfield import Geometry, Merge, cli
+from nearfield import Geometry, Hilbert, Merge, cli
 from nearfield.demo.model import save_model
 from nearfield.methods.merging import Merged
 from nearfield.parallel.cuts import even_split, split_between_regions
@@ -132,6 +132,7 @@ LAYOUTS = [
     (Merge(0.3, region_size=7), Geometry((9, 13), text=5, text_first=False)),
     (Merge(region="window", region_size=9), Geometry((10, 11), references=((5, 7),))),
     (Merge(0.6, region_size=8) | paper(shared_tokens=16), Geometry((12, 10), text=3, references=((6, 9),))),
+    (Merge(region_size=8) | paper(shared_tokens=16, far=4), Geometry((12, 10), text=3)),
 ]
 
 
@@ -159,6 +160,36 @@ def test_ranks_part_between_regions(method: Merge | Merged, geometry: Geometry, 
     assert max(sizes) - min(sizes) <= 2 * largest * pieces
 
 
+SUMMARISED = [
+    (Merge() | Hilbert(), Geometry((32, 48), text=64)),
+    (Merge(0.75, region_size=16) | Hilbert(far=8), Geometry((32, 32), text=16, text_first=False)),
+    (Merge(0.25) | Hilbert(shared="centre"), Geometry((40, 40), text=7, references=((32, 32),))),
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("method", "geometry"), SUMMARISED)
+def test_ranks_part_between_summaries_before_and_after_merging(
+    method: Merged, geometry: Geometry, num_ranks: int
+) -> None:
+    split = split_between_regions(method, geometry, num_ranks, 16)
+    for one, layout in ((split.whole, geometry), (split.merged, method.shortened(geometry))):
+        far = method.reader(layout, 1).far
+        numbers = [SplitFarField.of(far, one, rank).sizes.numel() for rank in range(num_ranks)]
+        assert sum(numbers) == len(far.sizes)
+        assert min(numbers) > 0
+
+
+def test_summaries_that_every_border_of_regions_would_tear_are_refused() -> None:
+    """Text of 7 tokens shifts the regions against the summaries."""
+    expected = (
+        r"^`method` must leave each of 2 ranks a region to merge in; got 16 regions, none for rank 0 that begins on a "
+        r"multiple of `far` \(16\), before and after merging\. Use fewer ranks, or smaller regions\. Or far=None"
+    )
+    with pytest.raises(ValueError, match=expected):
+        split_between_regions(Merge() | Hilbert(), Geometry((32, 32), text=7), 2, 16)
+
+
 def test_every_rank_needs_a_region() -> None:
     expected = r"^`method` must leave each of 4 ranks a region to merge in; got 2 regions, none for rank \d\. Use fewer"
     with pytest.raises(ValueError, match=expected):
@@ -179,7 +210,6 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
         "`method` must read what is known beforehand (Hilbert) to be split over ranks; got LogLinear(",
         "`method` must merge inside runs or windows (Merge) to be split over ranks; got BipartiteMerge(",
         "`method` must merge inside runs or windows (Merge) to be split over ranks; got Merge(",
-        "`far` must be None where tokens are merged and split over ranks; got 16.",
         "`method` must read what is known beforehand (Hilbert) to be split over ranks; got Merged(",
         "`summary` must be \"mean\" where tokens are split over ranks; got 'weighted'.",
     ]

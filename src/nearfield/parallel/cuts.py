@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from nearfield import tiling
 from nearfield._checks import wrong_value
@@ -26,8 +26,7 @@ def even_split(method: Hilbert, geometry: Geometry, num_ranks: int, block: int) 
     of its tokens, on every rank that holds some.
     """
     spans = method.spans(geometry)
-    segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
-    rings = [segment.ring for segment in segments]
+    rings = _rings(method, geometry)
     share = max(stop - start for start, stop in spans) // num_ranks // _SHARE_OVER_UNIT
     units = []
     for start, stop in spans:
@@ -67,29 +66,34 @@ class MergedSplit(NamedTuple):
 def split_between_regions(method: Merged, geometry: Geometry, num_ranks: int, block: int) -> MergedSplit:
     """Every piece of the order cut evenly, as far as regions allow, the text on all ranks.
 
-    Of the places between two regions those are preferred that tear no block.
+    Of the places between two regions those are preferred that tear no block. Where there is a far field, ranks part
+    only where that tears no summary, neither of all tokens nor of those that are left.
     """
     regions = method.regions(geometry)
     runs = list(zip(regions.lengths, regions.counts, strict=True))
     pieces = [tokens for image in method.pieces(geometry) for tokens in image]
     unit = min(block, _power_of_two(max(pieces) // num_ranks // _SHARE_OVER_UNIT))
     begin = geometry.text if geometry.text_first else 0
-    place, first = begin, 0
+    far: int = getattr(method.attention, "far", None) or 1
+    rings = _rings(method.attention, geometry) if far > 1 else []
+    whole, merged, first = begin, begin, 0
     mine: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]  # first and last region, one per piece
     for tokens in pieces:
-        borders = [place]
-        while borders[-1] < place + tokens:
-            borders.append(borders[-1] + runs[first + len(borders) - 1][0])
-        cuts = _cut_at(borders, num_ranks, unit)
+        borders, left = [whole], [merged]
+        while borders[-1] < whole + tokens:
+            length, count = runs[first + len(borders) - 1]
+            borders.append(borders[-1] + length)
+            left.append(left[-1] + count)
+        window = far if (whole, whole + tokens) in rings else 1
+        fits = [place % window == 0 == short % window for place, short in zip(borders, left, strict=True)]
+        cuts = _cut_at(borders, fits, num_ranks, unit)
         for rank, (start, stop) in enumerate(pairwise(cuts)):
             if start < stop:
                 mine[rank].append((first + start, first + stop))
-        place, first = place + tokens, first + len(borders) - 1
+        whole, merged, first = borders[-1], left[-1], first + len(borders) - 1
     for rank, spans in enumerate(mine):
         if not spans:
-            hint = "Use fewer ranks, or smaller regions."
-            got = f"{len(runs)} regions, none for rank {rank}"
-            wrong_value("method", f"leave each of {num_ranks} ranks a region to merge in", got, hint)
+            _refuse_idle(rank, num_ranks, len(runs), far)
     short = method.shortened(geometry, regions)
     return MergedSplit(
         _split_at(mine, begin, [length for length, _ in runs], geometry),
@@ -98,12 +102,31 @@ def split_between_regions(method: Merged, geometry: Geometry, num_ranks: int, bl
     )
 
 
-def _cut_at(borders: Sequence[int], num_ranks: int, unit: int) -> list[int]:
+def _rings(method: Hilbert, geometry: Geometry) -> list[Span]:
+    """What of the sequence has summaries."""
+    segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
+    return [segment.ring for segment in segments]
+
+
+def _refuse_idle(rank: int, num_ranks: int, num_regions: int, far: int) -> NoReturn:
+    hint = "Use fewer ranks, or smaller regions."
+    got = f"{num_regions} regions, none for rank {rank}"
+    if far > 1:
+        got = f"{got} that begins on a multiple of `far` ({far}), before and after merging"
+        hint = f"{hint} Or far=None, or text and regions, before and after, of multiples of {far} tokens."
+    wrong_value("method", f"leave each of {num_ranks} ranks a region to merge in", got, hint)
+
+
+def _cut_at(borders: Sequence[int], fits: Sequence[bool], num_ranks: int, unit: int) -> list[int]:
     """Which of some places to cut at, into one part per rank.
 
     Those on multiples of `unit` are taken where they are hardly farther from an even share than others.
+
+    Args:
+        fits: which places may be taken; the first and the last always may.
     """
-    places = range(len(borders))
+    last = len(borders) - 1
+    places = [number for number, is_fit in enumerate(fits) if is_fit or number in (0, last)]
     aligned = [number for number in places if borders[number] % unit == 0]
     share = (borders[-1] - borders[0]) / num_ranks
     cuts = [0]
@@ -117,7 +140,7 @@ def _cut_at(borders: Sequence[int], num_ranks: int, unit: int) -> list[int]:
         whole = min(aligned, key=distance, default=nearest)
         is_close = distance(whole) <= distance(nearest) + share / (2 * _SHARE_OVER_UNIT)
         cuts.append(max(cuts[-1], whole if is_close else nearest))
-    return [*cuts, places[-1]]
+    return [*cuts, last]
 
 
 def _split_at(mine: list[list[Span]], begin: int, sizes: list[int], geometry: Geometry) -> Split:

@@ -193,9 +193,6 @@ def check_splittable(method: object) -> None:
         attention = method.attention
         if attention is None:
             return
-        if getattr(attention, "far", None) is not None:
-            hint = "Ranks part between regions, and that would tear the tokens of a summary apart."
-            wrong_value("far", "be None where tokens are merged and split over ranks", attention.far, hint)
     if not isinstance(attention, Hilbert):
         wrong_value("method", SPLITTABLE, method)
     if attention.far is not None and attention.summary != "mean":
