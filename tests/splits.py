@@ -44,6 +44,15 @@ def _random_lists() -> Plan:
     return planning.from_mask(mask, q_block=16, k_block=4, num_queries=131, num_keys=131)
 
 
+def _idle_text() -> Case:
+    """Text that all ranks hold and that reads nothing, as it reads no summaries."""
+    case = CASES["hilbert"]
+    reads = case.plan.block_counts()[0, 0] > 0
+    reads[: PICTURE.text // case.plan.q_block] = False
+    sizes = {"num_queries": case.plan.num_queries, "num_keys": case.plan.num_keys}
+    return case._replace(plan=planning.from_mask(reads, q_block=8, k_block=8, **sizes))
+
+
 def _repeated() -> Plan:
     keys = torch.tensor([[0, 0, 3], [1, 2, 2], [2, 4, 4]])[None, None]
     return planning.key_lists(keys, None, q_block=16, k_block=8, num_queries=40, num_keys=40)
@@ -78,6 +87,7 @@ CASES = {
     "read twice": _contiguous(_repeated()),
     "torn by text": Case(_random_lists(), _torn_text, heads=4, key_heads=1, batch=2, has_bias=True),
 }
+CASES["idle text"] = _idle_text()
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,13 +1,14 @@
 """`nearfield bench scaling`: bytes beside ring attention and Ulysses, and where its times come from."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nearfield import Plan, cli
+from nearfield import Hilbert, Plan, cli
 from nearfield.bench import scaling, scaling_times
 from nearfield.bench.scaling_cases import CASES, LINKS, TINY
 from nearfield.bench.scaling_times import KernelTimes
@@ -45,6 +46,17 @@ def test_eight_ranks_send_less_than_a_twentieth_of_ring_attention() -> None:
         assert mine is not None
         assert ring is not None
         assert mine < ring
+
+
+def test_a_far_field_sends_its_summaries_to_all() -> None:
+    """Each rank's own, to 7 others: keys, values and biases of all but those that lie in what a reader's tiles hold."""
+    near = scaling.count(replace(CASES["flux-4096-far-64"], far=None), 8)
+    both = scaling.count(CASES["flux-4096-far-64"], 8)
+    most = 7 * (256 * 256 // 64 // 8) * 24 * (2 * 128 * 2 + 4)
+    assert 0.9 * most < both.sent - near.sent < 1.3 * most
+    assert both.exchanges > near.exchanges
+    method = Hilbert()
+    assert CASES["flux-4096-default"].fields == {"tiles": 16, "far": method.far, "shared": method.shared}
 
 
 def test_committed_results_are_counted_and_hold_the_target() -> None:
@@ -196,6 +208,8 @@ BAD_KERNEL_TIMES = {
     "--device cpu": "`--device` must be given with `--kernel-time` only; got cpu.",
     "--kernel-time --processes 2": "`--processes` must be left out with `--kernel-time`; got [2].",
     "--kernel-time --quick --cases flux-2048": "`--cases` must be left out with `--quick`; got flux-2048.",
+    "--kernel-time --cases flux-4096-far-64": "`--cases` must have no far field with `--kernel-time`; got "
+    "flux-4096-far-64.",
 }
 
 

@@ -127,6 +127,19 @@ def test_ranks_read_every_pair_once(name: str, num_ranks: int) -> None:
     assert torch.equal(all_pairs(case.plan, case.split(num_ranks)), case.plan.pair_counts())
 
 
+def test_text_that_reads_nothing_sends_nothing() -> None:
+    idle, reading = (Traffic(CASES[name].plan, CASES[name].split(3)) for name in ("idle text", "hilbert"))
+    assert not idle.has_everyones
+    assert reading.has_everyones
+    shapes = Shapes(1, 2, 2, 8, torch.float64)
+    results = 24 // 3 * 2 * (8 + 1) * 8  # a third of the text: outputs and lse, in 8 bytes
+    spared = 2 * 2 * results  # to two others: what is to be merged there, and what was merged here
+    for mine, theirs in zip(
+        bytes_sent(idle, shapes).forward, bytes_sent(reading, shapes).forward, strict=True
+    ):
+        assert theirs - mine == spared
+
+
 @pytest.mark.parametrize("name", ["hilbert", "hilbert, keys", "hilbert, video", "full"])
 def test_pairs_are_counted_per_rank(name: str) -> None:
     case = CASES[name]

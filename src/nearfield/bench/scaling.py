@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from nearfield import Geometry, Hilbert, Plan
+from nearfield import Geometry, Hilbert
 from nearfield.bench import report
 from nearfield.bench.scaling_cases import CASES, LATENCY, LINKS, Measured, ScalingCase
+from nearfield.methods.hilbert import HilbertReader
 from nearfield.parallel import Ranks, Shapes, Split, Traffic, attend, bytes_sent
+from nearfield.parallel.far import summary_split
 
 _BLOCK = 128  # of plans on a GPU
 _SMALL_BLOCK = 16
@@ -64,11 +66,11 @@ def run_all(
 def count(case: ScalingCase, num_ranks: int) -> ScalingResult:
     split = split_of(case, num_ranks, _BLOCK)
     shapes = Shapes(1, case.heads, case.heads, case.head_dim, torch.bfloat16)
-    layers = [Traffic(plan, split) for plan in _plans(case, _BLOCK)]
-    sent = [max(bytes_sent(traffic, shapes).forward) for traffic in layers]
-    busiest = [max(traffic.pairs_per_rank()) for traffic in layers]
-    whole = [traffic.plan.num_pairs for traffic in layers]
-    exchanges = 1 + layers[0].has_returns + layers[0].has_everyones
+    layers = [_traffics(reader, split) for reader in _readers(case, _BLOCK)]
+    sent = [max(_per_rank(layer, lambda one: _forward(one, shapes, split))) for layer in layers]
+    busiest = [max(_per_rank(layer, Traffic.pairs_per_rank)) for layer in layers]
+    whole = [sum(traffic.plan.num_pairs for traffic in layer) for layer in layers]
+    exchanges = sum(1 + traffic.has_returns + traffic.has_everyones for traffic in layers[0])
     tokens = max(split.num_held(rank) for rank in range(num_ranks)) / split.num_tokens
     share = sum(busiest) / sum(whole)
     wide = 2 * case.heads * case.head_dim
@@ -89,6 +91,26 @@ def count(case: ScalingCase, num_ranks: int) -> ScalingResult:
     for name, speed in LINKS.items():
         result.step_seconds[name] = _step_seconds(case, result, speed)
     return result
+
+
+def _traffics(reader: HilbertReader, split: Split) -> list[Traffic]:
+    """Of the tokens, and of the summaries where there are any: as `SplitReader` sends them."""
+    near = Traffic(reader.near, split)
+    return (
+        [near]
+        if reader.far is None
+        else [near, Traffic(reader.far.plan, split, summary_split(reader.far, split))]
+    )
+
+
+def _forward(traffic: Traffic, shapes: Shapes, tokens: Split) -> Sequence[int]:
+    """Bytes of each rank; summaries have a bias."""
+    return bytes_sent(traffic, shapes._replace(has_bias=traffic.keys is not tokens)).forward
+
+
+def _per_rank(layer: Sequence[Traffic], count: Callable[[Traffic], Sequence[int]]) -> list[int]:
+    """The sum over what a layer sends, rank by rank."""
+    return [sum(numbers) for numbers in zip(*map(count, layer), strict=True)]
 
 
 def _step_seconds(case: ScalingCase, result: ScalingResult, speed: float) -> dict[str, float | None]:
@@ -117,7 +139,9 @@ def measured(case: ScalingCase) -> Measured | None:
     times = like.measured
     assert times is not None
     tokens, other = (_geometry(one).num_tokens for one in (case, like))
-    pairs, other_pairs = (sum(plan.num_pairs for plan in _plans(one, _BLOCK)) for one in (case, like))
+    pairs, other_pairs = (
+        sum(reader.near.num_pairs for reader in _readers(one, _BLOCK)) for one in (case, like)
+    )
     return Measured(
         times.sparse * pairs / other_pairs, times.dense * (tokens / other) ** 2, times.rest * tokens / other
     )
@@ -128,11 +152,11 @@ def _geometry(case: ScalingCase) -> Geometry:
 
 
 @lru_cache(maxsize=16)
-def _plans(case: ScalingCase, block: int) -> tuple[Plan, ...]:
+def _readers(case: ScalingCase, block: int) -> tuple[HilbertReader, ...]:
     """Those of a cycle of layers."""
     method = Hilbert(**case.fields)
     return tuple(
-        method.plan(_geometry(case), layer, q_block=block, k_block=block) for layer in range(method.cycle)
+        method.reader(_geometry(case), layer, q_block=block, k_block=block) for layer in range(method.cycle)
     )
 
 
@@ -165,8 +189,8 @@ def check(case: ScalingCase, num_ranks: int) -> Checked:
     split = split_of(case, num_ranks, _SMALL_BLOCK)
     shapes = Shapes(1, case.heads, case.heads, case.head_dim, torch.float32)
     counted = [0] * num_ranks
-    for plan in _plans(case, _SMALL_BLOCK):
-        for way in bytes_sent(Traffic(plan, split), shapes):
+    for reader in _readers(case, _SMALL_BLOCK):
+        for way in bytes_sent(Traffic(reader.near, split), shapes):
             counted = [total + sent for total, sent in zip(counted, way, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_attend_and_tell, (num_ranks, folder, case), num_ranks)
@@ -185,8 +209,8 @@ def _bytes_of_a_cycle(case: ScalingCase) -> int:
     """What this rank really sends in a cycle of layers."""
     ranks = Ranks(dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     split = split_of(case, ranks.size, _SMALL_BLOCK)
-    for plan in _plans(case, _SMALL_BLOCK):
-        route = Traffic(plan, split).route(ranks.index)
+    for reader in _readers(case, _SMALL_BLOCK):
+        route = Traffic(reader.near, split).route(ranks.index)
         query, key, value = torch.randn(
             3, 1, case.heads, route.num_queries, case.head_dim, requires_grad=True
         )

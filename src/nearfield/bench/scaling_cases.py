@@ -27,7 +27,7 @@ class ScalingCase:
 
     Args:
         grid, text, heads, head_dim, layers: of the model.
-        tiles, share, shared_tokens: fields of the method.
+        tiles, share, shared_tokens, far: fields of the method; no `shared_tokens`, nothing is shared.
         measured: None where nothing was measured.
         like: the case whose measured times are scaled by pairs and tokens, where there are none of its own.
     """
@@ -39,7 +39,8 @@ class ScalingCase:
     layers: int
     tiles: int
     share: str = "keys"
-    shared_tokens: int = 256
+    shared_tokens: int | None = 256
+    far: int | None = None
     head_dim: int = 128
     measured: Measured | None = None
     like: str | None = None
@@ -47,11 +48,14 @@ class ScalingCase:
     @property
     def fields(self) -> dict[str, Any]:
         region = {"shared": "centre", "share": self.share, "shared_tokens": self.shared_tokens}
-        return {"tiles": self.tiles, "far": None} | region
+        return {"tiles": self.tiles, "far": self.far} | (region if self.shared_tokens else {"shared": "none"})
 
     def __str__(self) -> str:
         sides = "x".join(map(str, self.grid))
-        return f"{self.name}: {sides} tokens, {self.tiles} tiles, {self.shared_tokens} shared {self.share}"
+        shared = f"{self.shared_tokens} shared {self.share}" if self.shared_tokens else "nothing shared"
+        return f"{self.name}: {sides} tokens, {self.tiles} tiles, {shared}" + (
+            f", a far field of {self.far}" if self.far else ""
+        )
 
 
 _2048 = Measured(sparse=0.6920799911022186, dense=5.244095802307129, rest=526.5941162109375)
@@ -61,6 +65,9 @@ _TABLE = (
     ScalingCase("flux-2048", (128, 128), 512, 24, 57, 16, measured=_2048),
     ScalingCase("flux-4096", (256, 256), 512, 24, 57, 64, measured=_4096),
     ScalingCase("flux-4096-two-way", (256, 256), 512, 24, 57, 64, share="two-way"),
+    # The defaults of `Hilbert`, and coarser summaries beside smaller tiles.
+    ScalingCase("flux-4096-default", (256, 256), 512, 24, 57, 16, shared_tokens=None, far=16),
+    ScalingCase("flux-4096-far-64", (256, 256), 512, 24, 57, 64, shared_tokens=None, far=64),
     ScalingCase("flux-8192", (512, 512), 512, 24, 57, 256, like="flux-4096"),
     ScalingCase("wan-720p", (21, 45, 80), 0, 40, 40, 64),
 )

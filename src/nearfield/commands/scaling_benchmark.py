@@ -96,6 +96,9 @@ def _time_kernels(arguments: argparse.Namespace) -> int:
             wrong(f"--{name}", "be left out with `--kernel-time`", getattr(arguments, name))
     if arguments.quick and arguments.cases:
         wrong("--cases", "be left out with `--quick`", ",".join(arguments.cases))
+    for name in arguments.cases or ():
+        if cases.CASES[name].far:
+            wrong("--cases", "have no far field with `--kernel-time`", name)
     from nearfield import Hilbert
     from nearfield.bench import machine, scaling_times
     from nearfield.bench.progress import Progress

@@ -32,18 +32,9 @@ class SplitFarField:
 
     @classmethod
     def of(cls, field: FarField, split: Split, rank: int) -> "SplitFarField":
-        begins = field.starts.cpu()
-        owners = split.owners[begins]
-        for one in range(split.num_ranks):
-            if not (owners == one).any():
-                hint = "Use fewer ranks, or smaller summaries."
-                wrong_value("far", "leave every rank a summary", f"{field.window}, none on rank {one}", hint)
-        if not torch.equal(split.owners[begins + field.sizes.cpu() - 1], owners):
-            hint = "Use `even_split`."
-            wrong_value("split", f"be cut on multiples of `far` ({field.window})", split, hint)
-        summaries = Split(len(owners), tuple(_runs(owners == one) for one in range(split.num_ranks)))
+        summaries = summary_split(field, split)
         mine, device = summaries.own(rank), field.sizes.device
-        starts = torch.searchsorted(split.held(rank), begins[mine]).to(device)
+        starts = torch.searchsorted(split.held(rank), field.starts.cpu()[mine]).to(device)
         mine = mine.to(device)
         route = traffic(field.plan, split, summaries).route(rank)
         return cls(field.window, starts, field.sizes[mine], field.bias[mine], route)
@@ -51,6 +42,20 @@ class SplitFarField:
     def pooled(self, x: Tensor) -> Tensor:
         """The means of this rank's windows."""
         return window_means(x, self.starts, self.sizes, self.window)
+
+
+def summary_split(field: FarField, split: Split) -> Split:
+    """Who makes which summaries: the rank that holds their tokens."""
+    begins = field.starts.cpu()
+    owners = split.owners[begins]
+    for one in range(split.num_ranks):
+        if not (owners == one).any():
+            hint = "Use fewer ranks, or smaller summaries."
+            wrong_value("far", "leave every rank a summary", f"{field.window}, none on rank {one}", hint)
+    if not torch.equal(split.owners[begins + field.sizes.cpu() - 1], owners):
+        hint = "Use `even_split`."
+        wrong_value("split", f"be cut on multiples of `far` ({field.window})", split, hint)
+    return Split(len(owners), tuple(_runs(owners == one) for one in range(split.num_ranks)))
 
 
 def _runs(marks: Tensor) -> tuple[Span, ...]:

@@ -80,7 +80,8 @@ class Route:
         queries_out: for each rank, which queries travel there.
         travellers: all queries that travel anywhere.
         returned: for each rank, which of the `travellers` have been there.
-        everyones: the queries that all ranks hold, in parts: for each rank those that it merges.
+        everyones: the queries that all ranks hold, in parts: for each rank those that it merges. None if they read
+            nothing.
     """
 
     rank: int
@@ -166,8 +167,9 @@ class Traffic:
 
     @cached_property
     def num_everyones(self) -> int:
-        """Queries that all ranks hold."""
-        return int((self.queries.owners == REPLICATED).sum())
+        """Queries that all ranks hold and that read something: text does not read summaries."""
+        rows = _tokens_per_block(self.queries, REPLICATED, self.plan.q_block) > 0
+        return int((self.queries.owners == REPLICATED).sum()) if bool(self._reads[rows].any()) else 0
 
     @property
     def has_everyones(self) -> bool:
@@ -255,7 +257,7 @@ class Traffic:
         keys_out = [torch.searchsorted(my_keys, self._sent_keys(rank, other)) for other in ranks]
         travellers = torch.cat(queries_out).unique()
         returned = [torch.searchsorted(travellers, index) for index in queries_out]
-        everyones = (self.queries.owners[my_queries] == REPLICATED).nonzero().flatten()
+        everyones = (self.queries.owners[my_queries] == REPLICATED).nonzero().flatten()[: self.num_everyones]
         return Route(
             rank,
             self,
