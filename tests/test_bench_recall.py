@@ -18,6 +18,8 @@ from nearfield.methods import Hilbert
 from nearfield.predict import Blocks
 from nearfield.tokenmap import along
 
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
 
 def sample(text: int = 0) -> recall.Sample:
     geometry = Geometry((12, 16), text)
@@ -131,6 +133,25 @@ def test_the_command_on_the_embedded_model(tmp_path: Path, capsys: pytest.Captur
     arguments = ["--weights", str(tmp_path / "model.safetensors"), "--images", str(CATS), "--num", "2"]
     assert main(["bench", "recall", *arguments, "--tiles", "2", "--device", "cpu"]) == 0
     assert "layers of the embedded model: 4 text + 8x8, 4 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["recall-wan21-latents", "recall-cats512"])
+def test_committed_results_keep_more_the_finer_they_choose(name: str) -> None:
+    document = json.loads((RESULTS / f"{name}.json").read_text())
+    assert not document["machine"]["commit"].endswith("+")
+    records = [{key: one[key] for key in one if key != "status"} for one in document["results"]]
+    means = {
+        (one.pattern, one.by, one.tiles): one
+        for one in recall.averaged([recall.Recall(**record) for record in records])
+    }
+    patterns = [f"grain {grain}" if grain < 16 else f"blocks of {grain}" for grain in recall.GRAINS]
+    for tiles in recall.TILES:
+        found = [means[pattern, "weights", tiles] for pattern in patterns]
+        kept = means[recall.RUNS, "place", tiles].kept
+        assert all(one.kept <= 1.001 * kept for one in found)
+        shares = [one.recall for one in found]
+        assert shares == sorted(shares, reverse=True)
+        assert shares[2] > means[recall.RUNS, "place", tiles].recall
 
 
 @pytest.mark.parametrize(

@@ -268,17 +268,20 @@ def test_dense_pictures_are_not_split(world: World) -> None:
 
 
 def test_generate_finds_its_ranks_under_torchrun(words: list[str], tmp_path: Path) -> None:
+    """Four ranks, and the picture of one process, up to one step of 255."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    out = tmp_path / "sheet.png"
+    files = ["--images", str(tmp_path / "split"), "--out", str(tmp_path / "sheet.png")]
     processes = [
-        CONTEXT.Process(target=started_by_torchrun, args=(rank, 2, port, [*words, "--out", str(out)]))
-        for rank in range(2)
+        CONTEXT.Process(target=started_by_torchrun, args=(rank, 4, port, [*words, *files]))
+        for rank in range(4)
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert out.is_file()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert (tmp_path / "sheet.png").is_file()
+    assert cli.main([*words, "--images", str(tmp_path / "one"), "--out", str(tmp_path / "one.png")]) == 0
+    assert (picture(tmp_path / "one") - picture(tmp_path / "split")).abs().max() <= 1
