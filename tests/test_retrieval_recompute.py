@@ -176,6 +176,28 @@ def test_gate_opens(name: str, dtype: torch.dtype) -> None:
     assert found.one_chunk == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "glm4", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_opens_on_a_gpu(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """And what is recomputed there is wrong by at most twice what the CPU is in the same precision."""
+    wide = {"hidden_size": 128, "head_dim": 32}  # heads as kernels want them
+    verify(language_model(name, dtype, **wide).to(device))
+    rows = torch.arange(45, 118, 5)
+
+    def recomputed(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        model = language_model(name, dtype, **wide).to(device)
+        chunks = [prefill_chunk(model, random_tokens(40, seed).to(device)) for seed in range(3)]
+        context = recompute(model, assemble(model, chunks), rows.to(device))
+        return [part.cpu().double() for layer in layers_of(context) for part in layer]
+
+    cpu = torch.device("cpu")
+    for mine, plain, exact in zip(
+        recomputed(dtype, device), recomputed(dtype, cpu), recomputed(torch.float64, cpu), strict=True
+    ):
+        assert relative_error(mine, exact) <= 2 * relative_error(plain, exact)
+
+
 def test_gate_is_shut_where_keys_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary.Turn, "keys", lambda self, key, layer: key)
     with pytest.raises(
