@@ -4,12 +4,14 @@ import os
 
 import pytest
 import torch
+from tests.interpreter import patch_once_per_launch
 
 HAS_GPU = torch.cuda.is_available()
 
 # Triton reads this when a kernel is declared, so it is set before any test module is imported.
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    patch_once_per_launch()
 
 # Tensors are small here: threads would only wait for each other, and for those of other workers.
 torch.set_num_threads(1)

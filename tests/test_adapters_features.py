@@ -436,11 +436,17 @@ def graphs() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
+def shallow(name: str) -> Any:
+    """With one block of each kind: most of the time goes into tracing them, one by one."""
+    sizes = {"flux": (1, 1), "flux2": (1, 1), "sd3": (2,), "sdxl": (), "z_image": (1, 1)}.get(name, (1,))
+    return MODELS[name][0](*sizes)
+
+
 @pytest.mark.parametrize(("name", "most"), [("flux", 4), ("qwen", 2), ("z_image", 6), ("sdxl", 3)])
 def test_compiled_blocks_are_shared_by_layers(name: str, most: int, graphs: Any) -> None:
     """Tiles are back where they began after four layers; the number of graphs does not grow with that of layers."""
     make, inputs_of = MODELS[name]
-    model = make(4, 5) if name == "flux" else make() if name == "sdxl" else make(5)
+    model = make(*{"flux": (4, 5), "sdxl": (), "z_image": (5, 1)}.get(name, (5,)))
     call = inputs_of((9, 14), 2)
     with nearfield.apply(model, SPARSE):
         expected = run(model, call)
@@ -466,9 +472,9 @@ def calls_of_many_lengths() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["flux", "flux2", "qwen", "z_image", "sdxl", "lengths of text"])
 def test_compiled_blocks_take_any_size(name: str, graphs: Any) -> None:
-    """Sizes become symbols at the second one; no later one makes another graph."""
+    """Sizes become symbols at the second one; no later one makes another graph. Of qwen with several layers."""
     is_text = name == "lengths of text"
-    model = MODELS["qwen" if is_text else name][0]()
+    model = tiny_models.qwen() if name == "qwen" else shallow("qwen" if is_text else name)
     calls = calls_of_many_lengths() if is_text else calls_of_many_sizes(name)
     with nearfield.apply(model, SPARSE):
         expected = [run(model, call) for call in calls]
@@ -488,7 +494,7 @@ class Schedule:
 
 
 def test_compiled_blocks_with_dense_steps(graphs: Any) -> None:
-    model, call, schedule = tiny_models.flux(2, 1), tiny_models.flux_inputs((9, 14)), Schedule()
+    model, call, schedule = tiny_models.flux(1, 1), tiny_models.flux_inputs((9, 14)), Schedule()
     stock = run(model, call)
     model.compile_repeated_blocks(fullgraph=True, backend="eager")
     with nearfield.apply(model, paper(tiles=4, dense_layers=0, dense_steps=2), scheduler=schedule):
@@ -503,9 +509,7 @@ def test_compiled_blocks_with_dense_steps(graphs: Any) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_model_compiled(name: str, graphs: Any) -> None:
-    make, inputs_of = MODELS[name]
-    sizes = {"flux": (1, 1), "flux2": (1, 1), "sdxl": ()}.get(name, (2,))
-    model, call = make(*sizes), inputs_of((9, 14))
+    model, call = shallow(name), MODELS[name][1]((9, 14))
     with nearfield.apply(model, SPARSE):
         expected = run(model, call)
     with nearfield.apply(model, SPARSE) as handle:
@@ -524,9 +528,7 @@ def test_applied_to_and_removed_from_a_model_that_ran_compiled(
     name: str, is_whole: bool, graphs: Any
 ) -> None:
     """What was compiled without hooks must not run where there are some, and the other way round."""
-    make, inputs_of = MODELS[name]
-    model = make(1, 1) if name == "flux" else make() if name == "sdxl" else make(1)
-    call = inputs_of((9, 14))
+    model, call = shallow(name), MODELS[name][1]((9, 14))
     with nearfield.apply(model, SPARSE):
         expected = run(model, call)
     if is_whole:
@@ -617,9 +619,8 @@ def test_a_device_is_found_again_whether_or_not_it_was_numbered(
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["flux", "sdxl", "z_image"])
 def test_compiled_training_step(name: str, is_checkpointed: bool, graphs: Any) -> None:
-    make, inputs_of = MODELS[name]
-    sizes = {"flux": (1, 1), "sdxl": ()}.get(name, (1,))
-    model, call = make(*sizes).double(), double(inputs_of((9, 14)))
+    inputs_of = MODELS[name][1]
+    model, call = shallow(name).double(), double(inputs_of((9, 14)))
     with nearfield.apply(model, SPARSE):
         expected = gradients(model, call)
         if is_checkpointed:

@@ -199,13 +199,13 @@ def qwen_edit_inputs(grid: Grid, batch: int = 1) -> Inputs:
     return qwen_inputs(grid, batch, references=((6, 4),))
 
 
-def z_image(layers: int = 3) -> Any:
+def z_image(layers: int = 3, refiners: int = 2) -> Any:
     return settle(
         diffusers.ZImageTransformer2DModel(
             in_channels=4,
             dim=HEADS * HEAD_DIM,
             n_layers=layers,
-            n_refiner_layers=2,
+            n_refiner_layers=refiners,
             n_heads=HEADS,
             n_kv_heads=HEADS,
             cap_feat_dim=8,
