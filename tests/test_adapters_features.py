@@ -616,9 +616,11 @@ def test_a_device_is_found_again_whether_or_not_it_was_numbered(
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # looked at by torch.compile
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("name", ["flux", "sdxl", "z_image"])
+@pytest.mark.parametrize(
+    ("name", "is_checkpointed"), [("flux", False), ("flux", True), ("sdxl", True), ("z_image", True)]
+)
 def test_compiled_training_step(name: str, is_checkpointed: bool, graphs: Any) -> None:
+    """Blocks that are computed again make the graphs of those that are not, and others."""
     inputs_of = MODELS[name][1]
     model, call = shallow(name).double(), double(inputs_of((9, 14)))
     with nearfield.apply(model, SPARSE):

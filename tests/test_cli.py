@@ -25,6 +25,15 @@ from nearfield.methods.merging import Placement
 from nearfield.plan import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# The package's own `__init__`, which gathers the public names and so imports torch, is left out here.
+BARE_PACKAGE = f"""
+import sys, types
+package = types.ModuleType("nearfield")
+package.__path__ = [{str(ROOT / "src" / "nearfield")!r}]
+sys.modules["nearfield"] = package
+"""
+BARE_PROGRAM = BARE_PACKAGE + "import nearfield.__main__"
 BENCH = ["bench", "attend", "--quick", "--impl", "grouped"]
 
 
@@ -84,16 +93,14 @@ def test_choices_are_those_of_the_library() -> None:
 
 
 def test_arguments_are_read_without_torch() -> None:
-    """The package's own `__init__`, which gathers the public names, is left out here."""
-    program = f"""
-import sys, types
-package = types.ModuleType("nearfield")
-package.__path__ = [{str(ROOT / "src" / "nearfield")!r}]
-sys.modules["nearfield"] = package
+    program = (
+        BARE_PACKAGE
+        + """
 from nearfield import cli
 assert cli.main(["bench", "attend", "--grains", "3"]) == 2
 print("torch" in sys.modules)
 """
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "False\n", done.stderr
 
@@ -269,11 +276,12 @@ def test_interrupt_during_an_import_ends_cleanly(
 
 
 def program(
-    *arguments: str, shell: str = "", environment: dict[str, str] | None = None
+    *arguments: str, shell: str = "", environment: dict[str, str] | None = None, is_bare: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, with its output sent where `shell` says."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "error", "-m", "nearfield", *arguments]
+    module = ["-c", BARE_PROGRAM] if is_bare else ["-m", "nearfield"]
+    command = [sys.executable, "-W", "error", *module, *arguments]
     return subprocess.run(
         ["sh", "-c", f"{shlex.join(command)} {shell}"],
         env=os.environ | {"PYTHONPATH": path} | (environment or {}),
@@ -302,13 +310,14 @@ def test_missing_characters_are_replaced() -> None:
 )
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_output_that_cannot_be_written_is_one_line(shell: str, message: str, unbuffered: str) -> None:
-    done = program("--help", shell=shell, environment={"PYTHONUNBUFFERED": unbuffered})
-    assert done.returncode == 1
-    assert done.stderr == f"nearfield: error: {message}\n"
+    for is_bare in (True, False) if unbuffered else (True,):
+        done = program("--help", shell=shell, environment={"PYTHONUNBUFFERED": unbuffered}, is_bare=is_bare)
+        assert done.returncode == 1
+        assert done.stderr == f"nearfield: error: {message}\n"
 
 
 def test_closed_stderr_keeps_the_exit_code() -> None:
-    done = program("explain", "flux-9", shell="2>&-")
+    done = program("explain", "flux-9", shell="2>&-", is_bare=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 

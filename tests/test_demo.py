@@ -217,15 +217,15 @@ def test_dense_steps_are_known_to_apply() -> None:
 
 
 def test_embedded_model_knows_photographs() -> None:
-    """Its velocities at photographs, at three levels of noise. Guessing zero is wrong by 2; the best guess from each
-    number alone, were they normal, by 1.72, 2 and 1.72."""
+    """Its velocities at photographs, with little and with much noise. Guessing zero is wrong by 2; the best guess from
+    each number alone, were they normal, by 1.72."""
     model, _ = load_model(EMBEDDED)
     size = model.config.size
-    images = torch.stack([decoded(picture, size) for picture in list(pictures_in(CATS))[:3]]) / 255
+    images = torch.stack([decoded(picture, size) for picture in list(pictures_in(CATS))[:2]]) / 255
     with torch.no_grad():
         clean = model.normalised(autoencoder().encode(images))
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
-        level = torch.tensor([0.3, 0.5, 0.7])
+        level = torch.tensor([0.3, 0.7])
         velocity = model(mixed(clean, noise, level), level)
     error = float((velocity - (noise - clean)).square().mean())
     assert error < 1.1
