@@ -38,9 +38,11 @@ PACKAGES := -c 'import site; print(site.getsitepackages()[0])'
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
 # torch first and pinned: left free, it brings gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -c constraints.txt torch
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
@@ -48,8 +50,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## make a picture with dense and with sparse attention (ARGS="--num 4 --steps 16" for more and better)
 	$(BIN)/nearfield generate --compare --num 1 --first 3 --steps 8 --out demo.png $(ARGS)
 
+# Each worker begins with half of the files, so that few of them import, and set up, the same.
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n 2 --timeout 300
+	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
 
 test-studio: $(STUDIO)/.installed ## run the studio in a headless Chromium (it skips without one)
 	$(STUDIO)/bin/python -m pytest tests/test_studio_page.py
@@ -119,7 +122,7 @@ gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each suppor
 	done
 
 # Beside the virtual environment, not in it: constraints.txt pins the one Triton that lives there.
-.cache/triton-%/.installed: | $(STAMP)
+.cache/triton-%/.installed: | $(BIN)/python
 	rm -rf $(@D)
 	$(PIP) --no-deps --target $(@D) triton==$*
 	touch $@
