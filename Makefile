@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL_OPTIONS ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL_OPTIONS)
 
 # What a GPU machine that has torch may lack: of its Python, without what torch itself brings.
 GPU_PYTHON ?= 3.12
