@@ -76,7 +76,10 @@ COVERED: dict[str, tuple[tuple[str, str], ...]] = {
         ("test_adapters_features", "test_compiled_blocks_take_any_size"),
         ("test_adapters_video", "test_compiled_blocks"),
     ),
-    "compiled whole": (("test_adapters_features", "test_whole_model_compiled"),),
+    "compiled whole": (
+        ("test_adapters_features", "test_whole_model_compiled"),
+        ("test_adapters_features", "test_whole_model_compiled_but_not_for_another_size_of_as_many_tokens"),
+    ),
     "gradients": (
         ("test_adapters_features", "test_gradients_with_and_without_checkpointing"),
         ("test_adapters_video", "test_gradients_with_and_without_checkpointing"),
