@@ -274,12 +274,12 @@ def test_what_is_merged_apart_is_what_the_blocks_merge(
 ) -> None:
     """As often as in a step, in both directions, with as many tokens."""
     seen: list[tuple[str, int]] = []
-    for name in ("enter", "leave"):
+    for name in ("enter", "leave", "update"):
         right = getattr(Merging, name)
 
-        def counted(self: Merging, x: torch.Tensor, dim: int = 1, right=right, name=name) -> torch.Tensor:
-            seen.append((name, x.shape[dim]))
-            return right(self, x, dim)
+        def counted(self: Merging, x: torch.Tensor, *others: Any, right=right, name=name) -> torch.Tensor:
+            seen.append((name, x.shape[1]))
+            return right(self, x, *others)
 
         monkeypatch.setattr(Merging, name, counted)
     method = merging_bench._method(SMALL)
@@ -314,9 +314,9 @@ def test_wrong_merging_fails_the_check(merging_bench: ModelBench, monkeypatch: p
     turned = processor._rotated
     is_ours = [False]
 
-    def wrongly(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def wrongly(x: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], impl: Any) -> torch.Tensor:
         is_ours[0] = not is_ours[0]
-        return turned(x, cos, sin if is_ours[0] else -sin)
+        return turned(x, (rows[0], rows[1] if is_ours[0] else -rows[1]), impl)
 
     monkeypatch.setattr(processor, "_rotated", wrongly)
     output = merging_bench._output

@@ -17,6 +17,7 @@ from nearfield.reference import choose as choose_reference
 from nearfield.reference import columns as columns_reference
 from nearfield.reference import lists as lists_reference
 from nearfield.reference import means as means_reference
+from nearfield.reference import rotate as rotate_reference
 from nearfield.reference import select as select_reference
 from nearfield.windows import window_means
 
@@ -298,6 +299,39 @@ def test_kernel_averages_blocks_and_compares_tokens_with_the_mean(
     exact, low = means_reference.block_means(x.double(), block), means_reference.block_means(x, block)
     for name, *values in zip(("means", "likeness"), kernel.block_means(x, block), exact, low, strict=True):
         assert_budget(name, *values)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "length", "dim"), [(5, 37, 16), (2, 16, 24), (4, 20, 128), (1, 1, 2)])
+def test_kernel_turns_by_the_rows_of_each_sample(
+    heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from nearfield.kernels import rotate as kernel
+
+    x = torch.randn(2, length, heads, dim, device=device, dtype=dtype).transpose(1, 2)
+    cos, sin = torch.randn(2, 2, 1, length, dim, device=device)  # of any kind: no two are alike
+    with poisoned_memory():
+        turned = kernel.rotate(x, cos, sin)
+    exact = rotate_reference.rotate(x.double(), cos.double(), sin.double())
+    assert_budget("turned", turned, exact, rotate_reference.rotate(x, cos, sin))
+    assert turned.stride() == x.stride()
+    gaps = torch.randn(2, heads, length, 3 * dim, device=device, dtype=dtype)[..., dim : 2 * dim]
+    assert_budget(
+        "gaps",
+        kernel.rotate(gaps, cos, sin),
+        *(rotate_reference.rotate(y, cos, sin) for y in (gaps.double(), gaps)),
+    )
+
+
+@NEEDS_TRITON
+def test_what_the_turning_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
+    from nearfield.kernels import rotate as kernel
+
+    x = torch.empty(1, 2, 8, 16, device=device)
+    assert kernel.unsupported(x) is None
+    assert "float64" in str(kernel.unsupported(x.double()))
+    assert "side by side" in str(kernel.unsupported(x.mT))
 
 
 @NEEDS_TRITON

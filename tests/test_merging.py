@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nearfield
 from nearfield import Geometry, curves, planning
+from nearfield.bench.check import poisoned_memory
 from nearfield.merging import Merging, Regions, merging_of
 from nearfield.methods.merging import Merge
 from nearfield.reference import locate as reference
@@ -212,7 +213,9 @@ def test_maps_are_the_same_by_either_implementation(dtype: torch.dtype, device: 
     features = exact_features(2, 99, 24).to(device, dtype)
     kernel, plain = (method.merging(features, geometry, impl=impl) for impl in ("triton", "reference"))
     assert torch.equal(kernel.destinations, plain.destinations)
-    assert torch.equal(kernel.enter(features), plain.enter(features))
+    for one, other in zip(kernel.shares, plain.shares, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
 
 
 @NEEDS_TRITON
@@ -494,6 +497,92 @@ def test_making_and_using_a_map_compile_whole() -> None:
         features, x = random_features(2, 63, 5, seed=seed), random_features(2, 63, 4, seed=seed)
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
             torch.testing.assert_close(compiled(features, x), there_and_back(features, x))
+
+
+# -- both ways, by a kernel ---------------------------------------------------------------------------------------
+
+PRODUCT_CASES = {
+    "one size": Regions((64, 64), (32, 32)),
+    "ragged, and a region that stays": Regions((40, 40, 16, 7), (30, 30, 16, 3)),
+    "several tiles": Regions((90, 90), (70, 70)),
+    "one left": Regions((17, 1), (1, 1)),
+}
+
+
+def tokens_behind_text(regions: Regions, channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A view with three rows before each sample's tokens."""
+    return random_features(2, 3 + regions.num_tokens, channels).to(device, dtype)[:, 3:]
+
+
+def by_kernels(merging: Merging) -> Merging:
+    """The same map; making it by kernels, too, would take long in the interpreter."""
+    return Merging(merging.regions, merging.destinations, merging.shares, "triton")
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PRODUCT_CASES)
+def test_kernels_merge_and_part_as_the_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    regions = PRODUCT_CASES[name]
+    x = tokens_behind_text(regions, 140 if name == "one size" else 24, dtype, device)
+    made = merging_of(x, regions, sharpness=9.0, impl="reference")
+    kernel, plain = by_kernels(made).to(dtype), made.to(dtype)
+    with poisoned_memory():
+        short = kernel.enter(x)
+        back = kernel.leave(short)
+        updated = kernel.update(x, short, short.square())
+    exact, wide = plain.to(torch.float64), x.double()
+    assert_budget("enter", short, exact.enter(wide), plain.enter(x))
+    assert_budget("leave", back, exact.leave(short.double()), plain.leave(short))
+    want = exact.update(wide, short.double(), short.square().double())
+    assert_budget("update", updated, want, plain.update(x, short, short.square()))
+    assert updated.is_contiguous()
+
+
+def test_an_update_is_what_leaves_and_is_added() -> None:
+    regions = PRODUCT_CASES["ragged, and a region that stays"]
+    x, change = random_features(2, regions.num_tokens, 5), random_features(2, regions.num_merged, 5, seed=1)
+    merging = merging_of(x, regions, sharpness=9.0)
+    short = merging.enter(x)
+    assert torch.equal(merging.update(x, short, short + change), x + merging.leave(short + change - short))
+
+
+@NEEDS_TRITON
+def test_the_kernel_multiplies_where_it_can(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Not where it is not asked for, where gradients are, or for tokens it does not take."""
+    from nearfield.kernels import regions as kernel
+
+    calls: list[Tensor] = []
+    right = kernel.multiply_into
+    monkeypatch.setattr(kernel, "multiply_into", lambda out, *call: (calls.append(out), right(out, *call)))
+    regions = PRODUCT_CASES["one size"]
+    x = tokens_behind_text(regions, 24, torch.float32, device)
+    plain = merging_of(x, regions, sharpness=9.0, impl="grouped")
+    kernels = by_kernels(plain)
+    plain.enter(x)
+    kernels.enter(x.double())
+    kernels.enter(x.mT.contiguous().mT)
+    kernels.enter(x[:, None], dim=2)
+    kernels.enter(x.clone().requires_grad_())
+    kept = merging_of(x, Regions((64, 64), (64, 64)), impl="triton")
+    assert kept.enter(x).data_ptr() == x.data_ptr()
+    assert not calls
+    with torch.no_grad():
+        kernels.enter(x.clone().requires_grad_())
+    kernels.update(x, kernels.enter(x), kernels.enter(x))
+    assert len(calls) == 4
+
+
+@NEEDS_TRITON
+def test_what_the_multiplying_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
+    from nearfield.kernels import regions as kernel
+
+    x = torch.empty(1, 512, 8, device=device)
+    assert kernel.unsupported([x, x], 256) is None
+    assert "257 tokens" in str(kernel.unsupported([x], 257))
+    assert "float64" in str(kernel.unsupported([x.double()], 16))
+    assert "differ in dtype" in str(kernel.unsupported([x, x.half()], 16))
+    assert "side by side" in str(kernel.unsupported([x, x.mT], 16))
 
 
 # -- where and when -----------------------------------------------------------------------------------------------

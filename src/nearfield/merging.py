@@ -7,7 +7,7 @@ every token is shared out among them by similarity:
     enter: X' = rows of A, each divided by its sum, times X     leave: X = A^T X'
 
 Regions of one size stand side by side and are a view of the sequence, so that both ways are batched matrix products
-without a gather.
+without a gather. On a GPU one kernel does them, and what is added on the way back.
 """
 
 import math
@@ -25,6 +25,9 @@ from nearfield import kernels
 from nearfield._checks import check_int, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Impl
 from nearfield.reference import locate as reference
+from nearfield.reference.regions import multiplied
+
+_Views = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Group(NamedTuple):
@@ -122,11 +125,13 @@ class Merging:
             inside a region.
         shares: for each group of regions `[B, num_regions, num_left, length]`: which part of every token goes to which
             destination; columns sum to one. None where tokens stay as they are.
+        impl: who multiplies: kernels or plain torch, which also does what kernels cannot, and gradients.
     """
 
     regions: Regions
     destinations: Tensor
     shares: tuple[Tensor | None, ...]
+    impl: Impl = "auto"
     sizes: Tensor = field(init=False)
     _means: tuple[Tensor | None, ...] = field(init=False, repr=False)
 
@@ -170,13 +175,19 @@ class Merging:
     def enter(self, x: Tensor, dim: int = 1) -> Tensor:
         """Merged tokens: weighted means of the tokens of `x`, which stand in dimension `dim`."""
         moved = self._checked("x", x, dim, self.regions.num_tokens)
-        return self._each_group(moved, self._means, Group.tokens).movedim(-2, dim)
+        return self._multiplied(_ENTER, self._means, moved).movedim(-2, dim)
 
     def leave(self, y: Tensor, dim: int = 1) -> Tensor:
         """All tokens: each the sum of its shares of the merged ones of `y`."""
         moved = self._checked("y", y, dim, self.regions.num_merged)
-        back = tuple(None if shares is None else shares.mT for shares in self.shares)
-        return self._each_group(moved, back, Group.merged).movedim(-2, dim)
+        return self._multiplied(_LEAVE, self._way_back(), moved).movedim(-2, dim)
+
+    def update(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """All tokens `x [B, tokens, C]`, changed as merged ones were: `x + leave(after - before)`."""
+        self._checked("x", x, 1, self.regions.num_tokens)
+        for name, y in (("before", before), ("after", after)):
+            self._checked(name, y, 1, self.regions.num_merged)
+        return self._multiplied(_LEAVE, self._way_back(), after, before, x)
 
     def at_destinations(self, table: Tensor) -> Tensor:
         """Rows of a table of all tokens, `[tokens, ...]`, for the merged ones, `[B, merged, ...]`; as rotary ones."""
@@ -185,21 +196,46 @@ class Merging:
             wrong_value("table", f"have {self.regions.num_tokens} rows", got)
         return table[self.destinations]
 
-    def _each_group(
+    def _way_back(self) -> tuple[Tensor | None, ...]:
+        return tuple(None if shares is None else shares.mT for shares in self.shares)
+
+    def _multiplied(
         self,
-        x: Tensor,
+        way: "_Way",
         matrices: Sequence[Tensor | None],
-        regions_of: Callable[[Group, Tensor, int], Tensor],
+        x: Tensor,
+        minus: Tensor | None = None,
+        onto: Tensor | None = None,
     ) -> Tensor:
+        """`onto + matrices @ (x - minus)`, region by region."""
+        module = self._kernels(matrices, x, minus, onto)
+        if module is not None:
+            out = x.new_empty(len(x), way.length(self.regions), x.shape[2])
+            for group, matrix in zip(self.regions.groups, matrices, strict=True):
+                call = way.views(group, x, minus, onto)
+                if matrix is None:
+                    way.target(group, out, -2).copy_(multiplied(None, *call))
+                else:
+                    module.multiply_into(way.target(group, out, -2), matrix.to(x.dtype), *call)
+            return out
         # Heads, or whatever else stands between batch and tokens, share the matrices.
         shared = (slice(None), *[None] * (x.dim() - 3))
         parts = []
         for group, matrix in zip(self.regions.groups, matrices, strict=True):
-            part = regions_of(group, x, -2)
-            if matrix is not None:
-                part = matrix[shared].to(x.dtype) @ part
-            parts.append(part.flatten(-3, -2))
+            matrix = None if matrix is None else matrix[shared].to(x.dtype)
+            parts.append(multiplied(matrix, *way.views(group, x, minus, onto)).flatten(-3, -2))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+    def _kernels(self, matrices: Sequence[Tensor | None], x: Tensor, *others: Tensor | None) -> Any:
+        """The kernels, where they are wanted and can run. They have no gradient."""
+        merged = [group.length for group in self.regions.groups if not group.is_kept]
+        if not merged or torch.compiler.is_compiling() or not kernels.are_wanted(self.impl, x):
+            return None
+        tensors = [x, *(other for other in others if other is not None)]
+        held = (matrix for matrix in matrices if matrix is not None)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *held)):
+            return None
+        return kernels.helper("regions", tensors, max(merged))
 
     def _checked(self, name: str, x: Tensor, dim: int, length: int) -> Tensor:
         """`x` with its tokens in the last dimension but one."""
@@ -218,6 +254,24 @@ class Merging:
             wrong_value(name, f"have a batch of {len(self.destinations)}", shape_of(x), hint)
         check_same_device(name, x, "destinations", self.device)
         return x.movedim(dim, -2)
+
+
+class _Way(NamedTuple):
+    """Which tokens of a group are multiplied, and which come of it."""
+
+    source: Callable[[Group, Tensor, int], Tensor]
+    target: Callable[[Group, Tensor, int], Tensor]
+    length: Callable[[Regions], int]
+
+    def views(self, group: Group, x: Tensor, minus: Tensor | None, onto: Tensor | None) -> _Views:
+        """Of what is given, the tokens of each region."""
+        less = None if minus is None else self.source(group, minus, -2)
+        base = None if onto is None else self.target(group, onto, -2)
+        return self.source(group, x, -2), less, base
+
+
+_ENTER = _Way(Group.tokens, Group.merged, lambda regions: regions.num_merged)
+_LEAVE = _Way(Group.merged, Group.tokens, lambda regions: regions.num_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +314,10 @@ class Assignment:
     def leave(self, y: Tensor) -> Tensor:
         """Every token gets what its merged one holds."""
         return y.gather(1, self.owners[..., None].expand(-1, -1, y.shape[2]))
+
+    def update(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """All tokens `x`, changed as merged ones were."""
+        return x + self.leave(after - before)
 
     def at_destinations(self, table: Tensor) -> Tensor:
         """Rows of a table of all tokens, `[tokens, ...]`, for the merged ones, `[B, merged, ...]`."""
@@ -326,7 +384,7 @@ def merging_of(
         None if group.is_kept else _shares(features, destinations, group, sharpness)
         for group in regions.groups
     )
-    return Merging(regions, destinations, shares)
+    return Merging(regions, destinations, shares, impl)
 
 
 def _check_features(features: Tensor, regions: Regions) -> None:
@@ -404,7 +462,7 @@ def _(features: Tensor, lengths: Sequence[int], counts: Sequence[int], impl: str
 
 def _implementation(impl: str, features: Tensor) -> Any:
     """The module that locates: the kernel where it is wanted and can run; "auto" takes the reference otherwise."""
-    if impl in ("grouped", "reference") or (impl == "auto" and not features.is_cuda):
+    if not kernels.are_wanted(impl, features):
         return reference
     module = kernels.helper("locate", features)
     if module is None and impl != "auto":

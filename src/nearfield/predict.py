@@ -223,8 +223,7 @@ def _scores_of_means(queries: Tensor, keys: Tensor) -> Tensor:
 
 def _module(name: str, plain: Any, impl: str, *call: Any) -> Any:
     """The kernels of that name where they shall run and can, else plain torch."""
-    wants_kernel = impl in ("triton", "gluon") or (impl == "auto" and call[0].is_cuda)
-    return (kernels.helper(name, *call) if wants_kernel else None) or plain
+    return (kernels.helper(name, *call) if kernels.are_wanted(impl, call[0]) else None) or plain
 
 
 def _head_chunks(query: Tensor, key: Tensor, blocks: Blocks) -> Iterator[tuple[slice, slice]]:

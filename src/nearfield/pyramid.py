@@ -120,9 +120,7 @@ def check_pooling(argument: str, block: object) -> None:
 
 def _kernels(name: str, impl: Impl, x: Tensor, *call: Any) -> Any:
     """The module with the kernels of that name, where they are wanted and can run."""
-    if impl in ("grouped", "reference") or (impl == "auto" and not x.is_cuda):
-        return None
-    return kernels.helper(name, x, *call)
+    return kernels.helper(name, x, *call) if kernels.are_wanted(impl, x) else None
 
 
 # -- the operators -----------------------------------------------------------------------------------------------

@@ -83,8 +83,7 @@ def _overall(means: Tensor, sizes: Tensor, groups: int) -> Tensor:
 
 def _module(x: Tensor, impl: str) -> Any:
     """The kernels, where they are wanted and can run."""
-    is_plain = impl in ("grouped", "reference") or (impl == "auto" and not x.is_cuda)
-    return reference if is_plain else kernels.helper("windows", x) or reference
+    return (kernels.helper("windows", x) if kernels.are_wanted(impl, x) else None) or reference
 
 
 @torch.library.custom_op("nearfield::window_means", mutates_args=())

@@ -472,8 +472,8 @@ class _Inside(NamedTuple):
     def parted(self, result: Tensor) -> Tensor:
         """All tokens, with what the block added to those that are left."""
         with _in_full_precision(self.full):
-            added = self.tokens.leave((result - self.short)[:, self.text :])
-            image = self.full[:, self.text :] + added
+            full, short, changed = (x[:, self.text :] for x in (self.full, self.short, result))
+            image: Tensor = self.tokens.update(full, short, changed)
         if image.dtype == torch.float16:  # as blocks do
             image = image.clip(-65504, 65504)
         return torch.cat([result[:, : self.text], image], dim=1) if self.text else image

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from nearfield import kernels
 from nearfield._checks import shape_of, wrong_value
 from nearfield._types import Impl
 from nearfield.methods import Reader
+from nearfield.reference import rotate as reference
 
 
 class Switch(Protocol):
@@ -189,7 +191,7 @@ class _Redirect(TorchFunctionMode):
             hint = "Tensor parallelism is not supported: plans are made for the heads there were."
             wrong_value("processor", f"have the {self.heads[0]} heads of {self.heads[1]} it had", found, hint)
         if self.extras.rows is not None:
-            query, key = (_rotated(x, *self.extras.rows) for x in (query, key))
+            query, key = (_rotated(x, self.extras.rows, self.impl) for x in (query, key))
         if self.reader is None:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa
@@ -205,11 +207,12 @@ class _Redirect(TorchFunctionMode):
         return self.reader.attend(query, key, value, key_bias=bias, scale=scale, impl=self.impl).out
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs of channels, in float32 as models do."""
-    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
-    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+def _rotated(x: Tensor, rows: tuple[Tensor, Tensor], impl: Impl) -> Tensor:
+    """By a kernel where it can run. It has no gradient, and what is compiled needs none."""
+    is_plain = torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad)
+    module = None if is_plain or not kernels.are_wanted(impl, x) else kernels.helper("rotate", x)
+    rotated: Tensor = (module or reference).rotate(x, *rows)
+    return rotated
 
 
 def _key_bias(mask: Tensor) -> Tensor:

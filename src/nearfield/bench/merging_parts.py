@@ -83,6 +83,9 @@ class Parts:
         self.text = torch.randn(1, geometry.text, width, device=device, dtype=dtype)
         self.tokens = torch.randn(1, geometry.num_image_tokens, width, device=device, dtype=dtype)
         self.map = self._made()
+        short = self.map.regions.num_merged
+        self.result = torch.randn(1, short, width, device=device, dtype=dtype)
+        """What a block gives: not what it was given, which would still be in the cache."""
 
     def _groups(self, kind: Kind, blocks: int) -> list[int]:
         """The group of each block that is merged."""
@@ -108,8 +111,7 @@ class Parts:
         return tokens
 
     def _around_block(self, tokens: Tensor) -> Tensor:
-        short = self.map.enter(tokens)
-        return tokens + self.map.leave(short - short)
+        return self.map.update(tokens, self.map.enter(tokens), self.result)
 
     def _around_module(self, tokens: Tensor) -> Tensor:
         """What comes out of the module is added by the block itself."""

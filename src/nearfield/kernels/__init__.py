@@ -85,8 +85,13 @@ def _missing(impl: str) -> str | None:
 
 
 def helper(name: str, *call: Any) -> Any:
-    """The module "select" or "pool" if its kernels can run such a call (see its `unsupported`), else None."""
+    """The module of that name, as "select", if its kernels can run such a call (see its `unsupported`), else None."""
     if _missing("triton") is not None:
         return None
     module = importlib.import_module(f"nearfield.kernels.{name}")
     return module if module.unsupported(*call) is None else None
+
+
+def are_wanted(impl: str, x: Tensor) -> bool:
+    """Whether helpers shall run as kernels: where they are asked for, and by default on a GPU."""
+    return impl in ("triton", "gluon") or (impl == "auto" and x.is_cuda)

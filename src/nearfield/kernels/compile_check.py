@@ -2,7 +2,7 @@
 
 Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes every variant
 of the Hopper kernel. Of the plain kernels it takes those of LogLinear and FineGrained, in which much is decided while
-compiling: the interpreter, being Python, cannot judge that.
+compiling, and those of merged blocks: the interpreter, being Python, cannot judge that.
 """
 
 import os
@@ -18,7 +18,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nearfield.kernels import backward, columns, forward, hopper, pack, pair, pool, transpose, windows
+from nearfield.kernels import (
+    backward,
+    columns,
+    forward,
+    hopper,
+    pack,
+    pair,
+    pool,
+    regions,
+    rotate,
+    transpose,
+    windows,
+)
 from nearfield.kernels.hopper_kernel import forward_kernel
 
 _POINTERS = {
@@ -74,6 +86,26 @@ def compile_window_means(dim: int) -> str:
     constants = {"WINDOW": 16, "ROWS": 16, "DIM": dim, "PAD": dim}
     pointers = {"source": "*bf16", "means": "*bf16", "starts": "*i64", "sizes": "*i32"}
     return _compile_plain(windows._means_kernel, constants, pointers)
+
+
+def compile_merging(is_entering: bool) -> str:
+    """Regions of 64 tokens, of which 32 are left; the way back adds what changed."""
+    way = (
+        {"ROWS": 32, "COLUMNS": 64, "stride_mk": 1}
+        if is_entering
+        else {"ROWS": 64, "COLUMNS": 32, "stride_mn": 1}
+    )
+    flags = dict.fromkeys(("HAS_MINUS", "HAS_ONTO"), not is_entering)
+    pointers = dict.fromkeys(("matrix", "x", "minus", "onto", "out"), "*bf16")
+    return _compile_plain(
+        regions._multiply_kernel, {**way, **flags, "CHANNELS": 128, "PRECISION": "tf32"}, pointers
+    )
+
+
+def compile_rotate(dim: int) -> str:
+    constants = {"HEADS": 4, "TOKENS": 16, "DIM": dim, "PAD": dim}
+    pointers = {"x": "*bf16", "out": "*bf16", "cos": "*fp32", "sin": "*fp32"}
+    return _compile_plain(rotate._rotate_kernel, constants, pointers)
 
 
 _PLAIN = {
@@ -138,7 +170,8 @@ def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, s
     aligned = [
         name
         for name in names
-        if name not in constants and (others[name].startswith("*") or name.startswith("stride_"))
+        if name not in constants
+        and (others[name].startswith("*") or name.startswith("stride_") or name == "num_channels")
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, values, attributes)
@@ -155,6 +188,15 @@ def main() -> int:
             print(f"no 16-byte loads in pooling: {first=} {second=}", file=sys.stderr)
             return 1
     compile_window_means(128)
+    merging = {
+        "merging": compile_merging(True),
+        "parting": compile_merging(False),
+        "rows": compile_rotate(128),
+    }
+    for name, ptx in merging.items():
+        if "st.global.v4" not in ptx:
+            print(f"no 16-byte stores in a kernel of merged blocks: {name}", file=sys.stderr)
+            return 1
     for name, kernel, wanted in plain_variants():
         ptx = compile_plain(kernel, wanted)
         multiplies = name not in ("chunks", "packing", "transposing")
