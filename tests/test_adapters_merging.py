@@ -457,7 +457,7 @@ def test_attention_reads_along_the_shorter_curve(name: str, share: Any) -> None:
 @NEEDS_TRITON
 @pytest.mark.parametrize("name", ["flux", "flux2"])
 def test_kernels_merge_part_and_rotate_as_plain_torch_does(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     from nearfield.kernels import regions, rotate
 
@@ -471,7 +471,8 @@ def test_kernels_merge_part_and_rotate_as_plain_torch_does(
 
         monkeypatch.setattr(module, function, counted)
     make, inputs_of = MODELS[name]
-    model, inputs = make(), inputs_of((4, 6), 1)
+    model = make().to(device)
+    inputs = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in inputs_of((4, 6), 1).items()}
     found = {}
     for impl in ("grouped", "triton"):
         with nearfield.apply(model, ALL, impl=impl):
