@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearfield import attend as attend_function
 from nearfield import planning
+from nearfield._types import Positions
 from nearfield.attend import Part, attend_together
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
@@ -34,7 +35,7 @@ def leaves_of(query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> tuple
         key, value = (x.to(dtype).clone().requires_grad_() for x in (part.key, part.value))
         bias = None if part.key_bias is None else part.key_bias.to(dtype).clone().requires_grad_()
         made += [x for x in (key, value, bias) if x is not None]
-        fresh.append(Part(key, value, part.plan, bias))
+        fresh.append(Part(key, value, part.plan, bias, part.positions))
     return made, fresh
 
 
@@ -57,7 +58,11 @@ def dense(query: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
         times = part.plan.pair_counts()
         one = query @ part.key.repeat_interleave(repeats, 1).mT * query.shape[3] ** -0.5
         one = one if part.key_bias is None else one + part.key_bias[..., None, :]
-        logits.append((one + times.to(one.dtype).log()).masked_fill(times == 0, -INF))
+        one = (one + times.to(one.dtype).log()).masked_fill(times == 0, -INF)
+        if part.positions is not None:
+            visible = part.positions.key[:, None, None] <= part.positions.query[:, None, :, None]
+            one = one.masked_fill(~visible, -INF)
+        logits.append(one)
         values.append(part.value.repeat_interleave(repeats, 1))
     every = torch.cat(logits, -1)
     nothing = (every == -INF).all(-1, keepdim=True)
@@ -129,6 +134,8 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
             lists,
             [bias.expand(2, -1, -1)],
             [1],
+            [],
+            [],
             [part.plan._extent for part in parts],
             [16, 16, 32, 8],
             0.25,
@@ -136,6 +143,35 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
         ),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),  # compiled above
     )
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_part_may_have_positions(impl: Any, number: int, device: torch.device) -> None:
+    """Forward in one operator, with gradients part by part."""
+    query, parts = call(device, key_heads=1)
+    keys = parts[number].key.shape[2]
+    places = torch.randperm(64, generator=torch.Generator().manual_seed(2)).to(device)
+    positions = Positions(places[None, :40], places[None, :keys])
+    parts[number] = parts[number]._replace(positions=positions)
+    exact = results(dense, query, parts, torch.float64)
+    low = results(dense, query, parts, torch.float32)
+    got = results(lambda q, p: attend_together(q, p, impl=impl), query, parts, torch.float32)
+    got["out"], got["lse"] = attend_together(query, parts, impl=impl)  # no gradient is wanted here
+    for name in exact:
+        assert_budget(name, got[name], exact[name], low[name])
+
+
+@NEEDS_TRITON
+def test_parts_without_bias_have_gradients(device: torch.device) -> None:
+    query, parts = call(device)
+    parts[1] = parts[1]._replace(key_bias=None)
+    leaf = query.clone().requires_grad_()
+    out = attend_together(leaf, parts, impl="triton").out
+    expected = query.clone().requires_grad_()
+    (found,) = torch.autograd.grad(out.sum(), leaf)
+    (wanted,) = torch.autograd.grad(dense(expected, parts)[0].sum(), expected)
+    torch.testing.assert_close(found, wanted)
 
 
 @NEEDS_TRITON
@@ -168,6 +204,29 @@ def test_on_a_gpu_parts_may_have_kernels_of_their_own(
             [Part(*(x.to(wanted) if isinstance(x, Tensor) else x for x in p)) for p in parts],
         )
         for wanted in (torch.float64, dtype)
+    )
+    for name, *values in zip(("out", "lse"), attend_together(query, parts), exact, low, strict=True):
+        assert_budget(name, *values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_on_a_gpu_the_last_keys_may_have_positions(dim: int) -> None:
+    """As rows of a cache are computed again: the fastest kernel reads what all see, the plain one goes on."""
+    device = torch.device("cuda")
+    query, key, value = (
+        x.to(torch.bfloat16) for x in random_inputs(1, 8, 300, 1000, dim, key_heads=2, device=device)
+    )
+    places = torch.arange(700, 1000, device=device)
+    columns = torch.arange(16, device=device)
+    sure = columns < 10
+    sizes = {"q_block": 128, "k_block": 64, "num_queries": 300, "num_keys": 1000}
+    before, edge = (planning.from_mask(mask.expand(3, 16), **sizes) for mask in (sure, ~sure))
+    positions = Positions(places[None], torch.arange(1000, device=device)[None])
+    parts = [Part(key, value, before), Part(key, value, edge, positions=positions)]
+    exact, low = (
+        dense(query.to(wanted), [part._replace(key=key.to(wanted), value=value.to(wanted)) for part in parts])
+        for wanted in (torch.float64, torch.bfloat16)
     )
     for name, *values in zip(("out", "lse"), attend_together(query, parts), exact, low, strict=True):
         assert_budget(name, *values)

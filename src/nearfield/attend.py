@@ -119,16 +119,18 @@ def attend_together(
 
     The same as attending to each part and merging the results. But where kernels run, the whole is differentiated at
     once: with the `lse` of all parts the gradients of one do not depend on the others, so nothing is kept, and nothing
-    computed, for having merged.
+    computed, for having merged. Parts with `positions` are differentiated apart.
     """
-    if impl in ("grouped", "reference") or (impl == "auto" and not _suits_kernels(query)):
+    is_plain = impl in ("grouped", "reference") or (impl == "auto" and not _suits_kernels(query))
+    if is_plain or _differentiates_positions(query, parts):
         attended = (
-            attend(query, part.key, part.value, part.plan, key_bias=part.key_bias, scale=scale, impl=impl)
+            attend(query, *part[:3], key_bias=part.key_bias, positions=part.positions, scale=scale, impl=impl)
             for part in parts
         )
         return reduce(merge, attended)
     lists: list[Tensor | None] = []
     biases: dict[int, Tensor] = {}
+    positions: dict[int, Positions] = {}
     for number, part in enumerate(parts):
         _check_call(query, part.key, part.value, part.plan, impl)
         _refuse_forward_mode(query, part.key, part.value, part.key_bias)
@@ -138,6 +140,8 @@ def attend_together(
         lists += all_lists(part.plan, query, part.key, wants_gradient, impl)
         if bias is not None:
             biases[number] = bias
+        if part.positions is not None:
+            positions[number] = _checked_positions(part.positions, query, part.key)
     out, lse = torch.ops.nearfield.attend_together(
         query,
         [part.key for part in parts],
@@ -145,12 +149,21 @@ def attend_together(
         lists,
         list(biases.values()),
         list(biases),
+        [side for pair in positions.values() for side in pair],
+        list(positions),
         [part.plan._extent for part in parts],
         [size for part in parts for size in (part.plan.q_block, part.plan.k_block)],
         _checked_scale(scale, query),
         impl,
     )
     return Attended(out, lse)
+
+
+def _differentiates_positions(query: Tensor, parts: Sequence[Part]) -> bool:
+    if all(part.positions is None for part in parts) or not torch.is_grad_enabled():
+        return False
+    leaves = [query, *(x for part in parts for x in (part.key, part.value, part.key_bias))]
+    return any(x is not None and x.requires_grad for x in leaves)
 
 
 def _suits_kernels(query: Tensor) -> bool:
@@ -220,8 +233,10 @@ def _checked_positions(positions: Positions, query: Tensor, key: Tensor) -> Posi
         check_same_device(name, x, "query", query.device)
         if x.shape[0] not in (1, query.shape[0]) or x.shape[1] != like.shape[2]:
             wrong_value(name, f"have shape [1 or {query.shape[0]}, {like.shape[2]}]", shape_of(x))
-        # Clamped, not wrapped: a position beyond 32 bits still means never, or always.
-        checked.append(x.clamp(-(2**31), 2**31 - 1).to(torch.int32))
+        if x.dtype != torch.int32:
+            # Clamped, not wrapped: a position beyond 32 bits still means never, or always.
+            x = x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+        checked.append(x)
     return Positions(*checked)
 
 

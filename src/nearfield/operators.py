@@ -253,6 +253,7 @@ class Part(NamedTuple):
     value: Tensor
     plan: Plan
     key_bias: Tensor | None = None
+    positions: Positions | None = None
 
 
 _LISTS = 6  # as `all_lists` gives them
@@ -266,8 +267,11 @@ def _rebuilt_parts(
     biases: Sequence[Tensor],
     biased: Sequence[int],
     sizes: Sequence[int],
+    positions: Sequence[Tensor] = (),
+    positioned: Sequence[int] = (),
 ) -> list[Part]:
     parts = []
+    pairs = dict(zip(positioned, map(Positions, positions[::2], positions[1::2]), strict=True))
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         bias = biases[biased.index(number)] if number in biased else None
         offsets, blocks, order, *transposed = lists[_LISTS * number : _LISTS * (number + 1)]
@@ -275,7 +279,7 @@ def _rebuilt_parts(
         assert blocks is not None
         q_block, k_block = sizes[2 * number : 2 * number + 2]
         plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block)
-        parts.append(Part(key, value, plan, bias))
+        parts.append(Part(key, value, plan, bias, pairs.get(number)))
     return parts
 
 
@@ -287,21 +291,25 @@ def _attend_together(
     lists: Sequence[Tensor | None],
     biases: Sequence[Tensor],  # of the parts that have one, whose numbers are `biased`
     biased: Sequence[int],
+    positions: Sequence[Tensor],  # of queries and keys in turns, of the parts `positioned`; without gradients
+    positioned: Sequence[int],
     extents: Sequence[Tensor],
     sizes: Sequence[int],
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
+    parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes, positions, positioned)
     for part, extent in zip(parts, extents, strict=True):
         check_sizes(extent, query, part.key)
     with _undisturbed(query):
         in_turn = _in_turn(query, parts, cast(Impl, impl))
-        # The plain kernels can read whatever the others can.
-        attended: Attended | None = kernels.load("triton").attend_together_forward(query, parts, scale)
+        attended: Attended | None = None
+        if not positioned:
+            # The plain kernels can read whatever the others can.
+            attended = kernels.load("triton").attend_together_forward(query, _plain(parts), scale)
         for name, part in in_turn if attended is None else ():
             forward = implementation(name).attend_forward
-            call = (query, part.key, part.value, part.plan, part.key_bias, None, scale)
+            call = (query, part.key, part.value, part.plan, part.key_bias, part.positions, scale)
             if attended is None:
                 attended = forward(*call)
             elif name == "triton":
@@ -315,11 +323,16 @@ def _attend_together(
 def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str, Part]]:
     """Parts in the order they are read in, and by what: the plain kernel goes on from what was read before it, so it
     comes last and saves the merging."""
-    choices = [
-        (explain_choice(query, part.key, part.plan, key_bias=part.key_bias, impl=impl).impl, part)
-        for part in parts
-    ]
+    choices = []
+    for part in parts:
+        options = {"key_bias": part.key_bias, "positions": part.positions, "impl": impl}
+        choices.append((explain_choice(query, part.key, part.plan, **options).impl, part))
     return sorted(choices, key=lambda choice: choice[0] == "triton")
+
+
+def _plain(parts: Sequence[Part]) -> list[tuple[Tensor, Tensor, Plan, Tensor | None]]:
+    """As the kernels that know no positions take them."""
+    return [(part.key, part.value, part.plan, part.key_bias) for part in parts]
 
 
 @_attend_together.register_fake
@@ -351,7 +364,7 @@ def _attend_together_backward(
         )
     with _undisturbed(query):
         backward = kernels.load("triton").attend_together_backward
-        grad_query, others = backward(grad_out, grad_lse, query, parts, out, lse, scale)
+        grad_query, others = backward(grad_out, grad_lse, query, _plain(parts), out, lse, scale)
     of_keys, of_values, of_biases = zip(*others, strict=True)
     return [grad_query, *of_keys, *of_values, *(gradient for gradient in of_biases if gradient is not None)]
 
@@ -374,7 +387,7 @@ def _(
 
 
 def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, keys, values, lists, biases, biased, _, *statics = inputs
+    query, keys, values, lists, biases, biased, _, _, _, *statics = inputs
     ctx.save_for_backward(query, *output, *keys, *values, *biases, *lists)
     ctx.counts, ctx.statics = (len(keys), len(biases)), (biased, *statics)
 
@@ -392,7 +405,12 @@ def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[
     of_keys, of_values, of_biases = others[: ends[0]], others[ends[0] : ends[1]], others[ends[1] :]
     # torch wants a list for a list of tensors, even if nothing in it has a gradient, and None for a list with gaps.
     none_of_lists = None if any(x is None for x in lists) else [None] * len(lists)
-    return grad_query, of_keys, of_values, none_of_lists, of_biases, None, [None] * parts, None, None, None
+    # An empty list counts as one of tensors; parts with positions do not come here.
+    none_of_biased = None if biased else []
+    return (
+        *(grad_query, of_keys, of_values, none_of_lists, of_biases, none_of_biased),
+        *([], [], [None] * parts, None, None, None),
+    )
 
 
 _attend_together.register_autograd(_differentiate_parts, setup_context=_save_parts)
