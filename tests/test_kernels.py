@@ -483,3 +483,29 @@ def test_statistics_of_a_long_map(k_block: int, q_block: int) -> None:
     got = kernel.column_statistics(query, key, lse.float(), *call)
     for name, *values in zip(("maxima", "masses"), got, exact, low, strict=True):
         assert_budget(name, *values)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("length", "dim", "size"), [(37, 16, 16), (16, 24, 24), (5, 32, 8)])
+def test_turning_kernel_does_as_the_reference(
+    length: int, dim: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Keys behind a prefix, into the middle of a longer cache, of which the rest stays."""
+    from nearfield.kernels import turn as kernel
+    from nearfield.reference import turn as plain
+
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(5, 4, 3 + length, dim, generator=generator).to(device, dtype)[:, :, 3:]
+    cos, sin = torch.randn(2, length, size, generator=generator).to(device)
+    partner = torch.randperm(size, generator=generator).to(device)
+    exact = torch.full((5, 4, length + 9, dim), 7.0, device=device, dtype=torch.float64)
+    low, found = exact.to(dtype), exact.to(dtype)
+    plain.turn(keys.double(), exact[:, :, 4:-5], cos, sin, partner)
+    plain.turn(keys, low[:, :, 4:-5], cos, sin, partner)
+    kernel.turn(keys, found[:, :, 4:-5], cos, sin, partner)
+    assert_budget("keys", found, exact, low)
+    assert torch.equal(found[..., size:], low[..., size:])
+    wanted = keys.double() * 1
+    wanted[..., :size] = keys[..., :size].double() * cos + keys[..., partner].double() * sin
+    torch.testing.assert_close(exact[:, :, 4:-5], wanted)

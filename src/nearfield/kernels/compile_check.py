@@ -29,6 +29,7 @@ from nearfield.kernels import (
     regions,
     rotate,
     transpose,
+    turn,
     windows,
 )
 from nearfield.kernels.hopper_kernel import forward_kernel
@@ -106,6 +107,12 @@ def compile_rotate(dim: int) -> str:
     constants = {"HEADS": 4, "TOKENS": 16, "DIM": dim, "PAD": dim}
     pointers = {"x": "*bf16", "out": "*bf16", "cos": "*fp32", "sin": "*fp32"}
     return _compile_plain(rotate._rotate_kernel, constants, pointers)
+
+
+def compile_turn(dim: int, size: int) -> str:
+    constants = {"SIZE": size, "DIM": dim, "PAD": dim, "ROWS": 16, "HEADS": 16}
+    pointers = {"source": "*bf16", "target": "*bf16", "cos": "*fp32", "sin": "*fp32", "partner": "*i64"}
+    return _compile_plain(turn._turn_kernel, constants, pointers)
 
 
 _PLAIN = {
@@ -196,6 +203,9 @@ def main() -> int:
     for name, ptx in merging.items():
         if "st.global.v4" not in ptx:
             print(f"no 16-byte stores in a kernel of merged blocks: {name}", file=sys.stderr)
+    for size in (64, 128):
+        if "ld.global.v4" not in compile_turn(128, size):
+            print(f"no 16-byte loads in turning: {size=}", file=sys.stderr)
             return 1
     for name, kernel, wanted in plain_variants():
         ptx = compile_plain(kernel, wanted)

@@ -61,13 +61,16 @@ class Context:
 
     @property
     def num_bytes(self) -> int:
-        layers = [(layer.keys, layer.values) for layer in self.cache.layers]
-        return sum(x.numel() * x.element_size() for pair in layers for x in pair)
+        return sum(x.numel() * x.element_size() for sides in self._sides() for x in sides)
+
+    def _sides(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys of all layers, and values."""
+        return [layer.keys for layer in self.cache.layers], [layer.values for layer in self.cache.layers]
 
     def copy(self) -> "Context":
         """The same with a cache of its own."""
-        layers = [(layer.keys.clone(), layer.values.clone()) for layer in self.cache.layers]
-        return replace(self, cache=DynamicCache(layers))
+        keys, values = ([side[0].clone() for side in sides] for sides in self._sides())
+        return replace(self, cache=cache_of(keys, values))
 
 
 def check_tokens(argument: str, tokens: object) -> None:
@@ -124,49 +127,85 @@ def assemble(model: Any, chunks: Sequence[Chunk], *, geometry: Geometry = "globa
     target = torch.arange(len(tokens), device=device)
     # Rows of the first chunk, prefix included, stand where they were made.
     source = torch.where(owner == 0, target, offset + first.prefix_length)
-    turn = Turn(model, source[len(first.tokens) :], target[len(first.tokens) :])
-    layers = [
-        _layer(chunks, layer, turn if geometry == "global" else None, device) for layer in _layers(first)
-    ]
+    turn = Turn(model, source, target) if geometry == "global" else None
     positions = target if geometry == "global" else source
+    starts = [0, *(chunk.prefix_length for chunk in chunks[1:])]
     lengths = tuple(chunk.length for chunk in chunks)
-    return Context(tokens, positions, owner, offset, lengths, DynamicCache(layers))
+    cache = joined(chunks, starts, turn, device, num_untouched=1)
+    return Context(tokens, positions, owner, offset, lengths, cache)
 
 
-def _layers(chunk: Chunk) -> range:
-    return range(len(chunk.keys))
+def joined(
+    chunks: Sequence[Chunk],
+    starts: Sequence[int],
+    turn: Turn | None,
+    device: torch.device,
+    num_untouched: int = 0,
+) -> Any:
+    """A cache of chunks one after another, each from a row of its own on; keys are moved by `turn`.
+
+    Each chunk is written to its place, in all layers at once. The layers' tensors are parts of two large ones.
+
+    Args:
+        num_untouched: the first chunks, which stand where they were made.
+    """
+    like = chunks[0].keys
+    sizes = [len(chunk.tokens) - start for chunk, start in zip(chunks, starts, strict=True)]
+    shape = (*like.shape[:2], sum(sizes), like.shape[3])
+    keys, values = (torch.empty(shape, dtype=like.dtype, device=device) for _ in range(2))
+    place = 0
+    for index, (chunk, start, size) in enumerate(zip(chunks, starts, sizes, strict=True)):
+        here = slice(place, place + size)
+        _copy(chunk.values, start, values[:, :, here])
+        if turn is None or index < num_untouched:
+            _copy(chunk.keys, start, keys[:, :, here])
+        else:
+            turn.write(chunk.keys.to(device)[:, :, start:], keys[:, :, here], place)
+        place += size
+    return cache_of(keys, values)
 
 
-def _layer(
-    chunks: Sequence[Chunk], layer: int, turn: Turn | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Keys and values `[1, G, T, D]` of a layer."""
-    first, others = chunks[0], chunks[1:]
-    keys, values = first.keys[layer, None].to(device), first.values[layer, None].to(device)
-    if not others:
-        return keys.clone(), values.clone()
-    texts = [slice(chunk.prefix_length, None) for chunk in others]
-    moved = torch.cat(
-        [chunk.keys[layer, None, :, text] for chunk, text in zip(others, texts, strict=True)], 2
-    )
-    moved = moved.to(device)
-    if turn is not None:
-        moved = turn.keys(moved, layer)
-    untouched = [chunk.values[layer, None, :, text] for chunk, text in zip(others, texts, strict=True)]
-    return torch.cat([keys, moved], 2), torch.cat([values, *(value.to(device) for value in untouched)], 2)
+def _copy(source: Tensor, start: int, target: Tensor) -> None:
+    source = source.to(target.device).contiguous()[:, :, start:]
+    if source.shape[-1] * source.element_size() % 8 == 0:
+        source, target = source.view(torch.int64), target.view(torch.int64)  # fewer, wider accesses
+    target.copy_(source)
+
+
+def cache_of(keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor) -> Any:
+    """An ordinary cache with these keys and values `[G, T, D]` of each layer, which are not copied.
+
+    A cache that is given tensors copies each, as it appends them to nothing.
+    """
+    cache = DynamicCache([(None, None)] * len(keys))
+    for layer, key, value in zip(cache.layers, keys, values, strict=True):
+        layer.keys, layer.values = key[None], value[None]
+        layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True
+    return cache
 
 
 def _check_chunks(model: Any, chunks: Sequence[Chunk]) -> None:
     if len(chunks) == 0:
         wrong_value("chunks", "hold at least one chunk", "none")
     num_layers = len(model.get_decoder().layers)
-    prefix = chunks[0].tokens[: chunks[0].prefix_length]
     for index, chunk in enumerate(chunks):
         name = f"chunks[{index}]"
         if len(chunk.keys) != num_layers:
             wrong_value(name, f"have the {num_layers} layers of the model", len(chunk.keys))
         if chunk.keys.dtype != model.dtype:
             wrong_value(name, f"have the model's precision, {model.dtype}", chunk.keys.dtype)
-        own = chunk.tokens[: chunk.prefix_length]
-        if not torch.equal(own.to(prefix), prefix):
-            wrong_value(name, "stand behind the same prefix as the first", own.tolist(), "Prefill it again.")
+    prefixes = [chunk.tokens[: chunk.prefix_length] for chunk in chunks]
+    stranger = _first_unlike(prefixes)
+    if stranger is not None:
+        rule = "stand behind the same prefix as the first"
+        wrong_value(f"chunks[{stranger}]", rule, prefixes[stranger].tolist(), "Prefill it again.")
+
+
+def _first_unlike(prefixes: Sequence[Tensor]) -> int | None:
+    """Which one is not like the first. Waits for the device once, not for each."""
+    for index, prefix in enumerate(prefixes):
+        if len(prefix) != len(prefixes[0]):
+            return index
+    together = torch.stack([prefix.to(prefixes[0]) for prefix in prefixes])
+    unlike = (together != together[0]).any(1).tolist()
+    return unlike.index(True) if True in unlike else None

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearfield import kernels
 from nearfield._checks import wrong_value
+from nearfield.reference import turn as reference
 
 _NO_PURE_ROTATION = {
     "dynamic": "dynamic NTK scaling changes its angles with the length of the sequence",
@@ -98,24 +100,46 @@ class Turn:
         self._model = model
         self._source, self._target = source, target
         self._apply = _apply_rotary(model)
-        self._types = getattr(model.get_decoder().config, "layer_types", None)
-        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        types = getattr(model.get_decoder().config, "layer_types", None)
+        self._types = types if types and _depends_on_layer(model) else None
+        self._tables: dict[str | None, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def keys(self, key: Tensor, layer: int) -> Tensor:
-        """Move the keys `[B, G, tokens, D]` of one layer. Computed in single precision or better."""
-        precise = torch.promote_types(key.dtype, torch.float32)
-        cos, sin = (table.to(precise) for table in self._turns(layer))
-        # Some models turn only the first part of a key.
-        turning, resting = key[..., : cos.shape[-1]].to(precise), key[..., cos.shape[-1] :]
-        no_query = turning[:, :0]
-        turned = self._apply(no_query, turning, cos, sin)[1]
-        return torch.cat([turned.to(key.dtype), resting], -1)
+    def write(self, keys: Tensor, out: Tensor, start: int) -> None:
+        """Move keys `[layers, G, tokens, D]` of all layers, the first of which stands at place `start`, into `out`.
 
-    def _turns(self, layer: int) -> tuple[Tensor, Tensor]:
-        kind = self._types[layer] if self._types and _depends_on_layer(self._model) else None
+        Computed in single precision or better, in one go where all layers turn alike.
+        """
+        if self._types is None:
+            self._write(keys, out, start, None)
+            return
+        for layer, kind in enumerate(self._types):
+            self._write(keys[layer, None], out[layer, None], start, kind)
+
+    def _write(self, keys: Tensor, out: Tensor, start: int, kind: str | None) -> None:
         if kind not in self._tables:
-            self._tables[kind] = self._difference(kind)
-        return self._tables[kind]
+            self._tables[kind] = self._channels(*self._difference(kind))
+        cos, sin, partner = self._tables[kind]
+        places = slice(start, start + keys.shape[2])
+        module = (kernels.helper("turn", keys) if keys.is_cuda else None) or reference
+        with torch.cuda.device_of(keys):
+            module.turn(keys, out, cos[places], sin[places], partner)
+
+    def _channels(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What each channel of a key is multiplied by, what its partner is, and which channel that is.
+
+        The model's own function is asked: keys of ones show which entries of the tables belong to a channel and with
+        which sign, numbered channels show the partners.
+        """
+        ones, no = torch.ones_like(cos), torch.zeros_like(cos)
+        numbers = torch.arange(1, cos.shape[-1] + 1, device=cos.device).to(cos)
+        partner = self._turned(numbers[None], no[:1], ones[:1])[0].abs().long() - 1
+        return self._turned(ones, cos, no), self._turned(ones, no, sin), partner
+
+    def _turned(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Keys `[tokens, R]` through the model's own function."""
+        keys = keys[None, None]
+        turned: Tensor = self._apply(keys[:, :0], keys, cos[None], sin[None])[1]
+        return turned[0, 0]
 
     def _difference(self, kind: str | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of target angle minus source angle, from the model's own rounded tables of both.
@@ -128,7 +152,7 @@ class Turn:
         square = source_cos.square() + source_sin.square()
         cos = (target_cos * source_cos + target_sin * source_sin) / square
         sin = (target_sin * source_cos - target_cos * source_sin) / square
-        return cos.float(), sin.float()
+        return cos[0].float(), sin[0].float()
 
     def _table(self, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         rotary = self._model.get_decoder().rotary_emb

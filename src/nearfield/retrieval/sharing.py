@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import DynamicCache
 
 from nearfield import planning
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Positions
 from nearfield.attend import attend, merge
 from nearfield.parallel.ranks import Message, Parcel, Ranks
-from nearfield.retrieval.chunks import Chunk, Context, check_tokens
+from nearfield.retrieval.chunks import Chunk, Context, cache_of, check_tokens, joined
 from nearfield.retrieval.reading import run
 from nearfield.retrieval.rotary import Turn, check_model, check_window
 from nearfield.retrieval.selectors import InfoFlow, head_weights, select
@@ -99,17 +98,15 @@ class SharedContext:
     def gather(self) -> Context:
         """The whole context on every rank, to generate from. The one call that sends the cache itself."""
         sizes = self._sizes()
-        layers = []
+        keys, values = list[Tensor](), list[Tensor]()
         for layer in self.cache.layers:
-            sides = []
-            for side in (layer.keys, layer.values):
-                shapes = [(*side.shape[:2], size, side.shape[3]) for size in sizes]
-                sides.append(torch.cat(self._everyones(side, shapes), 2))
-            layers.append((sides[0], sides[1]))
+            for side, whole in ((layer.keys[0], keys), (layer.values[0], values)):
+                shapes = [(side.shape[0], size, side.shape[2]) for size in sizes]
+                whole.append(torch.cat(self._everyones(side, shapes), 1))
         tokens = torch.cat(self._everyones(self.tokens, [(size,) for size in sizes]))
         offset = torch.cat(self._everyones(self._offset, [(size,) for size in sizes]))
         positions = torch.arange(self.num_tokens, device=self.model.device)
-        return Context(tokens, positions, self.owner, offset, self.lengths, DynamicCache(layers))
+        return Context(tokens, positions, self.owner, offset, self.lengths, cache_of(keys, values))
 
     # -- what this rank holds ------------------------------------------------------------------------------------
 
@@ -123,20 +120,9 @@ class SharedContext:
             kept[0] = 0
             self._offset = torch.cat([self._offset.new_zeros(prefix), self._offset])
             source = torch.cat([torch.arange(prefix, device=device), source])
-        self.tokens = _rows([chunk.tokens for chunk in chunks], kept, 0).to(device)
+        self.tokens = torch.cat([chunk.tokens[start:] for chunk, start in zip(chunks, kept, strict=True)]).to(device)
         self.positions = torch.arange(self.starts[index], self.starts[index + 1], device=device)
-        turn = Turn(self.model, source, self.positions)
-        self.cache = DynamicCache(
-            [
-                (
-                    turn.keys(
-                        _rows([chunk.keys[layer, None] for chunk in chunks], kept, 2).to(device), layer
-                    ),
-                    _rows([chunk.values[layer, None] for chunk in chunks], kept, 2).to(device),
-                )
-                for layer in range(len(chunks[0].keys))
-            ]
-        )
+        self.cache = joined(chunks, kept, Turn(self.model, source, self.positions), device)
 
     def _sizes(self) -> list[int]:
         return [stop - start for start, stop in pairwise(self.starts)]
@@ -158,14 +144,6 @@ class SharedContext:
         ]
         found = self.ranks.exchange(outgoing, incoming).wait()
         return [parts[0] if parts else own for parts in found]
-
-
-def _rows(parts: Sequence[Tensor], starts: Sequence[int], dim: int) -> Tensor:
-    """Each part from its start on, one after another."""
-    return torch.cat(
-        [part.narrow(dim, start, part.shape[dim] - start) for part, start in zip(parts, starts, strict=True)],
-        dim,
-    )
 
 
 class _Asking:
