@@ -10,7 +10,16 @@ from tests.tiny_language_models import full_prefill, language_model, random_toke
 from torch import Tensor
 from transformers import Cache, DynamicCache, DynamicLayer
 
-from nearfield.retrieval import assemble, prefill_chunk, recompute, recomputing, rotary, verify
+from nearfield.retrieval import (
+    assemble,
+    first_logits,
+    prefill_chunk,
+    recompute,
+    recomputing,
+    rotary,
+    verify,
+)
+from nearfield.retrieval.fidelity import next_logits
 
 LONG = (150, 90, 140)
 
@@ -131,6 +140,103 @@ def test_blocks_after_the_last_position_are_not_read() -> None:
     assert plan.blocks.flatten().tolist() == list(range(11))
     plan = recomputing.plan_up_to(torch.arange(256), 256)
     assert plan.offsets.flatten().tolist() == [0, 2, 6]
+
+
+@pytest.fixture
+def reads_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(recomputing, "_reads_apart", lambda device: True)
+
+
+@pytest.mark.usefixtures("reads_apart")
+def test_keys_that_a_block_sees_may_be_read_apart() -> None:
+    model = language_model()
+    context, plain = context_of(model, LONG), context_of(model, LONG)
+    rows = torch.arange(160, context.num_tokens)
+    attention = recomputing._attention(rows, torch.arange(context.num_tokens))
+    assert isinstance(attention, recomputing._Apart)
+    recompute(model, context, rows)
+    whole = full_prefill(model, context.tokens)
+    reader = recomputing._Overwriting(plain, rows)
+    reader._attention = recomputing._Whole(
+        attention.positions, recomputing.plan_up_to(rows, len(plain.tokens))
+    )
+    recomputing.run_rows(model, plain, rows, reader)
+    for found, same, exact in zip(layers_of(context), layers_of(plain), whole, strict=True):
+        assert relative_error(found[0], same[0]) < 1e-12
+        assert relative_error(found[1], same[1]) < 1e-12
+        assert relative_error(found[0][:, :, :152], exact[0][:, :, :152]) < 1e-12
+
+
+@pytest.mark.parametrize("step", [1, 3, 7])
+def test_two_plans_are_one(step: int) -> None:
+    positions = torch.arange(5, 900, step)
+    both = recomputing.plans_apart(positions, 1000)
+    whole = recomputing.plan_up_to(positions, 1000)
+    counts = [plan.pair_counts() for plan in both]
+    assert torch.equal(counts[0] + counts[1], whole.pair_counts())
+    visible = torch.arange(1000) <= positions[:, None]
+    assert bool((counts[0][0, 0] <= visible).all())
+    # What is not read apart is at most what the queries of a block stand in, and the two blocks that cuts.
+    assert int(counts[1].sum(-1).max()) < 128 * step + 128
+
+
+@every_class
+@pytest.mark.parametrize("step", [3, 1000])
+def test_the_question_read_with_the_rows(name: str, step: int, request: pytest.FixtureRequest) -> None:
+    """The same cache and logits as in two passes; with a step of 1000 one row, with none below."""
+    if name == "llama":
+        request.getfixturevalue("reads_apart")
+    model = language_model(name)
+    question = random_tokens(11, seed=5)
+    context, other = context_of(model, (120, 50)), context_of(model, (120, 50))
+    rows = torch.arange(125, context.num_tokens, step)
+    logits = first_logits(model, context, rows, question)
+    expected = next_logits(model, question, recompute(model, other, rows))
+    assert relative_error(logits, expected) < 1e-12
+    assert isinstance(context.cache, DynamicCache)
+    assert context.cache.get_seq_length() == context.num_tokens + 11
+    for found, wanted in zip(layers_of(context), layers_of(other), strict=True):
+        assert relative_error(found[0], wanted[0]) < 1e-12
+        assert relative_error(found[1], wanted[1]) < 1e-12
+    # Whatever was not computed again is as it was, bit for bit.
+    untouched = torch.ones(context.num_tokens, dtype=torch.bool)
+    untouched[rows] = False
+    for found, before in zip(layers_of(context), layers_of(context_of(model, (120, 50))), strict=True):
+        assert torch.equal(found[0][:, :, :172][:, :, untouched], before[0][:, :, untouched])
+        assert torch.equal(found[1][:, :, :172][:, :, untouched], before[1][:, :, untouched])
+
+
+def test_the_question_alone_is_the_model_alone() -> None:
+    model = language_model()
+    question, none = random_tokens(11, seed=5), torch.empty(0, dtype=torch.long)
+    context = context_of(model)
+    logits = first_logits(model, context, none, question)
+    assert relative_error(logits, next_logits(model, question, context_of(model))) < 1e-12
+
+
+def test_everything_and_the_question_are_full_prefill() -> None:
+    model = language_model()
+    question = random_tokens(11, seed=5)
+    context = context_of(model, LONG)
+    logits = first_logits(model, context, torch.arange(context.num_tokens), question)
+    whole = torch.cat([context.tokens, question])
+    assert relative_error(logits, next_logits(model, whole)) < 1e-12
+    for found, expected in zip(layers_of(context), full_prefill(model, whole), strict=True):
+        assert relative_error(found[0], expected[0]) < 1e-12
+
+
+def test_bad_questions() -> None:
+    model = language_model("mistral")
+    context = context_of(model, (130, 120))
+    rows = torch.tensor([200])
+    with pytest.raises(ValueError, match="`question` must hold at least one token; got"):
+        first_logits(model, context, rows, random_tokens(0))
+    with pytest.raises(TypeError, match=r"`question` must hold integers; got torch.float32"):
+        first_logits(model, context, rows, torch.zeros(3))
+    message = "`question` must hold at most 256 tokens together with its context, the model's sliding window; got 257"
+    with pytest.raises(ValueError, match=message):
+        first_logits(model, context, rows, random_tokens(5))
 
 
 def test_next_tokens_are_those_of_full_prefill() -> None:

@@ -325,8 +325,9 @@ def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str
     comes last and saves the merging."""
     choices = []
     for part in parts:
-        options = {"key_bias": part.key_bias, "positions": part.positions, "impl": impl}
-        choices.append((explain_choice(query, part.key, part.plan, **options).impl, part))
+        key, _, plan, bias, positions = part
+        chosen = explain_choice(query, key, plan, key_bias=bias, positions=positions, impl=impl)
+        choices.append((chosen.impl, part))
     return sorted(choices, key=lambda choice: choice[0] == "triton")
 
 
@@ -406,9 +407,8 @@ def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[
     # torch wants a list for a list of tensors, even if nothing in it has a gradient, and None for a list with gaps.
     none_of_lists = None if any(x is None for x in lists) else [None] * len(lists)
     # An empty list counts as one of tensors; parts with positions do not come here.
-    none_of_biased = None if biased else []
     return (
-        *(grad_query, of_keys, of_values, none_of_lists, of_biases, none_of_biased),
+        *(grad_query, of_keys, of_values, none_of_lists, of_biases, None if biased else []),
         *([], [], [None] * parts, None, None, None),
     )
 

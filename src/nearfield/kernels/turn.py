@@ -34,7 +34,9 @@ def _turn_kernel(
         own = tl.load(keys + channel, mask=exists, other=0.0).to(tl.float32)
         other = tl.load(keys + other_channel, mask=turns, other=0.0).to(tl.float32)
         turned = own * cosine + other * sine
-        tl.store(target + layer * stride_tl + group * stride_tg + row * stride_tn + channel, turned, mask=exists)
+        tl.store(
+            target + layer * stride_tl + group * stride_tg + row * stride_tn + channel, turned, mask=exists
+        )
 
 
 def unsupported(x: Tensor) -> str | None:

@@ -4,7 +4,7 @@ from nearfield.retrieval.chunks import Chunk, Context, assemble, prefill_chunk
 from nearfield.retrieval.gate import Verification, verify
 from nearfield.retrieval.images import read_image
 from nearfield.retrieval.prompt import Prompt, chat_prompt
-from nearfield.retrieval.recomputing import recompute
+from nearfield.retrieval.recomputing import first_logits, recompute
 from nearfield.retrieval.reuse import Answer, Report, Reuse
 from nearfield.retrieval.rotary import unsupported
 from nearfield.retrieval.selectors import (
@@ -47,6 +47,7 @@ __all__ = [
     "best_last",
     "chat_prompt",
     "chunk_shares",
+    "first_logits",
     "prefill_chunk",
     "read_image",
     "recompute",

@@ -1,18 +1,19 @@
 """Rows of a context computed again, now that they can see the chunks before their own."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nearfield import planning
-from nearfield._checks import check_tensor, wrong_type, wrong_value
+from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Positions
-from nearfield.attend import attend
+from nearfield.attend import Part, attend, attend_together
 from nearfield.plan import Plan
-from nearfield.retrieval.chunks import Context
-from nearfield.retrieval.reading import Reader, run
-from nearfield.retrieval.rotary import check_model
+from nearfield.retrieval.chunks import Context, check_tokens
+from nearfield.retrieval.reading import Reader, read_after, run
+from nearfield.retrieval.rotary import check_model, check_window
 
 _Q_BLOCK, _K_BLOCK = 128, 64
 
@@ -31,16 +32,51 @@ def recompute(model: Any, context: Context, rows: Tensor) -> Context:
     _check_rows(rows, context)
     rows = rows.unique().to(context.tokens.device)
     if len(rows):
-        last = len(context.cache.layers) - 1
-        run_rows(model, context, rows, _Overwriting(context, rows, last))
+        run_rows(model, context, rows, _Overwriting(context, rows))
     return context
+
+
+@torch.no_grad()
+def first_logits(model: Any, context: Context, rows: Tensor, question: Tensor) -> Tensor:
+    """Recompute rows, and read the question in the same pass: logits `[vocabulary]` of what follows it.
+
+    The same as `recompute` and then the model alone on the question, whose keys and values the cache grows by. But the
+    question's few tokens take no pass of their own through all layers.
+
+    Args:
+        rows: as for `recompute`.
+        question: `[N]` token ids of all that follows the context.
+    """
+    check_model(model, is_moved=False)
+    check_global(context)
+    _check_rows(rows, context)
+    check_tokens("question", question)
+    if len(question) == 0:
+        wrong_value("question", "hold at least one token", shape_of(question))
+    check_window(model, context.num_tokens + len(question), "question")
+    rows, question = rows.unique().to(context.tokens.device), question.to(context.tokens)
+    places, embeddings = _inputs(context, rows)
+    following = context.next_position + torch.arange(len(question), device=rows.device)
+    places = torch.cat([places, following.expand(*places.shape[:-1], -1)], -1)
+    if embeddings is not None:
+        embeddings = torch.cat([embeddings, model.get_input_embeddings()(question).to(embeddings)])
+    tokens = torch.cat([context.tokens[rows], question])
+    reader = _Overwriting(context, rows, len(question))
+    logits = run(model, tokens, places, reader, embeddings, with_logits=True)
+    assert logits is not None
+    return logits
 
 
 def run_rows(model: Any, context: Context, rows: Tensor, reader: Reader) -> None:
     """Send rows of a context through the layers."""
-    places = context.positions[rows] if context.angles is None else context.angles[:, rows]
-    embeddings = None if context.embeddings is None else context.embeddings[rows]
+    places, embeddings = _inputs(context, rows)
     run(model, context.tokens[rows], places, reader, embeddings)
+
+
+def _inputs(context: Context, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What rows are turned by, and what enters the layers where it is not their tokens' embeddings."""
+    places = context.positions[rows] if context.angles is None else context.angles[:, rows]
+    return places, None if context.embeddings is None else context.embeddings[rows]
 
 
 def check_global(context: Context) -> None:
@@ -58,24 +94,89 @@ def _check_rows(rows: Tensor, context: Context) -> None:
 
 
 class _Overwriting:
-    """Writes fresh keys and values into their rows, then reads the mixture."""
+    """Writes fresh keys and values into their rows, then reads the mixture.
 
-    def __init__(self, context: Context, rows: Tensor, last: int) -> None:
-        self._cache, self._rows, self._last = context.cache, rows, last
-        self._positions = Positions(context.positions[rows][None], context.positions[None])
-        self._plan = plan_up_to(context.positions[rows], context.num_tokens)
+    Args:
+        num_following: tokens behind the context that run with the rows. The cache grows by them, and they alone are
+            read for in the last layer: what it makes of the rows is nobody's key or value.
+    """
+
+    def __init__(self, context: Context, rows: Tensor, num_following: int = 0) -> None:
+        self._cache, self._rows, self._num_following = context.cache, rows, num_following
+        self._last = len(context.cache.layers) - 1
+        length = context.num_tokens + num_following
+        every = torch.arange(length, device=rows.device, dtype=torch.int32)
+        places = torch.cat([rows.to(every), every[context.num_tokens :]])
+        self._attention = _attention(places, every) if len(rows) else None
 
     def read(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
     ) -> Tensor | None:
-        cached = self._cache.layers[layer]
-        cached.keys.index_copy_(2, self._rows, key.to(cached.keys))
-        cached.values.index_copy_(2, self._rows, value.to(cached.values))
-        if layer == self._last:
-            return None  # what the last layer makes of them is nobody's key or value
-        return attend(
-            query, cached.keys, cached.values, self._plan, positions=self._positions, scale=scale
-        ).out
+        keys, values = self._written(layer, key, value)
+        if layer == self._last and not self._num_following:
+            return None
+        if self._attention is None:
+            return read_after(query, keys, values, scale)
+        if layer < self._last:
+            return self._attention.read(query, keys, values, scale)
+        out = torch.zeros_like(query)
+        following = query[:, :, len(self._rows) :]
+        out[:, :, len(self._rows) :] = read_after(following, keys, values, scale)
+        return out
+
+    def _written(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        cached, count = self._cache.layers[layer], len(self._rows)
+        key, value = key.to(cached.keys), value.to(cached.values)
+        if self._num_following:
+            cached.update(key[:, :, count:], value[:, :, count:])
+        cached.keys.index_copy_(2, self._rows, key[:, :, :count])
+        cached.values.index_copy_(2, self._rows, value[:, :, :count])
+        return cached.keys, cached.values
+
+
+class _Attention(Protocol):
+    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor: ...
+
+
+def _attention(places: Tensor, keys: Tensor) -> _Attention:
+    """How queries at ascending places read keys at theirs, up to their own."""
+    positions = Positions(places[None], keys[None])
+    if _reads_apart(places.device):
+        seen_by_all, others = plans_apart(places, len(keys))
+        if seen_by_all.blocks.numel():
+            return _Apart(positions, seen_by_all, others)
+    return _Whole(positions, plan_up_to(places, len(keys)))
+
+
+def _reads_apart(device: torch.device) -> bool:
+    """Whether keys that all queries of a block see are read for themselves.
+
+    On a GPU the fastest kernel can read those, as it has no need of positions; on a CPU it gains nothing.
+    """
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class _Whole:
+    positions: Positions
+    plan: Plan
+
+    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        return attend(query, key, value, self.plan, positions=self.positions, scale=scale).out
+
+
+@dataclass(frozen=True)
+class _Apart:
+    positions: Positions
+    seen_by_all: Plan
+    others: Plan
+
+    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        parts = [
+            Part(key, value, self.seen_by_all),
+            Part(key, value, self.others, positions=self.positions),
+        ]
+        return attend_together(query, parts, scale=scale).out
 
 
 def plan_up_to(positions: Tensor, num_keys: int) -> Plan:
@@ -83,14 +184,28 @@ def plan_up_to(positions: Tensor, num_keys: int) -> Plan:
 
     `positions` hides the keys inside the last of them; blocks after it are not even touched.
     """
+    return _plan(_blocks_up_to(positions, num_keys), positions, num_keys)
+
+
+def plans_apart(positions: Tensor, num_keys: int) -> tuple[Plan, Plan]:
+    """The same in two: blocks of keys that end before a block's first query, and those after them."""
+    first = positions[::_Q_BLOCK]
+    ends = torch.arange(_K_BLOCK, num_keys + _K_BLOCK, _K_BLOCK, device=positions.device)
+    seen_by_all = ends <= first[:, None] + 1
+    others = _blocks_up_to(positions, num_keys) & ~seen_by_all
+    return _plan(seen_by_all, positions, num_keys), _plan(others, positions, num_keys)
+
+
+def _blocks_up_to(positions: Tensor, num_keys: int) -> Tensor:
+    """`[rows, columns]` bool."""
     num_queries = len(positions)
     ends = torch.arange(_Q_BLOCK, num_queries + _Q_BLOCK, _Q_BLOCK, device=positions.device)
     last = positions[ends.clamp(max=num_queries) - 1]
     columns = torch.arange(0, num_keys, _K_BLOCK, device=positions.device)
+    return columns <= last[:, None]
+
+
+def _plan(mask: Tensor, positions: Tensor, num_keys: int) -> Plan:
     return planning.from_mask(
-        columns <= last[:, None],
-        q_block=_Q_BLOCK,
-        k_block=_K_BLOCK,
-        num_queries=num_queries,
-        num_keys=num_keys,
+        mask, q_block=_Q_BLOCK, k_block=_K_BLOCK, num_queries=len(positions), num_keys=num_keys
     )

@@ -8,7 +8,7 @@ moved to another without its token being computed again. That holds where the an
 import inspect
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -75,16 +75,13 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
     yield from nested or [parameters]
 
 
-def check_window(model: Any, num_tokens: int) -> None:
+def check_window(model: Any, num_tokens: int, argument: Literal["chunks", "question"] = "chunks") -> None:
     """Refuse lengths at which a sliding window hides keys: attention here has no window."""
     window = getattr(model.get_decoder().config, "sliding_window", None)
     if window is not None and num_tokens > window:
-        wrong_value(
-            "chunks",
-            f"hold at most {window} tokens together, the model's sliding window",
-            num_tokens,
-            "Give fewer or shorter chunks.",
-        )
+        together = "together" if argument == "chunks" else "together with its context"
+        rule = f"hold at most {window} tokens {together}, the model's sliding window"
+        wrong_value(argument, rule, num_tokens, "Give fewer or shorter chunks.")
 
 
 def _apply_rotary(model: Any) -> Any:

@@ -11,12 +11,11 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from nearfield import planning
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Positions
 from nearfield.attend import attend
 from nearfield.retrieval.chunks import Context, check_tokens
-from nearfield.retrieval.reading import run
+from nearfield.retrieval.reading import read_after, run
 from nearfield.retrieval.recomputing import check_global, plan_up_to, run_rows
 from nearfield.retrieval.rotary import check_model
 
@@ -58,7 +57,7 @@ class InfoFlow:
         return range(first, max(first + 1, ceil(self.depth[1] * num_layers)))
 
     def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
-        reader = _Weighing(context, len(question), self.layers(len(context.cache.layers)), self.norm)
+        reader = _Weighing(context, self.layers(len(context.cache.layers)), self.norm)
         places = context.next_position + torch.arange(len(question), device=question.device)
         run(model, question, places, reader)
         return reader.scores / len(reader.layers)
@@ -67,54 +66,52 @@ class InfoFlow:
 class _Weighing:
     """The question's tokens read the context and each other; in some layers it is noted what they read."""
 
-    def __init__(self, context: Context, length: int, layers: range, norm: str) -> None:
+    def __init__(self, context: Context, layers: range, norm: str) -> None:
         self.layers = layers
         self.scores = torch.zeros(context.num_tokens, device=context.tokens.device)
-        own = int(context.positions.max()) + 1 + torch.arange(length, device=context.tokens.device)
-        self.positions = Positions(own[None], torch.cat([context.positions, own])[None])
         self._context, self._order = context, 2 if norm == "l2" else 1
-        self._plan = planning.full(length, context.num_tokens + length, device=own.device)
 
     def read(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
     ) -> Tensor | None:
         cached = self._context.cache.layers[layer]
-        key, value = torch.cat([cached.keys, key], 2), torch.cat([cached.values, value], 2)
+        keys = torch.cat([cached.keys, key], 2)
         if layer in self.layers:
-            weights = self._weights(query, key, scale)[:, : self._context.num_tokens]
+            weights = head_weights(query, keys, scale, None)[:, : self._context.num_tokens]
             self.scores = self.scores + torch.linalg.vector_norm(weights, self._order, dim=0)
         if layer == self.layers[-1]:
             return None
-        return attend(query, key, value, self._plan, positions=self.positions, scale=scale).out
-
-    def _weights(self, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-        hidden = self.positions.key[0] > self.positions.query[0][:, None]
-        return head_weights(query, key, scale, None, hidden)
+        return read_after(query, keys, torch.cat([cached.values, value], 2), scale)
 
 
-def head_weights(
-    query: Tensor, key: Tensor, scale: float | None, lse: Tensor | None, hidden: Tensor | None = None
-) -> Tensor:
-    """Attention weights `[N, M]`, averaged over heads; the heads of one key head at a time, to save memory.
+_WEIGHTS_AT_ONCE = 2**26
+
+
+def head_weights(query: Tensor, key: Tensor, scale: float | None, lse: Tensor | None) -> Tensor:
+    """Attention weights `[N, M]`, averaged over heads; of so many heads at once that memory stays bounded.
 
     Args:
-        lse: `[1, H, N]` logs of the sums of weights, where there are more keys than these.
-        hidden: `[N, M]` pairs without weight.
+        lse: `[1, H, N]` logs of the sums of weights, where there are more keys than these. Without it the last keys
+            are the queries' own, and each sees those up to itself.
     """
     precise = torch.promote_types(query.dtype, torch.float32)
     heads, num_queries, size = query.shape[1:]
-    per_key = heads // key.shape[1]
+    groups, num_keys = key.shape[1:3]
+    per_key = heads // groups
     scale = size**-0.5 if scale is None else scale
-    total = torch.zeros(num_queries, key.shape[2], dtype=precise, device=query.device)
-    for group, queries in enumerate(query[0].split(per_key)):
-        logits = scale * queries.to(precise) @ key[0, group].to(precise).T
-        if hidden is not None:
-            logits = logits.masked_fill(hidden, float("-inf"))
+    queries = (scale * query[0].to(precise)).reshape(groups, per_key * num_queries, size)
+    later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=query.device).triu(1)
+    total = torch.zeros(num_queries, num_keys, dtype=precise, device=query.device)
+    step = max(1, _WEIGHTS_AT_ONCE // (per_key * num_queries * num_keys))
+    for first in range(0, groups, step):
+        here = slice(first, first + step)
+        logits = torch.bmm(queries[here], key[0, here].to(precise).mT).view(-1, num_queries, num_keys)
         if lse is None:
+            logits[..., -num_queries:].masked_fill_(later, float("-inf"))
             total += logits.softmax(-1).sum(0)
         else:
-            sums = lse[0, group * per_key : (group + 1) * per_key, :, None]
-            total += (logits - sums).exp().sum(0)
+            sums = lse[0, per_key * first : per_key * (first + step), :, None]
+            total += logits.sub_(sums).exp_().sum(0)
     return total / heads
 
 

@@ -120,7 +120,9 @@ class SharedContext:
             kept[0] = 0
             self._offset = torch.cat([self._offset.new_zeros(prefix), self._offset])
             source = torch.cat([torch.arange(prefix, device=device), source])
-        self.tokens = torch.cat([chunk.tokens[start:] for chunk, start in zip(chunks, kept, strict=True)]).to(device)
+        self.tokens = torch.cat([chunk.tokens[start:] for chunk, start in zip(chunks, kept, strict=True)]).to(
+            device
+        )
         self.positions = torch.arange(self.starts[index], self.starts[index + 1], device=device)
         self.cache = joined(chunks, kept, Turn(self.model, source, self.positions), device)
 
