@@ -176,7 +176,7 @@ def test_what_breaks_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = retrieval_speed.SpeedBench("tiny-llama", torch.device("cpu"))
     case = retrieval_speed.SpeedCase("tiny-llama", 128, 64, 8)
     with monkeypatch.context() as patch:
-        patch.setattr(retrieval_speed, "recompute", lambda *_: 1 / 0)
+        patch.setattr(retrieval_speed, "first_logits", lambda *_: 1 / 0)
         assert bench.run(case, 1).status == "broke"
     with monkeypatch.context() as patch:
         patch.setattr(retrieval_speed, "verify", lambda _: int("x"))

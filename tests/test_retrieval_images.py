@@ -8,7 +8,16 @@ import transformers
 from tests.tiny_language_models import SIZES
 from torch import Tensor
 
-from nearfield.retrieval import CacheBlend, InfoFlow, prefill_chunk, read_image, recompute, score, select
+from nearfield.retrieval import (
+    CacheBlend,
+    InfoFlow,
+    first_logits,
+    prefill_chunk,
+    read_image,
+    recompute,
+    score,
+    select,
+)
 
 IMAGE, START, END = 90, 91, 92
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -105,6 +114,19 @@ def test_cells_are_the_rule_with_a_mask(family: str) -> None:
         )
     assert worst(layers_of(context.cache), layers_of(cache)) < 1e-10
     assert worst(layers_of(context.cache), full_prefill(model, 56)) > 0.05
+
+
+@every_class
+def test_what_follows_is_read_with_the_rows(family: str) -> None:
+    """All rows and the text behind the image in one pass are full prefill."""
+    model = vision_model(family)
+    inputs = prompt()
+    with torch.no_grad():
+        expected = model(**inputs).logits[0, -1]
+    context, rest = read_image(model, inputs, cells=2)
+    logits = first_logits(model, context, torch.arange(context.num_tokens), rest)
+    assert worst([logits], [expected]) < 1e-10
+    assert worst(layers_of(context.cache), full_prefill(model, len(inputs["input_ids"][0]))) < 1e-10
 
 
 @every_class

@@ -240,9 +240,9 @@ def _cases(arguments: argparse.Namespace) -> list[tuple[Any, float]]:
 
 def table(full_seconds: float, rows: Sequence["Compared"]) -> str:
     """Seconds to the first token, and how near each selector comes to full prefill."""
-    steps = ("assemble", "score", "select", "recompute", "question")
+    steps = ("assemble", "score", "select", "recompute")
     lines = [f"{'':18}" + "".join(f"{name:>10}" for name in (*steps, "first", "speed-up", "KL", "same top"))]
-    lines.append(f"{'full prefill':18}{'':50}{full_seconds:9.2f}s{1:9.2f}x{0:10.4f}{1:10.0%}")
+    lines.append(f"{'full prefill':18}{'':40}{full_seconds:9.2f}s{1:9.2f}x{0:10.4f}{1:10.0%}")
     for row in rows:
         figures = "".join(f"{row.seconds[step]:9.2f}s" for step in steps)
         found = row.fidelity

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from nearfield.retrieval.chunks import Chunk, Context, assemble
 from nearfield.retrieval.clock import Clock
-from nearfield.retrieval.recomputing import recompute
+from nearfield.retrieval.recomputing import first_logits
 from nearfield.retrieval.selectors import SelectorName, score, select, selector_of
 
 
@@ -111,7 +111,10 @@ def fidelity(model: Any, context: Context, teacher: Teacher) -> Fidelity:
 
 @dataclass(frozen=True)
 class Compared:
-    """One selector at one ratio: seconds of its steps up to the first token, and how near it comes."""
+    """One selector at one ratio: seconds of its steps up to the first token, and how near it comes.
+
+    The question is read in the pass of "recompute".
+    """
 
     selector: str
     ratio: float
@@ -156,8 +159,7 @@ def _compared(
     with clock.step("select"):
         rows = select(context, scores, ratio)
     with clock.step("recompute"):
-        recompute(model, context, rows)
+        first_logits(model, context, rows, teacher.question)
+    context.cache.crop(-len(teacher.question))
     found = fidelity(model, context, teacher)
-    with clock.step("question"):
-        next_logits(model, teacher.question, context)
     return Compared(name, ratio, len(rows), clock.seconds, found)

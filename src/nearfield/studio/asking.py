@@ -19,7 +19,7 @@ SELECTORS = NAMES
 AGAIN = "computed again"
 MOST_NEW_TOKENS, MOST_CHUNKS, MOST_CHUNK_TOKENS = 256, 32, 2048
 _COMPARED_TOKENS = 16
-_STEPS = ("assemble", "score", "select", "recompute", "question")
+_STEPS = ("assemble", "score", "select", "recompute")
 HEADINGS = ("", *_STEPS, "first token", "speed-up", "KL to full", "same top token")
 Span = tuple[str, str | None]
 
