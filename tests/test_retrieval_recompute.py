@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_retrieval import context_of, every_class, layers_of, relative_error
+from tests.test_retrieval import chunks_of, context_of, every_class, layers_of, relative_error
 from tests.tiny_language_models import full_prefill, language_model, random_tokens
 from torch import Tensor
 from transformers import Cache, DynamicCache, DynamicLayer
@@ -205,6 +205,41 @@ def test_the_question_read_with_the_rows(name: str, step: int, request: pytest.F
     for found, before in zip(layers_of(context), layers_of(context_of(model, (120, 50))), strict=True):
         assert torch.equal(found[0][:, :, :172][:, :, untouched], before[0][:, :, untouched])
         assert torch.equal(found[1][:, :, :172][:, :, untouched], before[1][:, :, untouched])
+
+
+@pytest.mark.parametrize("room", [11, 20])
+def test_a_context_with_room_grows_in_place(room: int) -> None:
+    model = language_model()
+    question, rows = random_tokens(11, seed=5), torch.arange(60, 90, 2)
+    chunks, plain = chunks_of(model), context_of(model)
+    context = assemble(model, chunks, room=room)
+    for found, expected in zip(layers_of(context), layers_of(plain), strict=True):
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+    before = layers_of(context)[0][0].data_ptr()
+    logits = first_logits(model, context, rows, question)
+    assert layers_of(context)[0][0].data_ptr() == before
+    assert relative_error(logits, first_logits(model, plain, rows, question)) < 1e-12
+    for found, expected in zip(layers_of(context), layers_of(plain), strict=True):
+        assert relative_error(found[0], expected[0]) < 1e-12
+        assert relative_error(found[1], expected[1]) < 1e-12
+    with pytest.raises(ValueError, match="`context` must have a cache of its 92 tokens alone; got 103"):
+        first_logits(model, context, rows, question)
+    # Generation goes on from it as from any cache.
+    prompt = torch.cat([context.tokens, question, logits.argmax()[None]])[None]
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    texts = [model.generate(prompt, past_key_values=one.cache, **options) for one in (context, plain)]
+    assert torch.equal(*texts)
+
+
+def test_a_copy_has_memory_of_its_own() -> None:
+    model = language_model()
+    context = assemble(model, chunks_of(model), room=11)
+    copied = context.copy()
+    first_logits(model, copied, torch.tensor([60]), random_tokens(11, seed=5))
+    for found, expected in zip(layers_of(context), layers_of(context_of(model)), strict=True):
+        assert torch.equal(found[0], expected[0])
+    assert copied.cache.get_seq_length() == 103
 
 
 def test_the_question_alone_is_the_model_alone() -> None:

@@ -175,7 +175,7 @@ class SpeedBench:
         """The steps of an answer up to the logits of its first token."""
         selector: Any = case.selector
         with clock.step("assemble"):
-            context = assemble(self.model, chunks)
+            context = assemble(self.model, chunks, room=len(question))
         with clock.step("score"):
             scores = score(self.model, context, question, selector)
         with clock.step("select"):

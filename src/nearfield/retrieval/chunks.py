@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from nearfield._checks import check_member, check_tensor, shape_of, wrong_type, wrong_value
+from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield.retrieval.rotary import Turn, check_model, check_window
 
 Geometry = Literal["global", "local"]
@@ -49,6 +49,9 @@ class Context:
     cache: Any
     angles: Tensor | None = None  # [axes, T] what rows are turned by, where it is not their positions
     embeddings: Tensor | None = None  # [T, hidden] what enters the layers, where it is not the tokens'
+    roomy: tuple[Tensor, Tensor] | None = (
+        None  # [layers, G, more than T, D] what the cache is the beginning of
+    )
 
     @property
     def next_position(self) -> int:
@@ -70,7 +73,7 @@ class Context:
     def copy(self) -> "Context":
         """The same with a cache of its own."""
         keys, values = ([side[0].clone() for side in sides] for sides in self._sides())
-        return replace(self, cache=cache_of(keys, values))
+        return replace(self, cache=cache_of(keys, values), roomy=None)
 
 
 def check_tokens(argument: str, tokens: object) -> None:
@@ -106,14 +109,18 @@ def prefill_chunk(model: Any, tokens: Tensor, prefix: Tensor | None = None) -> C
 
 
 @torch.no_grad()
-def assemble(model: Any, chunks: Sequence[Chunk], *, geometry: Geometry = "global") -> Context:
+def assemble(model: Any, chunks: Sequence[Chunk], *, geometry: Geometry = "global", room: int = 0) -> Context:
     """Put chunks one after another: prefix, first text, second text and so on.
 
-    With the geometry "global" every key is turned to the position it has in the prompt. With "local" all texts keep
-    the positions of their own, as if each stood first; that serves to compare chunks, not to generate.
+    Args:
+        geometry: with "global" every key is turned to the position it has in the prompt. With "local" all texts keep
+            the positions of their own, as if each stood first; that serves to compare chunks, not to generate.
+        room: tokens that memory is kept free for behind the context. A question of at most as many then need not be
+            appended by copying the cache; see `first_logits`.
     """
     check_model(model)
     check_member("geometry", geometry, get_args(Geometry))
+    check_int("room", room, at_least=0)
     _check_chunks(model, chunks)
     first = chunks[0]
     device = model.device
@@ -131,8 +138,10 @@ def assemble(model: Any, chunks: Sequence[Chunk], *, geometry: Geometry = "globa
     positions = target if geometry == "global" else source
     starts = [0, *(chunk.prefix_length for chunk in chunks[1:])]
     lengths = tuple(chunk.length for chunk in chunks)
-    cache = joined(chunks, starts, turn, device, num_untouched=1)
-    return Context(tokens, positions, owner, offset, lengths, cache)
+    keys, values = joined(chunks, starts, turn, device, num_untouched=1, room=room)
+    cache = cache_of(keys[:, :, : len(tokens)], values[:, :, : len(tokens)])
+    roomy = (keys, values) if room else None
+    return Context(tokens, positions, owner, offset, lengths, cache, roomy=roomy)
 
 
 def joined(
@@ -141,17 +150,20 @@ def joined(
     turn: Turn | None,
     device: torch.device,
     num_untouched: int = 0,
-) -> Any:
-    """A cache of chunks one after another, each from a row of its own on; keys are moved by `turn`.
+    room: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values `[layers, G, T + room, D]` of chunks one after another, each from a row of its own on.
 
-    Each chunk is written to its place, in all layers at once. The layers' tensors are parts of two large ones.
+    Each chunk is written to its place, in all layers at once.
 
     Args:
+        turn: moves the keys; None where they stay as they are.
         num_untouched: the first chunks, which stand where they were made.
+        room: rows at the end that nothing is written to.
     """
     like = chunks[0].keys
     sizes = [len(chunk.tokens) - start for chunk, start in zip(chunks, starts, strict=True)]
-    shape = (*like.shape[:2], sum(sizes), like.shape[3])
+    shape = (*like.shape[:2], sum(sizes) + room, like.shape[3])
     keys, values = (torch.empty(shape, dtype=like.dtype, device=device) for _ in range(2))
     place = 0
     for index, (chunk, start, size) in enumerate(zip(chunks, starts, sizes, strict=True)):
@@ -162,7 +174,7 @@ def joined(
         else:
             turn.write(chunk.keys.to(device)[:, :, start:], keys[:, :, here], place)
         place += size
-    return cache_of(keys, values)
+    return keys, values
 
 
 def _copy(source: Tensor, start: int, target: Tensor) -> None:
@@ -170,6 +182,19 @@ def _copy(source: Tensor, start: int, target: Tensor) -> None:
     if source.shape[-1] * source.element_size() % 8 == 0:
         source, target = source.view(torch.int64), target.view(torch.int64)  # fewer, wider accesses
     target.copy_(source)
+
+
+def grown(context: "Context", layer: int, key: Tensor, value: Tensor) -> None:
+    """Let a layer of the cache grow by keys and values `[1, G, N, D]`: into its room, if it has so much."""
+    cached = context.cache.layers[layer]
+    start, stop = cached.keys.shape[2], cached.keys.shape[2] + key.shape[2]
+    if context.roomy is None or stop > context.roomy[0].shape[2]:
+        cached.update(key, value)
+        return
+    keys, values = (side[layer, None, :, :stop] for side in context.roomy)
+    keys[:, :, start:].copy_(key)
+    values[:, :, start:].copy_(value)
+    cached.keys, cached.values = keys, values
 
 
 def cache_of(keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor) -> Any:

@@ -153,7 +153,7 @@ def _compared(
     ratio = ratio if fixed is None else fixed
     clock = Clock(model.device)
     with clock.step("assemble"):
-        context = assemble(model, chunks)
+        context = assemble(model, chunks, room=len(teacher.question))
     with clock.step("score"):
         scores = score(model, context, teacher.question, name)
     with clock.step("select"):

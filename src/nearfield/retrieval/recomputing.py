@@ -11,7 +11,7 @@ from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Positions
 from nearfield.attend import Part, attend, attend_together
 from nearfield.plan import Plan
-from nearfield.retrieval.chunks import Context, check_tokens
+from nearfield.retrieval.chunks import Context, check_tokens, grown
 from nearfield.retrieval.reading import Reader, read_after, run
 from nearfield.retrieval.rotary import check_model, check_window
 
@@ -41,7 +41,8 @@ def first_logits(model: Any, context: Context, rows: Tensor, question: Tensor) -
     """Recompute rows, and read the question in the same pass: logits `[vocabulary]` of what follows it.
 
     The same as `recompute` and then the model alone on the question, whose keys and values the cache grows by. But the
-    question's few tokens take no pass of their own through all layers.
+    question's few tokens take no pass of their own through all layers. Where the context was assembled with room for
+    them, the cache is not copied as it grows.
 
     Args:
         rows: as for `recompute`.
@@ -54,6 +55,9 @@ def first_logits(model: Any, context: Context, rows: Tensor, question: Tensor) -
     if len(question) == 0:
         wrong_value("question", "hold at least one token", shape_of(question))
     check_window(model, context.num_tokens + len(question), "question")
+    if context.cache.get_seq_length() != context.num_tokens:
+        rule = f"have a cache of its {context.num_tokens} tokens alone"
+        wrong_value("context", rule, context.cache.get_seq_length(), "Crop what has been appended to it.")
     rows, question = rows.unique().to(context.tokens.device), question.to(context.tokens)
     places, embeddings = _inputs(context, rows)
     following = context.next_position + torch.arange(len(question), device=rows.device)
@@ -102,7 +106,7 @@ class _Overwriting:
     """
 
     def __init__(self, context: Context, rows: Tensor, num_following: int = 0) -> None:
-        self._cache, self._rows, self._num_following = context.cache, rows, num_following
+        self._context, self._rows, self._num_following = context, rows, num_following
         self._last = len(context.cache.layers) - 1
         length = context.num_tokens + num_following
         every = torch.arange(length, device=rows.device, dtype=torch.int32)
@@ -125,10 +129,10 @@ class _Overwriting:
         return out
 
     def _written(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        cached, count = self._cache.layers[layer], len(self._rows)
+        cached, count = self._context.cache.layers[layer], len(self._rows)
         key, value = key.to(cached.keys), value.to(cached.values)
         if self._num_following:
-            cached.update(key[:, :, count:], value[:, :, count:])
+            grown(self._context, layer, key[:, :, count:], value[:, :, count:])
         cached.keys.index_copy_(2, self._rows, key[:, :, :count])
         cached.values.index_copy_(2, self._rows, value[:, :, :count])
         return cached.keys, cached.values

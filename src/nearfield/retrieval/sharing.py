@@ -124,7 +124,7 @@ class SharedContext:
             device
         )
         self.positions = torch.arange(self.starts[index], self.starts[index + 1], device=device)
-        self.cache = joined(chunks, kept, Turn(self.model, source, self.positions), device)
+        self.cache = cache_of(*joined(chunks, kept, Turn(self.model, source, self.positions), device))
 
     def _sizes(self) -> list[int]:
         return [stop - start for start, stop in pairwise(self.starts)]
