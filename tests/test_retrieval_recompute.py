@@ -17,6 +17,7 @@ from nearfield.retrieval import (
     recompute,
     recomputing,
     rotary,
+    score,
     verify,
 )
 from nearfield.retrieval.fidelity import next_logits
@@ -242,6 +243,20 @@ def test_a_copy_has_memory_of_its_own() -> None:
     assert copied.cache.get_seq_length() == 103
 
 
+def test_the_last_layer_is_fed_with_the_question_alone() -> None:
+    model = language_model()
+    context, fed = context_of(model), list[int]()
+    parts = [layer.mlp.down_proj for layer in model.model.layers]
+    hooks = [part.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1])) for part in parts]
+    first_logits(model, context, torch.tensor([60, 70]), random_tokens(11, seed=5))
+    assert fed == [13, 13, 13, 11]
+    fed.clear()
+    model(random_tokens(20)[None])  # nothing is left behind
+    assert fed == [20, 20, 20, 20]
+    for hook in hooks:
+        hook.remove()
+
+
 def test_the_question_alone_is_the_model_alone() -> None:
     model = language_model()
     question, none = random_tokens(11, seed=5), torch.empty(0, dtype=torch.long)
@@ -352,3 +367,29 @@ def test_gate_is_shut_where_recompute_reads_too_little(monkeypatch: pytest.Monke
     monkeypatch.setattr(recomputing, "plan_up_to", lambda positions, keys: plan(positions - 64, keys))
     with pytest.raises(ValueError, match="`model` must give full prefill when every row is recomputed; got"):
         verify(language_model(dtype=torch.float32))
+
+
+def wide_model(name: str, dtype: torch.dtype) -> Any:
+    """With heads that the fastest kernel reads; weights are those of half precision."""
+    sizes = {"head_dim": 64, "hidden_size": 256, "max_position_embeddings": 2048}
+    return language_model(name, torch.bfloat16, **sizes).to(dtype)
+
+
+def scores_and_logits(model: Any) -> list[Tensor]:
+    question = random_tokens(40, seed=9).to(model.device)
+    context = assemble(model, chunks_of(model, (300, 500, 411)), room=len(question))
+    rows = torch.arange(320, context.num_tokens, 3, device=model.device)
+    scores = score(model, context, question)
+    logits = first_logits(model, context, rows, question)
+    return [x.double().cpu() for x in (context.cache.layers[1].keys, scores, logits)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "glm4"])
+def test_on_a_gpu(name: str) -> None:
+    """Moved keys, scores and logits are as near to exact ones as those of plain torch in the same precision."""
+    exact, low = (scores_and_logits(wide_model(name, dtype)) for dtype in (torch.float64, torch.bfloat16))
+    model = wide_model(name, torch.bfloat16).to("cuda")
+    for found, wanted, allowed in zip(scores_and_logits(model), exact, low, strict=True):
+        assert relative_error(found, wanted) <= 2 * relative_error(allowed, wanted)
+    verify(model)

@@ -1,10 +1,13 @@
 """Rows of a context computed again, now that they can see the chunks before their own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nearfield import planning
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
@@ -66,9 +69,31 @@ def first_logits(model: Any, context: Context, rows: Tensor, question: Tensor) -
         embeddings = torch.cat([embeddings, model.get_input_embeddings()(question).to(embeddings)])
     tokens = torch.cat([context.tokens[rows], question])
     reader = _Overwriting(context, rows, len(question))
-    logits = run(model, tokens, places, reader, embeddings, with_logits=True)
+    with _feeding_from(len(rows), model.get_decoder().layers[-1]):
+        logits = run(model, tokens, places, reader, embeddings, with_logits=True)
     assert logits is not None
     return logits
+
+
+@contextmanager
+def _feeding_from(first: int, layer: Any) -> Iterator[None]:
+    """Let the feed-forward part of a layer see tokens from the `first` on; those before get zeros from it.
+
+    It takes each token by itself, and nobody reads what the last layer makes of rows of the context.
+    """
+    module: Any = getattr(layer, "mlp", None)
+    if not isinstance(getattr(module, "down_proj", None), torch.nn.Linear):  # experts, or nothing known
+        yield
+        return
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: (args[0][:, first:], *args[1:])),
+        module.register_forward_hook(lambda _, args, out: pad(out, (0, 0, first, 0))),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def run_rows(model: Any, context: Context, rows: Tensor, reader: Reader) -> None:

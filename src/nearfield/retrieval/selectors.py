@@ -84,7 +84,7 @@ class _Weighing:
         return read_after(query, keys, torch.cat([cached.values, value], 2), scale)
 
 
-_WEIGHTS_AT_ONCE = 2**26
+_WEIGHTS_AT_ONCE = 2**27
 
 
 def head_weights(query: Tensor, key: Tensor, scale: float | None, lse: Tensor | None) -> Tensor:
