@@ -85,7 +85,7 @@ def test_some_rows_equal_the_rule_with_a_mask(name: str) -> None:
             attention_mask=masks,
             past_key_values=oracle,
         )
-    recompute(model, context, rows.flip(0))  # in any order
+    recompute(model, context, rows.flip(0).int())  # in any order, of either type
     for (keys, values), layer in zip(layers_of(context), oracle.layers, strict=True):
         assert relative_error(keys, layer.keys) < 1e-12
         assert relative_error(values, layer.values) < 1e-12

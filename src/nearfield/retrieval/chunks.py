@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, DynamicLayer
 
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield.retrieval.rotary import Turn, check_model, check_window
@@ -202,10 +202,12 @@ def cache_of(keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor)
 
     A cache that is given tensors copies each, as it appends them to nothing.
     """
-    cache = DynamicCache([(None, None)] * len(keys))
-    for layer, key, value in zip(cache.layers, keys, values, strict=True):
+    cache = DynamicCache()
+    for key, value in zip(keys, values, strict=True):
+        layer = DynamicLayer()
         layer.keys, layer.values = key[None], value[None]
         layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True
+        cache.layers.append(layer)
     return cache
 
 

@@ -33,7 +33,7 @@ def recompute(model: Any, context: Context, rows: Tensor) -> Context:
     check_model(model, is_moved=False)
     check_global(context)
     _check_rows(rows, context)
-    rows = rows.unique().to(context.tokens.device)
+    rows = rows.unique().to(context.tokens.device, torch.int64)
     if len(rows):
         run_rows(model, context, rows, _Overwriting(context, rows))
     return context
@@ -61,7 +61,7 @@ def first_logits(model: Any, context: Context, rows: Tensor, question: Tensor) -
     if context.cache.get_seq_length() != context.num_tokens:
         rule = f"have a cache of its {context.num_tokens} tokens alone"
         wrong_value("context", rule, context.cache.get_seq_length(), "Crop what has been appended to it.")
-    rows, question = rows.unique().to(context.tokens.device), question.to(context.tokens)
+    rows, question = rows.unique().to(context.tokens.device, torch.int64), question.to(context.tokens)
     places, embeddings = _inputs(context, rows)
     following = context.next_position + torch.arange(len(question), device=rows.device)
     places = torch.cat([places, following.expand(*places.shape[:-1], -1)], -1)
