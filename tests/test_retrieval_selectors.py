@@ -98,6 +98,7 @@ def test_scoring_changes_nothing(name: Any) -> None:
     before = copy.deepcopy(layers_of(context))
     scores = score(model, context, QUESTION, name)
     assert scores.shape == (context.num_tokens,)
+    assert not scores.is_inference()
     assert torch.equal(scores, score(model, context, QUESTION, name))
     for found, expected in zip(layers_of(context), before, strict=True):
         assert torch.equal(found[0], expected[0])

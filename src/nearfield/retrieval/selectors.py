@@ -59,7 +59,8 @@ class InfoFlow:
     def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
         reader = _Weighing(context, self.layers(len(context.cache.layers)), self.norm)
         places = context.next_position + torch.arange(len(question), device=question.device)
-        run(model, question, places, reader)
+        with torch.inference_mode():  # operators cost less to call; nothing but the scores stays
+            run(model, question, places, reader)
         return reader.scores / len(reader.layers)
 
 
