@@ -122,9 +122,11 @@ class Part(NamedTuple):
     bytes_backward: int
 
 
-def part(mesh: DeviceMesh, name: str, dtype: torch.dtype = torch.float64) -> Part:
+def part(
+    mesh: DeviceMesh, name: str, dtype: torch.dtype = torch.float64, overlap: bool | None = None
+) -> Part:
     """What one rank of several computes. Rows that all hold belong to the loss of rank 0."""
-    case, ranks = CASES[name], Ranks(mesh)
+    case, ranks = CASES[name], Ranks(mesh, overlap)
     split = case.split(ranks.size)
     route = Traffic(case.plan, split).route(ranks.index)
     held = split.held(ranks.index)

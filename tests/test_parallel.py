@@ -25,7 +25,7 @@ from tests.worlds import Failed, World, world_of
 
 from nearfield import Geometry, Plan, planning
 from nearfield.methods.hilbert import Share
-from nearfield.parallel import Route, Shapes, Split, Traffic, bytes_sent
+from nearfield.parallel import Shapes, Split, Traffic, bytes_sent
 from nearfield.parallel.cuts import even_split
 from nearfield.parallel.route import Call
 
@@ -88,33 +88,29 @@ def test_bad_splits_are_refused(name: str) -> None:
 # -- routes ------------------------------------------------------------------------------------------------------------
 
 
-def read_pairs(call: Call | None, queries: torch.Tensor, keys: torch.Tensor, total: torch.Tensor) -> None:
+def read_pairs(call: Call, groups: list[list[torch.Tensor]], total: torch.Tensor) -> None:
     """Add up which query of the whole sequence reads which key in one call of one rank."""
-    if call is None:
-        return
+    queries = torch.cat([groups[group][0] for group in call.query_groups])
+    keys = torch.cat([groups[group][1] for group in call.key_groups])
     pairs = call.plan.pair_counts()
     if call.keys.holes is not None:
         pairs = pairs * ~call.keys.holes
     pairs = pairs[:, :, call.queries.place][..., call.keys.place]
-    total[:, :, queries[:, None], keys[None]] += pairs
+    for query, of_query in zip(queries, pairs.unbind(2), strict=True):  # one may be here and have come
+        total[:, :, query, keys] += of_query
 
 
-def calls(route: Route) -> list[Call]:
-    return [call for call in (route.local, route.fetched, route.visited) if call is not None]
-
-
-def all_pairs(plan: Plan, split: Split) -> torch.Tensor:
+def all_pairs(plan: Plan, split: Split, overlap: bool) -> torch.Tensor:
     """How often each query reads each key, on whatever rank."""
     total = torch.zeros(*plan.blocks.shape[:2], plan.num_queries, plan.num_keys, dtype=torch.int32)
     traffic = Traffic(plan, split)
     for rank in range(split.num_ranks):
         route, held, own = traffic.route(rank), split.held(rank), split.own(rank)
         others = [other for other in range(split.num_ranks) if other != rank]
-        read_pairs(route.local, held, held, total)
         came = torch.cat([traffic._sent_keys(other, rank) for other in others] or [own[:0]])
-        read_pairs(route.fetched, held, came, total)
         visitors = torch.cat([traffic._sent_queries(other, rank) for other in others] or [own[:0]])
-        read_pairs(route.visited, visitors, held, total)
+        for call in route.apart if overlap else [route.joined]:
+            read_pairs(call, [[held, held], [visitors, came]], total)
     return total
 
 
@@ -124,7 +120,8 @@ def test_ranks_read_every_pair_once(name: str, num_ranks: int) -> None:
     case = CASES[name]
     if name == "torn by text" and num_ranks == 1:
         num_ranks = 5
-    assert torch.equal(all_pairs(case.plan, case.split(num_ranks)), case.plan.pair_counts())
+    for overlap in (False, True):
+        assert torch.equal(all_pairs(case.plan, case.split(num_ranks), overlap), case.plan.pair_counts())
 
 
 def test_text_that_reads_nothing_sends_nothing() -> None:
@@ -147,9 +144,8 @@ def test_pairs_are_counted_per_rank(name: str) -> None:
     pairs = traffic.pairs_per_rank()
     assert sum(pairs) == case.plan.num_pairs
     routes = [traffic.route(rank) for rank in range(4)]
-    is_whole = all(
-        call.keys.holes is None and call.queries.holes is None for route in routes for call in calls(route)
-    )
+    calls = [route.joined for route in routes]
+    is_whole = all(call.keys.holes is None and call.queries.holes is None for call in calls)
     assert is_whole == (name != "full")
     if is_whole:
         assert pairs == [route.num_pairs for route in routes]
@@ -169,7 +165,7 @@ def test_any_plan_over_any_split(data: st.DataObject) -> None:
     spans = list(zip([0, *cuts], [*cuts, tokens], strict=True))
     order = data.draw(st.permutations(range(num_ranks + 1)))  # the last piece is on all ranks
     split = Split(tokens, tuple((spans[place],) for place in order[:-1]), (spans[order[-1]],))
-    assert torch.equal(all_pairs(plan, split), plan.pair_counts())
+    assert torch.equal(all_pairs(plan, split, data.draw(st.booleans())), plan.pair_counts())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -267,6 +263,15 @@ def test_ranks_compute_what_one_process_does(world: World, name: str) -> None:
         first = split.owners[split.held(0)] == -1
         for number in range(2):
             assert torch.equal(one.results[number][:, :, everyones], parts[0].results[number][:, :, first])
+
+
+@pytest.mark.parametrize("name", ["hilbert", "hilbert, keys", "torn by text"])
+def test_reading_while_others_travel_gives_the_same(world: World, name: str) -> None:
+    """In calls apart, whose results are merged: the same bytes, and the same up to rounding."""
+    parts: list[Part] = world.run(part, name, torch.float64, True)
+    for mine, wanted in zip(joined(name, parts), whole(name), strict=True):
+        assert torch.allclose(mine, wanted, rtol=1e-12, atol=1e-12)
+    assert [(one.bytes_forward, one.bytes_backward) for one in parts] == counted(name, world.size)
 
 
 def test_half_precision_stays_within_the_error_budget(world: World) -> None:

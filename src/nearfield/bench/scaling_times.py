@@ -18,7 +18,6 @@ from nearfield.bench.scaling import split_of
 from nearfield.bench.scaling_cases import ScalingCase
 from nearfield.bench.timing import Timing
 from nearfield.parallel import Ranks, Route, Traffic, attend
-from nearfield.parallel.route import Call
 from nearfield.plan import Plan
 
 Sides = tuple[Tensor, Tensor, Tensor]
@@ -35,8 +34,8 @@ class KernelTimes:
 
     Args:
         whole: one call of `attend` over the whole sequence.
-        kernels: of each rank, its calls of `attend`: over keys that are here, that came, and for queries that came.
-        layers: of each rank, all that it computes for the layer: packing, the kernels, merging.
+        kernels: of each rank, its call of `attend` alone, over keys that lie ready.
+        layers: of each rank, all that it computes for the layer: packing what it sends, the call, merging.
         pairs: of each rank, per batch element and head.
         is_graph: whether calls were timed as CUDA graphs: without what the processor takes to start them.
     """
@@ -73,7 +72,7 @@ class AbsentRanks(Ranks):
     """All ranks but one are missing: whatever is sent arrives nowhere, and noise comes back at once."""
 
     def __init__(self, index: int, size: int) -> None:
-        self._index, self._size = index, size
+        self._index, self._size, self.overlap = index, size, False
         self.bytes_sent = self.num_exchanges = 0
         self._noise: dict[int, Tensor] = {}
 
@@ -193,27 +192,19 @@ def _layer(route: Route, mine: Sides) -> timing.Function:
 
 
 def _kernels(case: ScalingCase, route: Route, mine: Sides) -> timing.Function:
-    """The calls of `attend` alone, on tensors that lie ready."""
+    """The call of `attend` alone, on tensors that lie ready."""
+    call = route.joined
     query, key, value = mine
-    calls = [_ready(route.local, query, key, value)]
+    visitors, *_ = _tensors(case, len(call.queries.place) - query.shape[2], query.device)
+    _, keys, values = _tensors(case, len(call.keys.place) - key.shape[2], query.device)
+    ready = (
+        call.queries.enter(torch.cat([query, visitors], dim=2)),
+        call.keys.enter(torch.cat([key, keys], dim=2)),
+        call.keys.enter(torch.cat([value, values], dim=2)),
+    )
     if route.rank == 0:
-        _check(calls[0][1], route.local.plan)
-    if route.fetched is not None:
-        _, keys, values = _tensors(case, len(route.fetched.keys.place), query.device)
-        calls.append(_ready(route.fetched, query, keys, values))
-    if route.visited is not None:
-        visitors, *_ = _tensors(case, len(route.visited.queries.place), query.device)
-        calls.append(_ready(route.visited, visitors, key, value))
-
-    def run() -> None:
-        for call, tensors in calls:
-            attend_here(*tensors, call.plan)
-
-    return run
-
-
-def _ready(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Call, Sides]:
-    return call, (call.queries.enter(query), call.keys.enter(key), call.keys.enter(value))
+        _check(ready, call.plan)
+    return lambda: attend_here(*ready, call.plan)
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------

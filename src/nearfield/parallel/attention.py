@@ -1,13 +1,17 @@
-"""Attention over a sequence that is split over ranks: forward, backward, and the bytes of both.
+"""Attention over a sequence that is split over ranks: forward and backward.
 
-Forward: send what others read and let queries travel; meanwhile attend to the keys that are here; then to those that
-came, and to the visitors' queries; send partial results home and merge them by `lse`. Backward: the same ways in the
+Forward: send what others read and let queries travel; attend to the keys that are here and those that came, and let the
+queries that came read what is here; send partial results home and merge them by `lse`. Backward: the same ways in the
 other direction, and gradients that come home are added in the order of ranks, so that a run repeats bit by bit.
+
+A rank reads all in one call over one plan, when everything is there. Where the link is slow (`Ranks.overlap`), it reads
+what is here while the rest travels, and merges.
 
 All of it is one autograd function: its collectives run in one order on every rank, whatever a rank has to send.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -19,86 +23,9 @@ from nearfield._types import Attended, Gradients, Impl
 from nearfield.attend import attend as attend_here
 from nearfield.attend import gradients as gradients_here
 from nearfield.attend import merge
-from nearfield.parallel.ranks import Parcel, Ranks, message_bytes
-from nearfield.parallel.route import Call, Route, Slots, Traffic
-
-
-class Shapes(NamedTuple):
-    """What decides the size of a message besides its tokens."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    has_bias: bool = False
-
-    @property
-    def lse_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-    def keys(self, count: int) -> list[Parcel]:
-        """Keys and values, and their bias."""
-        parcels = [Parcel((self.batch, self.key_heads, count, self.head_dim), self.dtype)] * 2
-        return parcels + [Parcel((self.batch, self.heads, count), self.lse_dtype)] * self.has_bias
-
-    def queries(self, count: int) -> list[Parcel]:
-        return [Parcel((self.batch, self.heads, count, self.head_dim), self.dtype)]
-
-    def results(self, count: int) -> list[Parcel]:
-        """Outputs and their `lse`."""
-        return [*self.queries(count), Parcel((self.batch, self.heads, count), self.lse_dtype)]
-
-
-class Sent(NamedTuple):
-    """Bytes that each rank sends to others in one layer."""
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-
-
-def bytes_sent(traffic: Traffic, shapes: Shapes) -> Sent:
-    """What `attend` would send, without sending it: the sizes of the very same messages."""
-    messages = _Messages(traffic, shapes)
-    ranks = range(traffic.num_ranks)
-    sizes = [
-        [
-            sum(
-                message_bytes(way(here, there)) for way in (messages.sent, messages.returned, messages.spread)
-            )
-            for there in ranks
-        ]
-        for here in ranks
-    ]
-    # A gradient takes the way of its tensor, back.
-    return Sent(tuple(map(sum, sizes)), tuple(map(sum, zip(*sizes, strict=True))))
-
-
-class _Messages(NamedTuple):
-    """What ranks send each other in the forward pass."""
-
-    traffic: Traffic
-    shapes: Shapes
-
-    def sent(self, here: int, there: int) -> list[Parcel]:
-        """First keys, values and travelling queries ..."""
-        if here == there:
-            return []
-        num_keys, num_queries = (
-            int(x[here, there]) for x in (self.traffic.num_keys, self.traffic.num_queries)
-        )
-        return self.shapes.keys(num_keys) + self.shapes.queries(num_queries)
-
-    def returned(self, here: int, there: int) -> list[Parcel]:
-        """... then results for the queries that came, and for that part of everyone's which is merged there ..."""
-        if here == there:
-            return []
-        visitors = int(self.traffic.num_queries[there, here])
-        return self.shapes.results(visitors) + self.shapes.results(self.traffic.part_sizes[there])
-
-    def spread(self, here: int, there: int) -> list[Parcel]:
-        """... and last the part of everyone's that was merged here."""
-        return [] if here == there else self.shapes.results(self.traffic.part_sizes[here])
+from nearfield.parallel.messages import Kind, Messages, Shapes, message_sizes, packed, select, unpacked
+from nearfield.parallel.ranks import Delivery, Ranks
+from nearfield.parallel.route import CAME, HERE, Call, Route, Slots
 
 
 def attend(
@@ -139,9 +66,9 @@ def attend(
         scale=scale,
         has_gradient=needs_gradient,
     )
-    layer = _Layer(route, ranks, shapes, scale, impl)
+    layer = _Layer(route, ranks, Messages(route.traffic, shapes, route.rank), scale, impl)
     if not needs_gradient:
-        return layer.spread(*layer.merged(layer.forward(query, key, value, key_bias)[0]))
+        return layer.forward(query, _Sides(key, value, key_bias), in_place=True)[0]
     out, lse = _Attend.apply(layer, query, key, value, key_bias)  # type: ignore[no-untyped-call]
     return Attended(out, lse)
 
@@ -185,260 +112,331 @@ class _Sides(NamedTuple):
         return cls(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
 
 
-class _Results(NamedTuple):
-    """Results of this rank's queries that are to be merged.
+class _Partial(NamedTuple):
+    """Results of some queries on all ranks, `[ranks, B, H, tokens, ...]`, which are merged here."""
+
+    out: Tensor
+    lse: Tensor
+
+    def merged(self) -> Attended:
+        """As one, in the precision of `lse`."""
+        top = self.lse.amax(dim=0)
+        top = top.masked_fill(top == float("-inf"), 0)
+        weights = torch.exp(self.lse - top)
+        total = weights.sum(dim=0)
+        # A row that read nothing anywhere has only zeros to weigh.
+        shares = weights / total.masked_fill(total == 0, 1)
+        out = (shares.unsqueeze(-1) * self.out).sum(dim=0)
+        return Attended(out.to(self.out.dtype), top + total.log())
+
+
+class _Kept(NamedTuple):
+    """What the backward pass needs.
 
     Args:
-        local, fetched: over what is here, and over what came.
-        returned: of each rank: travellers' results from there, and results there of the part of everyone's queries that
-            is merged here.
+        queries, keys: those that are here, and those that came.
+        parts: results of each call.
+        travelled, everyones: results of queries that have been elsewhere, and of everyone's that are merged here.
     """
 
-    local: Attended
-    fetched: Attended | None
-    returned: list[list[Tensor]] | None
-
-
-class _Work(NamedTuple):
-    """What others have sent, and what was computed for them; kept for the backward pass."""
-
-    keys: _Sides | None
-    visitors: Tensor | None
-    visited: Attended | None
+    queries: list[Tensor | None]
+    keys: list[_Sides | None]
+    parts: list[Attended]
+    travelled: _Partial | None
+    everyones: _Partial | None
 
 
 class _Layer(NamedTuple):
     route: Route
     ranks: Ranks
-    shapes: Shapes
+    messages: Messages
     scale: float | None
     impl: Impl
 
+    @property
+    def shapes(self) -> Shapes:
+        return self.messages.shapes
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return self.route.apart if self.ranks.overlap else (self.route.joined,)
+
+    def _send(self, outgoing: list[Kind], rows: Sequence[Tensor], incoming: list[Kind]) -> Delivery:
+        return self.ranks.send(packed(outgoing, rows), message_sizes(outgoing), message_sizes(incoming))
+
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-    ) -> tuple[_Results, _Work]:
-        route, messages = self.route, _Messages(self.route.traffic, self.shapes)
-        own = _Sides(key, value, bias)
-        outgoing = [
-            [side.index_select(2, route.keys_out[other]) for side in own.tensors]
-            + [query.index_select(2, route.queries_out[other])]
-            if other != route.rank
-            else []
-            for other in range(route.num_ranks)
-        ]
-        incoming = [messages.sent(other, route.rank) for other in range(route.num_ranks)]
-        exchange = self.ranks.exchange(outgoing, incoming)
-        local = self._attended(route.local, query, own)
-        arrived = [tensors for tensors in exchange.wait() if tensors]
+    def forward(self, query: Tensor, own: _Sides, *, in_place: bool) -> tuple[Attended, _Kept]:
+        """Results, and what the backward pass needs; unless results are written over it."""
+        calls = self.calls
+        queries: list[Tensor | None] = [query, None]
+        keys: list[_Sides | None] = [own, None]
+        delivery = self._send_tokens(query, own)
+        parts = [self._attended(calls[0], queries, keys)] if self.ranks.overlap else []
+        if delivery is not None:
+            queries[CAME], keys[CAME] = self._arrived(delivery)
+        parts += [self._attended(call, queries, keys) for call in calls[len(parts) :]]
+        whole, visited = self._combined(parts)
+        travelled = everyones = None
+        if self.route.traffic.has_returns:
+            travelled, everyones = self._returned(whole, visited)
+            if not in_place:
+                whole = Attended(whole.out.clone(), whole.lse.clone())
+            if travelled is not None:
+                _place(whole, self.route.travellers, travelled.merged())
+            if everyones is not None:
+                self._spread(whole, everyones.merged())
+        return whole, _Kept(queries, keys, parts, travelled, everyones)
 
-        fetched = keys = visitors = visited = None
-        if route.fetched is not None:
-            keys = _Sides.of(_joined([tensors[:-1] for tensors in arrived]))
-            fetched = self._attended(route.fetched, query, keys)
-        if route.visited is not None:
-            (visitors,) = _joined([tensors[-1:] for tensors in arrived])
-            visited = self._attended(route.visited, visitors, own)
-        returned = self._returned(messages, local, visited) if route.traffic.has_returns else None
-        return _Results(local, fetched, returned), _Work(keys, visitors, visited)
+    def _send_tokens(self, query: Tensor, own: _Sides) -> Delivery | None:
+        route, shapes = self.route, self.shapes
+        if not route.traffic.has_journeys:
+            return None
+        rows = [shapes.key.filled([own.key, own.value], route.keys_out)]
+        rows.append(shapes.query.filled([query], route.queries_out))
+        if own.bias is not None:
+            rows.append(shapes.bias.filled([own.bias], route.keys_out))
+        return self._send(self.messages.sent(), rows, self.messages.sent_here())
 
-    def _attended(self, call: Call, query: Tensor, keys: _Sides) -> Attended:
+    def _arrived(self, delivery: Delivery) -> tuple[Tensor, _Sides]:
+        """Queries and keys that came, where they arrived."""
+        key_rows, query_rows, *bias_rows = unpacked(self.messages.sent_here(), delivery.wait())
+        key, value = self.shapes.key.tensors(key_rows)
+        (query,) = self.shapes.query.tensors(query_rows)
+        (bias,) = self.shapes.bias.tensors(bias_rows[0]) if bias_rows else (None,)
+        return query, _Sides(key, value, bias)
+
+    def _attended(
+        self, call: Call, queries: Sequence[Tensor | None], keys: Sequence[_Sides | None]
+    ) -> Attended:
+        sides = [keys[group] for group in call.key_groups]
+        key, value, bias = (_entered(call.keys, parts) for parts in _turned(sides))
         out, lse = attend_here(
-            call.queries.enter(query),
-            call.keys.enter(keys.key),
-            call.keys.enter(keys.value),
+            _entered(call.queries, [queries[group] for group in call.query_groups]),
+            key,
+            value,
             call.plan,
-            key_bias=_bias_of(call.keys, keys.bias, self.shapes.lse_dtype),
+            key_bias=_hiding_holes(call.keys, bias, self.shapes.lse_dtype),
             scale=self.scale,
             impl=self.impl,
         )
         return Attended(call.queries.leave(out), call.queries.leave(lse))
 
-    def _returned(self, messages: _Messages, local: Attended, visited: Attended | None) -> list[list[Tensor]]:
-        """Send visitors' results home, and those of everyone's queries to where each part is merged."""
-        route = self.route
-        visits = self._by_rank(visited or _no_results(self.shapes, local.out.device))
-        outgoing = [
-            [*visits[other], *(part.index_select(2, route.everyones[other]) for part in local)]
-            if other != route.rank
-            else []
-            for other in range(route.num_ranks)
+    def _combined(self, parts: Sequence[Attended]) -> tuple[Attended, Attended | None]:
+        """Results of the queries that are here, and of those that came."""
+        found: list[list[Attended]] = [[], []]
+        for call, part in zip(self.calls, parts, strict=True):
+            for group, some in zip(call.query_groups, self._by_group(call, part), strict=True):
+                found[group].append(some)
+        return reduce(merge, found[HERE]), found[CAME][0] if found[CAME] else None
+
+    def _by_group(self, call: Call, part: Attended) -> list[Attended]:
+        if len(call.query_groups) == 1:
+            return [part]
+        held = self.route.num_queries
+        return [
+            Attended(part.out[:, :, some], part.lse[:, :, some]) for some in (slice(held), slice(held, None))
         ]
-        incoming = [messages.returned(other, route.rank) for other in range(route.num_ranks)]
-        return self.ranks.exchange(outgoing, incoming).wait()
 
-    def _by_rank(self, visited: Sequence[Tensor]) -> list[list[Tensor]]:
-        counts = self.route.traffic.num_queries[:, self.route.rank].tolist()
-        return [list(parts) for parts in zip(*(part.split(counts, dim=2) for part in visited), strict=True)]
+    def _returned(self, whole: Attended, visited: Attended | None) -> tuple[_Partial | None, _Partial | None]:
+        """Send visitors' results home, and those of everyone's queries to where each part is merged."""
+        route, row = self.route, self.shapes.result
+        outgoing, incoming = self.messages.returned(), self.messages.returned_here()
+        travellers = row.filled(whole, route.travellers)
+        if visited is not None:
+            visits = row.filled(visited)
+            before = sum(outgoing[0].counts[: route.rank])
+            travellers = torch.cat([visits[:before], travellers, visits[before:]])
+        rows = [travellers, row.filled(*self._everyones_of(whole))]
+        visit_rows, part_rows = unpacked(incoming, self._send(outgoing, rows, incoming).wait())
+        travelled = everyones = None
+        if len(visit_rows):
+            travelled = self._travelled(*row.tensors(visit_rows))
+        if route.traffic.has_everyones:  # though none of them may be merged here
+            everyones = _Partial(*(_stacked(part, route.num_ranks) for part in row.tensors(part_rows)))
+        return travelled, everyones
 
-    def merged(self, results: _Results) -> tuple[Attended, Attended]:
-        """Results of all queries but everyone's, and those of everyone's that are merged here."""
-        route, local = self.route, results.local
-        whole = local if results.fetched is None else merge(local, results.fetched)
-        mine = Attended(*(part.index_select(2, route.everyones[route.rank]) for part in local))
-        if results.returned is None:
-            return whole, mine
-        if len(route.travellers):
-            here = Attended(*(part.index_select(2, route.travellers) for part in whole))
-            parts = [here]
-            for tensors, index in zip(results.returned, route.returned, strict=True):
-                if tensors and len(index):
-                    parts.append(_spread(Attended(*tensors[:2]), index, here))
-            whole = _placed(whole, route.travellers, _merged(parts))
-        return whole, _merged([Attended(*(tensors[2:] or mine)) for tensors in results.returned])
+    def _everyones_of(self, whole: Attended) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Where everyone's queries are, as `Row.filled` wants to know it."""
+        span = self.route.everyones_span
+        if span is None:
+            return whole, self.route.everyones
+        return [part[:, :, slice(*span)] for part in whole], None
 
-    def spread(self, whole: Attended, mine: Attended) -> Attended:
+    def _travelled(self, out: Tensor, lse: Tensor) -> _Partial:
+        """Results of travellers from each rank, with nothing from where they have not been."""
+        route = self.route
+        places = route.num_ranks * len(route.travellers)
+        wide_out = out.new_zeros(*out.shape[:2], places, out.shape[3]).index_copy_(2, route.returned, out)
+        wide_lse = lse.new_full((*lse.shape[:2], places), float("-inf")).index_copy_(2, route.returned, lse)
+        return _Partial(_stacked(wide_out, route.num_ranks), _stacked(wide_lse, route.num_ranks))
+
+    def _spread(self, whole: Attended, mine: Attended) -> None:
         """Every rank gets all of everyone's results, each part from where it was merged."""
-        route, messages = self.route, _Messages(self.route.traffic, self.shapes)
-        if not route.traffic.has_everyones:
-            return whole
-        ranks = range(route.num_ranks)
-        arrived = self.ranks.exchange(
-            [list(mine) if other != route.rank else [] for other in ranks],
-            [messages.spread(other, route.rank) for other in ranks],
-        ).wait()
-        for index, tensors in zip(route.everyones, arrived, strict=True):
-            whole = _placed(whole, index, Attended(*(tensors or mine)))
-        return whole
+        row, outgoing, incoming = self.shapes.result, self.messages.spread(), self.messages.spread_here()
+        rows = row.empty(sum(outgoing[0].counts), mine.out.device)
+        for copies, part in zip(row.tensors(rows), mine, strict=True):
+            copies = _stacked(copies, self.route.num_ranks)
+            select(part.expand_as(copies), None, copies)
+        (came,) = unpacked(incoming, self._send(outgoing, [rows], incoming).wait())
+        self._place_everyones(whole, row.tensors(came))
+
+    def _place_everyones(self, whole: Attended, parts: Sequence[Tensor]) -> None:
+        span = self.route.everyones_span
+        if span is None:
+            _place(whole, self.route.everyones, parts)
+            return
+        for into, part in zip(whole, parts, strict=True):
+            select(part, None, into[:, :, slice(*span)])
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def backward(
-        self, grads: Attended, query: Tensor, own: _Sides, results: _Results, work: _Work
-    ) -> tuple[Tensor, _Sides]:
-        route, messages = self.route, _Messages(self.route.traffic, self.shapes)
-        ranks = range(route.num_ranks)
-        local_grads, fetched_grads, returned_grads = self._unmerged(*self._unspread(grads), results)
-        visited_grads = None
-        if returned_grads is not None:
-            arrived = self.ranks.exchange(
-                returned_grads, [messages.returned(route.rank, other) for other in ranks]
-            ).wait()
-            visited_grads = self._distributed(arrived, local_grads)
+    def backward(self, grads: Attended, kept: _Kept) -> tuple[Tensor, _Sides]:
+        """Gradients of the queries and keys that are here."""
+        route, calls = self.route, self.calls
+        visitor_grads = None
+        if route.traffic.has_returns:
+            grads, visitor_grads = self._unmerged(grads, kept)
+        part_grads = self._uncombined(grads, visitor_grads, kept.parts)
+        found = _Found([None, None], [None, None])
+        # Those that travel home first, so that they travel while the others are computed.
+        numbers = [*range(1, len(calls)), 0]
+        delivery = None
+        for number in numbers:
+            if number == 0 and self.ranks.overlap:
+                delivery = self._send_gradients(found)
+            self._gradients(calls[number], part_grads[number], kept, kept.parts[number], found)
+        if not self.ranks.overlap:
+            delivery = self._send_gradients(found)
+        query_grad, side_grads = found.queries[HERE], found.keys[HERE]
+        assert query_grad is not None
+        assert side_grads is not None
+        return (query_grad, side_grads) if delivery is None else self._home(query_grad, side_grads, delivery)
 
-        keys_back, queries_back = self._no_gradients()
-        if route.fetched is not None and fetched_grads is not None:
-            assert results.fetched is not None
-            assert work.keys is not None
-            fetched_query, fetched_sides = self._gradients(
-                route.fetched, fetched_grads, query, work.keys, results.fetched
-            )
-            counts = route.traffic.num_keys[:, route.rank].tolist()
-            keys_back = [
-                list(parts)
-                for parts in zip(*(side.split(counts, dim=2) for side in fetched_sides.tensors), strict=True)
-            ]
-        if route.visited is not None and visited_grads is not None:
-            assert work.visitors is not None
-            assert work.visited is not None
-            visitor_grads, visited_sides = self._gradients(
-                route.visited, visited_grads, work.visitors, own, work.visited
-            )
-            queries_back = self._by_rank([visitor_grads])
-        outgoing = [
-            [*keys_back[other], *queries_back[other]] if other != route.rank else [] for other in ranks
-        ]
-        exchange = self.ranks.exchange(outgoing, [messages.sent(route.rank, other) for other in ranks])
-        query_grad, side_grads = self._gradients(route.local, local_grads, query, own, results.local)
-        arrived = exchange.wait()
+    def _unmerged(self, grads: Attended, kept: _Kept) -> tuple[Attended, Attended | None]:
+        """Gradients of this rank's own partial results, and of those of the queries that came."""
+        route, row = self.route, self.shapes.result
+        grads = Attended(grads.out.clone(), grads.lse.clone())
+        rows = [row.empty(0, grads.out.device), row.empty(0, grads.out.device)]
+        if kept.travelled is not None:
+            of_travellers = Attended(*(grad.index_select(2, route.travellers) for grad in grads))
+            partial = _partial_gradients(kept.travelled, kept.travelled.merged(), of_travellers)
+            rows[0] = row.filled([part.movedim(0, 2).flatten(2, 3) for part in partial], route.returned)
+        if kept.everyones is not None:
+            total = self._everyones_total(grads)
+            partial = _partial_gradients(kept.everyones, kept.everyones.merged(), total)
+            rows[1] = row.filled([part.movedim(0, 2).flatten(2, 3) for part in partial])
+        outgoing, incoming = self.messages.returned_here(), self.messages.returned()
+        visit_rows, part_rows = unpacked(incoming, self._send(outgoing, rows, incoming).wait())
+        if len(part_rows):
+            self._place_everyones(grads, row.tensors(part_rows))
+        before = sum(incoming[0].counts[: route.rank])
+        mine = slice(before, before + len(route.travellers))
+        if len(route.travellers):
+            _place(grads, route.travellers, row.tensors(visit_rows[mine]))
+        if CAME not in route.joined.query_groups:
+            return grads, None
+        visitors = torch.cat([visit_rows[: mine.start], visit_rows[mine.stop :]])
+        return grads, Attended(*row.tensors(visitors))
 
-        if route.fetched is not None and fetched_grads is not None:
-            query_grad = query_grad + fetched_query
-        if route.visited is not None and visited_grads is not None:
-            side_grads = _added(side_grads, visited_sides)
-        others = [other for other in ranks if other != route.rank]
-        came_home = [
-            _with_those_that_came(grad, [(route.keys_out[other], arrived[other][number]) for other in others])
-            for number, grad in enumerate(side_grads.tensors)
-        ]
-        query_grad = _with_those_that_came(
-            query_grad, [(route.queries_out[other], arrived[other][-1]) for other in others]
-        )
-        return query_grad, _Sides.of(came_home)
+    def _everyones_total(self, grads: Attended) -> Attended:
+        """Gradients of everyone's results that were merged here: the sum over ranks."""
+        row, outgoing, incoming = self.shapes.result, self.messages.spread_here(), self.messages.spread()
+        rows = [row.filled(*self._everyones_of(grads))]
+        (came,) = unpacked(incoming, self._send(outgoing, rows, incoming).wait())
+        out, lse = (_stacked(part, self.route.num_ranks) for part in row.tensors(came))
+        return Attended(out.sum(dim=0, dtype=lse.dtype), lse.sum(dim=0))
 
-    def _unspread(self, grads: Attended) -> tuple[Attended, Attended]:
-        """Gradients of all queries but everyone's, and of everyone's that were merged here: the sum over ranks."""
-        route, messages = self.route, _Messages(self.route.traffic, self.shapes)
-        mine = Attended(*(grad.index_select(2, route.everyones[route.rank]) for grad in grads))
-        if not route.traffic.has_everyones:
-            return grads, mine
-        ranks = range(route.num_ranks)
-        outgoing = [
-            [grad.index_select(2, route.everyones[other]) for grad in grads] if other != route.rank else []
-            for other in ranks
-        ]
-        arrived = self.ranks.exchange(
-            outgoing, [messages.spread(route.rank, other) for other in ranks]
-        ).wait()
-        total = [
-            _sum([(tensors or mine)[number].to(self.shapes.lse_dtype) for tensors in arrived]).to(grad.dtype)
-            for number, grad in enumerate(grads)
-        ]
-        rest = [grad.index_fill(2, torch.cat(route.everyones), 0) for grad in grads]
-        return Attended(*rest), Attended(*total)
+    def _uncombined(
+        self, grads: Attended, visitor_grads: Attended | None, parts: Sequence[Attended]
+    ) -> list[Attended]:
+        """Gradients of each call's results."""
+        groups = [grads, visitor_grads]
+        if not self.ranks.overlap:
+            return [Attended(*map(_joined, _turned(groups)))]
+        whole, _ = self._combined(parts)
+        found = []
+        for call, part in zip(self.calls, parts, strict=True):
+            of_group = groups[call.query_groups[0]]
+            assert of_group is not None
+            is_whole = HERE not in call.query_groups or len(self.calls) == 1
+            found.append(of_group if is_whole else _partial_gradients(part, whole, of_group))
+        return found
 
-    def _unmerged(
-        self, grads: Attended, my_grads: Attended, results: _Results
-    ) -> tuple[Attended, Attended | None, list[list[Tensor]] | None]:
-        """Gradients of the results that were merged: merging is cheap, so it is done again and differentiated."""
-        parts = [part.detach().requires_grad_() for part in results.local]
-        fetched = [part.detach().requires_grad_() for part in results.fetched or ()]
-        returned = [[part.detach().requires_grad_() for part in parts] for parts in results.returned or ()]
-        leaves = _Results(
-            Attended(*parts), Attended(*fetched) if fetched else None, returned if results.returned else None
-        )
-        with torch.enable_grad():
-            whole, mine = self.merged(leaves)
-        inputs = [*parts, *fetched, *(part for parts in returned for part in parts)]
-        found = iter(
-            torch.autograd.grad(
-                (*whole, *mine), inputs, (*grads, *my_grads), allow_unused=True, materialize_grads=True
-            )
-        )
-        local_grads = Attended(next(found), next(found))
-        fetched_grads = Attended(next(found), next(found)) if fetched else None
-        if results.returned is None:
-            return local_grads, fetched_grads, None
-        return local_grads, fetched_grads, [[next(found) for _ in parts] for parts in returned]
-
-    def _distributed(self, arrived: list[list[Tensor]], local_grads: Attended) -> Attended | None:
-        """Gradients of visitors' results; those of everyone's, merged elsewhere, join the local ones."""
-        route = self.route
-        for index, parts in zip(route.everyones, arrived, strict=True):
-            for grad, part in zip(local_grads, parts[2:], strict=False):
-                grad.index_copy_(2, index, part)
-        others = [parts[:2] for parts in arrived if parts]
-        return Attended(*_joined(others)) if route.visited is not None else None
-
-    def _gradients(
-        self, call: Call, grads: Attended, query: Tensor, keys: _Sides, results: Attended
-    ) -> tuple[Tensor, _Sides]:
+    def _gradients(self, call: Call, grads: Attended, kept: _Kept, part: Attended, found: "_Found") -> None:
+        """Add the gradients of one call to those that were found."""
         queries, slots = call.queries, call.keys
-        found: Gradients = gradients_here(
-            Attended(*(_scattered(queries, grad) for grad in grads)),
-            queries.enter(query),
-            slots.enter(keys.key),
-            slots.enter(keys.value),
-            Attended(*(_scattered(queries, part) for part in results)),
+        sides = [kept.keys[group] for group in call.key_groups]
+        key, value, bias = (_entered(slots, parts) for parts in _turned(sides))
+        assert key is not None
+        assert value is not None
+        grad: Gradients = gradients_here(
+            Attended(*(_scattered(queries, of_result) for of_result in grads)),
+            _entered(queries, [kept.queries[group] for group in call.query_groups]),
+            key,
+            value,
+            Attended(*(_scattered(queries, result) for result in part)),
             call.plan,
-            key_bias=_bias_of(slots, keys.bias, self.shapes.lse_dtype),
+            key_bias=_hiding_holes(slots, bias, self.shapes.lse_dtype),
             scale=self.scale,
             impl=self.impl,
         )
-        bias = None if keys.bias is None or found.key_bias is None else slots.leave(found.key_bias)
-        return queries.leave(found.query), _Sides(slots.leave(found.key), slots.leave(found.value), bias)
+        of_sides = [slots.leave(grad.key), slots.leave(grad.value)]
+        if bias is not None and grad.key_bias is not None:
+            of_sides.append(slots.leave(grad.key_bias))
+        route = self.route
+        found.add_queries(call.query_groups, queries.leave(grad.query), route.num_queries)
+        found.add_keys(call.key_groups, of_sides, route.num_keys)
 
-    def _no_gradients(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """For ranks that sent nothing: messages of no tokens, as they were on the way here."""
-        device = self.route.travellers.device
-        keys = [
-            torch.empty(parcel.shape, dtype=parcel.dtype, device=device) for parcel in self.shapes.keys(0)
+    def _send_gradients(self, found: "_Found") -> Delivery | None:
+        """Send gradients of what came back to where it came from."""
+        shapes, device = self.shapes, self.route.device
+        if not self.route.traffic.has_journeys:
+            return None
+        outgoing, incoming = self.messages.sent_here(), self.messages.sent()
+        rows = [kind.row.empty(0, device) for kind in outgoing]
+        sides, queries = found.keys[CAME], found.queries[CAME]
+        if sides is not None:
+            rows[0] = shapes.key.filled([sides.key, sides.value])
+            if sides.bias is not None:
+                rows[2] = shapes.bias.filled([sides.bias])
+        if queries is not None:
+            rows[1] = shapes.query.filled([queries])
+        return self._send(outgoing, rows, incoming)
+
+    def _home(self, query_grad: Tensor, sides: _Sides, delivery: Delivery) -> tuple[Tensor, _Sides]:
+        """Gradients and what came home of them."""
+        kinds, route = self.messages.sent(), self.route
+        key_rows, query_rows, *bias_rows = unpacked(kinds, delivery.wait())
+        came = self.shapes.key.tensors(key_rows)
+        if bias_rows:
+            came += self.shapes.bias.tensors(bias_rows[0])
+        home = [
+            _with_those_that_came(grad, route.keys_out, part, kinds[0].counts)
+            for grad, part in zip(sides.tensors, came, strict=True)
         ]
-        query = [
-            torch.empty(parcel.shape, dtype=parcel.dtype, device=device) for parcel in self.shapes.queries(0)
-        ]
-        return [keys] * self.route.num_ranks, [query] * self.route.num_ranks
+        (queries,) = self.shapes.query.tensors(query_rows)
+        query_grad = _with_those_that_came(query_grad, route.queries_out, queries, kinds[1].counts)
+        return query_grad, _Sides.of(home)
+
+
+class _Found(NamedTuple):
+    """Gradients of what is here and what came, as far as they were computed."""
+
+    queries: list[Tensor | None]
+    keys: list[_Sides | None]
+
+    def add_queries(self, groups: tuple[int, ...], grad: Tensor, held: int) -> None:
+        for group, part in zip(groups, _apart(grad, groups, held), strict=True):
+            before = self.queries[group]
+            self.queries[group] = part if before is None else before + part
+
+    def add_keys(self, groups: tuple[int, ...], grads: Sequence[Tensor], held: int) -> None:
+        for group, *parts in zip(groups, *(_apart(grad, groups, held) for grad in grads), strict=True):
+            before = self.keys[group]
+            if before is not None:
+                parts = [a + b for a, b in zip(before.tensors, parts, strict=True)]
+            self.keys[group] = _Sides.of(parts)
 
 
 class _Attend(torch.autograd.Function):
@@ -446,9 +444,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        results, work = layer.forward(query, key, value, bias)
-        out, lse = layer.spread(*layer.merged(results))
-        kept = _Kept(query, _Sides(key, value, bias), results, work)
+        (out, lse), kept = layer.forward(query, _Sides(key, value, bias), in_place=False)
         ctx.layer = layer
         tensors: list[Tensor] = []
         ctx.frame = _flattened(kept, tensors)
@@ -459,17 +455,8 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         kept: _Kept = _rebuilt(ctx.frame, ctx.saved_tensors)
-        query_grad, sides = ctx.layer.backward(Attended(grad_out, grad_lse), *kept)
+        query_grad, sides = ctx.layer.backward(Attended(grad_out, grad_lse), kept)
         return None, query_grad, *sides
-
-
-class _Kept(NamedTuple):
-    """What the backward pass needs."""
-
-    query: Tensor
-    own: _Sides
-    results: _Results
-    work: _Work
 
 
 def _flattened(value: Any, tensors: list[Tensor]) -> Any:
@@ -493,37 +480,64 @@ def _rebuilt(frame: Any, tensors: Sequence[Tensor]) -> Any:
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def _merged(parts: Sequence[Attended]) -> Attended:
-    """Results over different keys as one, in the precision of `lse`, in the order given."""
-    top = torch.stack([part.lse.detach() for part in parts]).amax(dim=0)
-    top = top.masked_fill(top == float("-inf"), 0)
-    weights = [torch.exp(part.lse - top) for part in parts]
-    total = _sum(weights)
-    is_empty = total == 0
-    total = total.masked_fill(is_empty, 1)
-    terms = [weight.unsqueeze(-1) * part.out for weight, part in zip(weights, parts, strict=True)]
-    out = _sum(terms) / total.unsqueeze(-1)
-    return Attended(out.to(parts[0].out.dtype), (top + total.log()).masked_fill(is_empty, float("-inf")))
+def _partial_gradients(part: Attended | _Partial, whole: Attended, grads: Attended) -> Attended:
+    """Gradients of results that were merged with others: each weighs as much as its `lse` says.
+
+    With w = exp(part.lse - whole.lse): whole.out is the sum of all w * part.out, and lse grows by w for each.
+    """
+    anchor = whole.lse.masked_fill(whole.lse == float("-inf"), 0)
+    weight = torch.exp(part.lse - anchor)
+    slope = torch.linalg.vecdot(grads.out.to(weight.dtype), part.out.to(weight.dtype) - whole.out)
+    out = (weight.unsqueeze(-1) * grads.out).to(part.out.dtype)
+    return Attended(out, weight * (slope + grads.lse))
 
 
-def _spread(part: Attended, index: Tensor, like: Attended) -> Attended:
-    """Results of some of the queries, as results of all: the others read nothing."""
-    out = torch.zeros_like(like.out).index_copy(2, index, part.out)
-    return Attended(out, torch.full_like(like.lse, float("-inf")).index_copy(2, index, part.lse))
+def _stacked(x: Tensor, num_ranks: int) -> Tensor:
+    """`[B, H, ranks * tokens, ...]` as `[ranks, B, H, tokens, ...]`."""
+    shape = *x.shape[:2], num_ranks, x.shape[2] // num_ranks, *x.shape[3:]
+    return x.view(shape).movedim(2, 0)
 
 
-def _placed(whole: Attended, index: Tensor, part: Attended) -> Attended:
-    return Attended(whole.out.index_copy(2, index, part.out), whole.lse.index_copy(2, index, part.lse))
+def _place(whole: Attended, index: Tensor, parts: Sequence[Tensor]) -> None:
+    for into, part in zip(whole, parts, strict=True):
+        into.index_copy_(2, index, part)
 
 
-def _bias_of(slots: Slots, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The keys' bias in their slots; nobody reads a hole."""
+def _turned(groups: Sequence[Any]) -> list[list[Any]]:
+    """Tuples of tensors as one list for each of their tensors."""
+    return [list(parts) for parts in zip(*(group for group in groups if group is not None), strict=True)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors behind each other, `[B, H, tokens, ...]`."""
+    if len(parts) == 1:
+        return parts[0]
+    lengths = [part.shape[2] for part in parts]
+    first = parts[0]
+    whole = first.new_empty(*first.shape[:2], sum(lengths), *first.shape[3:])
+    for into, part in zip(whole.split(lengths, dim=2), parts, strict=True):
+        select(part, None, into)
+    return whole
+
+
+def _apart(x: Tensor, groups: tuple[int, ...], held: int) -> tuple[Tensor, ...]:
+    """What is here, and what came, if there are both."""
+    return (x,) if len(groups) == 1 else x.split([held, x.shape[2] - held], dim=2)
+
+
+def _entered(slots: Slots, parts: Sequence[Any]) -> Any:
+    """Tensors behind each other, in slots; None if there are none."""
+    return None if parts[0] is None else slots.enter(_joined(parts))
+
+
+def _hiding_holes(slots: Slots, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The bias of the keys in their slots; nobody reads a hole."""
     if slots.holes is None:
-        return bias if bias is None else slots.enter(bias)
+        return bias
     hidden = torch.zeros(slots.length, dtype=dtype, device=slots.holes.device).masked_fill(
         slots.holes, float("-inf")
     )
-    return hidden if bias is None else slots.enter(bias) + hidden
+    return hidden if bias is None else bias + hidden
 
 
 def _scattered(slots: Slots, x: Tensor) -> Tensor:
@@ -533,32 +547,14 @@ def _scattered(slots: Slots, x: Tensor) -> Tensor:
     return x.new_zeros(*x.shape[:2], slots.length, *x.shape[3:]).index_copy_(2, slots.place, x)
 
 
-def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True)]
-
-
-def _with_those_that_came(grad: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A gradient and its parts from other ranks, added one after another in single precision at least.
+def _with_those_that_came(grad: Tensor, index: Tensor, came: Tensor, counts: Sequence[int]) -> Tensor:
+    """A gradient and its parts from each rank, added one after another in single precision at least.
 
     No part has an index twice, so no two additions meet, on whatever device.
     """
-    parts = [(index, part) for index, part in parts if len(index)]
-    if not parts:
+    if not len(index):
         return grad
-    total = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    for index, part in parts:
-        total = total.index_add(2, index, part.to(total.dtype))
+    total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+    for places, part in zip(index.split(list(counts)), came.split(list(counts), dim=2), strict=True):
+        total.index_add_(2, places, part.to(total.dtype))
     return total.to(grad.dtype)
-
-
-def _added(first: _Sides, second: _Sides) -> _Sides:
-    return _Sides.of([a + b for a, b in zip(first.tensors, second.tensors, strict=True)])
-
-
-def _sum(terms: Sequence[Tensor]) -> Tensor:
-    return sum(terms[1:], terms[0])
-
-
-def _no_results(shapes: Shapes, device: torch.device) -> Attended:
-    out, lse = (torch.empty(parcel.shape, dtype=parcel.dtype, device=device) for parcel in shapes.results(0))
-    return Attended(out, lse)

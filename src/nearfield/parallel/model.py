@@ -18,8 +18,9 @@ from nearfield.attend import merge
 from nearfield.geometry import Geometry
 from nearfield.methods.hilbert import Hilbert, HilbertReader
 from nearfield.methods.merging import Merge, Merged
-from nearfield.parallel.attention import Sent, Shapes, attend, bytes_sent
+from nearfield.parallel.attention import attend
 from nearfield.parallel.far import SplitFarField
+from nearfield.parallel.messages import Sent, Shapes, bytes_sent
 from nearfield.parallel.ranks import Parcel, Ranks
 from nearfield.parallel.route import Route, Traffic, traffic
 from nearfield.parallel.split import Split
@@ -116,8 +117,8 @@ class SplitReader:
     def plans(self) -> list[Plan]:
         """What this rank calls `nearfield.attend` with."""
         routes = [self.route] if self.far is None else [self.route, self.far.route]
-        calls = [call for route in routes for call in (route.local, route.fetched, route.visited)]
-        return [call.plan for call in calls if call is not None]
+        calls = [route.apart if self.ranks.overlap else (route.joined,) for route in routes]
+        return [call.plan for of_route in calls for call in of_route]
 
     def attend(
         self,

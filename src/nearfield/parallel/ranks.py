@@ -1,9 +1,10 @@
 """Ranks: the processes that share one sequence, and what they say to each other.
 
-Everything that travels is packed into one buffer of bytes per exchange, so a layer costs two collectives at most,
+Everything that travels is packed into one buffer of bytes per exchange, so a layer costs three collectives at most,
 whatever types and tensors it sends. The bytes are counted where they are sent.
 """
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield._checks import wrong_type, wrong_value
 
-_ALIGNMENT = 16  # bytes; a tensor of any type may begin at a multiple of it
+ALIGNMENT = 16  # bytes; a tensor of any type may begin at a multiple of it
 
 
 class ExchangeFailed(RuntimeError):
@@ -30,7 +31,7 @@ class Parcel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return -(-torch.Size(self.shape).numel() * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return -(-torch.Size(self.shape).numel() * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 Message = Sequence[Parcel]
@@ -46,6 +47,8 @@ class Ranks:
 
     Args:
         mesh: of one dimension; take one of several by its name, as in `mesh["cp"]`.
+        overlap: read what is here while the rest travels, in a call of its own whose result is merged. That costs
+            time on the device, and pays where the link is slow: if left out, where ranks are on several machines.
 
     Attributes:
         bytes_sent: to other ranks, by this one, since it was made.
@@ -53,6 +56,7 @@ class Ranks:
     """
 
     mesh: DeviceMesh
+    overlap: bool | None = None
     bytes_sent: int = field(default=0, init=False)
     num_exchanges: int = field(default=0, init=False)
     _agreed: set[str] = field(default_factory=set, init=False, repr=False)
@@ -85,16 +89,20 @@ class Ranks:
             self._agreed.add(str(facts))
 
     def compare(self, facts: Mapping[str, object], hint: str = "") -> None:
-        """The same, asked each time. A collective call."""
-        if self.size == 1:
-            return
-        everyones: list[Any] = [None] * self.size
-        mine = {name: str(fact) for name, fact in facts.items()}
-        try:
-            dist.all_gather_object(everyones, mine, group=self.group)
-        except RuntimeError as error:
-            self._failed(error)
-        _compare(everyones, hint)
+        """The same, asked each time. A collective call.
+
+        Ranks also learn here whether they are on one machine, which decides about `overlap` if nobody has.
+        """
+        mine = {name: str(fact) for name, fact in facts.items()}, platform.node()
+        everyones: list[Any] = [mine] * self.size
+        if self.size > 1:
+            try:
+                dist.all_gather_object(everyones, mine, group=self.group)
+            except RuntimeError as error:
+                self._failed(error)
+        _compare([facts for facts, _ in everyones], hint)
+        if self.overlap is None:
+            self.overlap = len({machine for _, machine in everyones}) > 1
 
     def exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Message]) -> "Exchange":
         """Start sending tensors to every rank and receiving from it. All ranks must do so, in the same order."""
@@ -104,12 +112,19 @@ class Ranks:
         device = next((part.device for rank in parts for part in rank), None)
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         buffer = torch.cat([nothing, *(part for rank in parts for part in rank)])
-        received, work = buffer.new_empty(sum(wanted)), None
-        if self.size > 1:
-            received, work = self._carry(buffer, sizes, wanted)
-            self.bytes_sent += sum(sizes)
-            self.num_exchanges += 1
-        return Exchange(self, work, buffer, received, tuple(incoming))
+        return Exchange(self.send(buffer, sizes, wanted), tuple(incoming))
+
+    def send(self, buffer: Tensor, sizes: Sequence[int], wanted: Sequence[int]) -> "Delivery":
+        """Start sending bytes, so many to each rank, and receiving as many as wanted. All ranks must do so.
+
+        What a rank sends itself arrives like the rest, but is not counted.
+        """
+        if self.size == 1:
+            return Delivery(self, None, buffer, buffer)
+        received, work = self._carry(buffer, list(sizes), list(wanted))
+        self.bytes_sent += sum(sizes) - sizes[self.index]
+        self.num_exchanges += 1
+        return Delivery(self, work, buffer, received)
 
     def _carry(self, buffer: Tensor, sizes: list[int], wanted: list[int]) -> tuple[Tensor, Any]:
         """Let the bytes travel: where others' arrive, and what to wait for until they have."""
@@ -127,36 +142,47 @@ class Ranks:
         ) from error
 
 
-class Exchange(NamedTuple):
-    """Tensors on their way. Both buffers live until they are there."""
+class Delivery(NamedTuple):
+    """Bytes on their way. Both buffers live until they are there."""
 
     ranks: Ranks
     work: Any
     buffer: Tensor
     received: Tensor
-    incoming: tuple[Message, ...]
 
-    def wait(self) -> list[list[Tensor]]:
-        """What each rank sent."""
+    def wait(self) -> Tensor:
+        """What all ranks sent, the first rank first."""
         if self.work is not None:
             try:
                 self.work.wait()
             except RuntimeError as error:
                 self.ranks._failed(error)
+        return self.received
+
+
+class Exchange(NamedTuple):
+    """Tensors on their way."""
+
+    delivery: Delivery
+    incoming: tuple[Message, ...]
+
+    def wait(self) -> list[list[Tensor]]:
+        """What each rank sent."""
+        received = self.delivery.wait()
         place = 0
         tensors: list[list[Tensor]] = []
         for message in self.incoming:
             tensors.append([])
             for parcel in message:
                 size = torch.Size(parcel.shape).numel() * parcel.dtype.itemsize
-                tensors[-1].append(self.received[place : place + size].view(parcel.dtype).view(parcel.shape))
+                tensors[-1].append(received[place : place + size].view(parcel.dtype).view(parcel.shape))
                 place += parcel.num_bytes
         return tensors
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     part = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    padding = -len(part) % _ALIGNMENT
+    padding = -len(part) % ALIGNMENT
     return torch.nn.functional.pad(part, (0, padding)) if padding else part
 
 

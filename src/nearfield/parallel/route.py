@@ -10,6 +10,9 @@ results every rank merges a part, and all get the parts.
 
 Plans have blocks, and a split may tear them. So every rank lays out its tokens in whole blocks, with holes where a
 block is torn; where blocks are whole, as with cuts on multiples of the block, nothing is moved at all.
+
+What is here and what came is read by one call over one plan; or, where waiting takes longer than it costs to merge, by
+several, of which the first needs nothing that travels.
 """
 
 import hashlib
@@ -25,7 +28,7 @@ from nearfield._checks import check_int, wrong_value
 from nearfield.parallel.split import REPLICATED, Split
 from nearfield.plan import Plan
 
-_OWN, _EVERYONES = 0, 1
+_OWN, _EVERYONES, _OTHERS = 0, 1, 2  # kinds of tokens on a rank; from the last on, those of each other rank
 _WIDE = 0.5  # of what a rank holds, above which a row that reads it may travel there
 _WORTH = 2  # times fewer queries than keys: returning costs a second exchange
 
@@ -60,12 +63,22 @@ class Slots(NamedTuple):
         return Slots(tokens, place, holes, self.length)
 
 
+HERE, CAME = 0, 1
+"""Two groups of tokens: those that a rank holds, and those that others sent it, those of the first rank first."""
+
+
 class Call(NamedTuple):
-    """One call of `attend` on a rank: queries and keys in their slots, and who reads whom."""
+    """One call of `attend` on a rank: queries and keys in their slots, and who reads whom.
+
+    Args:
+        query_groups, key_groups: what is in the slots: `HERE`, `CAME`, or both in this order.
+    """
 
     queries: Slots
     keys: Slots
     plan: Plan
+    query_groups: tuple[int, ...] = (HERE,)
+    key_groups: tuple[int, ...] = (HERE,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,50 +86,61 @@ class Route:
     """What one rank sends, receives and computes. Indices are those of its own tokens.
 
     Args:
-        local: its rows, over the keys it holds.
-        fetched: its rows, over the keys it was sent, those of the first rank first; None if there are none.
-        visited: rows of others, over the keys it owns; None if there are none.
-        keys_out: for each rank, which keys are sent there.
-        queries_out: for each rank, which queries travel there.
+        device: where its tensors are.
+        joined: all that it reads: its rows and those that came, over the keys it holds and those that came.
+        keys_out, queries_out: which keys and queries are sent, to the first rank first.
         travellers: all queries that travel anywhere.
-        returned: for each rank, which of the `travellers` have been there.
-        everyones: the queries that all ranks hold, in parts: for each rank those that it merges. None if they read
-            nothing.
+        returned: which of the `travellers` have been on each rank, the first rank first, all of them here: places
+            among as many as there are ranks times travellers.
+        everyones: the queries that all ranks hold; none if they read nothing.
     """
 
     rank: int
     traffic: "Traffic"
-    local: Call
-    fetched: Call | None
-    visited: Call | None
-    keys_out: tuple[Tensor, ...]
-    queries_out: tuple[Tensor, ...]
+    device: torch.device
+    joined: Call
+    keys_out: Tensor
+    queries_out: Tensor
     travellers: Tensor
-    returned: tuple[Tensor, ...]
-    everyones: tuple[Tensor, ...]
+    returned: Tensor
+    everyones: Tensor
+
+    @cached_property
+    def apart(self) -> tuple[Call, ...]:
+        """The same in up to three calls: its rows over what is here, over what came, and rows that came."""
+        keys_came, queries_came = CAME in self.joined.key_groups, CAME in self.joined.query_groups
+        groups = [((HERE,), (HERE,))] + [((HERE,), (CAME,))] * keys_came + [((CAME,), (HERE,))] * queries_came
+        return tuple(self.traffic.call(self.rank, *pair, self.device) for pair in groups)
 
     @property
     def num_ranks(self) -> int:
         return self.traffic.num_ranks
 
-    @property
+    @cached_property
     def num_queries(self) -> int:
-        return len(self.local.queries.place)
+        return self.traffic.queries.num_held(self.rank)
 
-    @property
+    @cached_property
     def num_keys(self) -> int:
-        return len(self.local.keys.place)
+        return self.traffic.keys.num_held(self.rank)
 
-    @property
+    @cached_property
     def num_pairs(self) -> int:
         """Pairs this rank computes, per batch element and head, on average over heads."""
-        calls = [call for call in (self.local, self.fetched, self.visited) if call is not None]
-        return round(sum(call.plan.num_pairs / call.plan.blocks.shape[1] for call in calls))
+        plan = self.joined.plan
+        return round(plan.num_pairs / plan.blocks.shape[1])
 
     @property
     def is_aligned(self) -> bool:
-        """Whether queries and keys are read where they are."""
-        return self.local.queries.tokens is None and self.local.keys.tokens is None
+        """Whether queries and keys are whole blocks as they are."""
+        return self.joined.queries.tokens is None and self.joined.keys.tokens is None
+
+    @cached_property
+    def everyones_span(self) -> tuple[int, int] | None:
+        """Where `everyones` stand, if they stand side by side."""
+        index = self.everyones.tolist()
+        is_span = len(index) > 0 and index[-1] - index[0] + 1 == len(index)
+        return (index[0], index[-1] + 1) if is_span else None
 
 
 class Traffic:
@@ -166,6 +190,11 @@ class Traffic:
                 self._travelling[reader, holder] = _marked(reads.shape[0], rows[travels])
 
     @cached_property
+    def has_journeys(self) -> bool:
+        """Whether any rank has keys or queries for another."""
+        return bool(self.num_keys.any() or self.num_queries.any())
+
+    @cached_property
     def num_everyones(self) -> int:
         """Queries that all ranks hold and that read something: text does not read summaries."""
         rows = _tokens_per_block(self.queries, REPLICATED, self.plan.q_block) > 0
@@ -176,10 +205,15 @@ class Traffic:
         """Whether queries that all ranks hold have results on several."""
         return self.num_everyones > 0 and self.num_ranks > 1
 
-    @property
+    @cached_property
     def has_returns(self) -> bool:
         """Whether any rank has partial results for another."""
         return bool(self.num_queries.any()) or self.has_everyones
+
+    def num_travellers(self, rank: int) -> int:
+        """Queries of a rank that travel anywhere."""
+        travels = [self._travelling[rank, other] for other in range(self.num_ranks) if other != rank]
+        return int(self._rows[rank][torch.stack(travels).any(dim=0)].sum()) if travels else 0
 
     @cached_property
     def part_sizes(self) -> list[int]:
@@ -222,54 +256,59 @@ class Traffic:
         if rank >= self.num_ranks:
             wrong_value("rank", f"be below the number of ranks ({self.num_ranks})", rank)
         where = torch.device(self.plan.device if device is None else device)
-        plan = self.plan
-        others = [other for other in range(self.num_ranks) if other != rank]
-        entries = _entries(plan)
-
         my_queries, my_keys = self.queries.held(rank), self.keys.held(rank)
-        queries, row_of = self._slotted(
-            my_queries, _kinds(self.queries, my_queries), plan.q_block, is_key=False
-        )
-        keys, column_of = self._slotted(my_keys, _kinds(self.keys, my_keys), plan.k_block, is_key=True)
-        pairs = [(_OWN, _OWN), (_OWN, _EVERYONES), (_EVERYONES, _OWN)]
-        if rank == 0:  # what all hold is counted once
-            pairs.append((_EVERYONES, _EVERYONES))
-        reads = [_Reads(row_of[reader], column_of[read]) for reader, read in pairs]
-        local = Call(queries, keys, _part(plan, entries, reads, queries, keys))
-
-        fetched = visited = None
-        arriving = [self._sent_keys(other, rank) for other in others]
-        if sum(map(len, arriving)):
-            slots, columns = self._slotted(torch.cat(arriving), _counted(arriving), plan.k_block, is_key=True)
-            reads = [
-                _Reads(row_of[_OWN].masked_fill(self._travelling[rank, other], -1), columns[number])
-                for number, other in enumerate(others)
-            ]
-            fetched = Call(queries, slots, _part(plan, entries, reads, queries, slots))
-        visiting = [self._sent_queries(other, rank) for other in others]
-        if sum(map(len, visiting)):
-            slots, rows = self._slotted(torch.cat(visiting), _counted(visiting), plan.q_block, is_key=False)
-            reads = [_Reads(rows[number], column_of[_OWN]) for number in range(len(others))]
-            visited = Call(slots, keys, _part(plan, entries, reads, slots, keys))
-
         ranks = range(self.num_ranks)
         queries_out = [torch.searchsorted(my_queries, self._sent_queries(rank, other)) for other in ranks]
         keys_out = [torch.searchsorted(my_keys, self._sent_keys(rank, other)) for other in ranks]
         travellers = torch.cat(queries_out).unique()
-        returned = [torch.searchsorted(travellers, index) for index in queries_out]
+        returned = [
+            other * len(travellers)
+            + torch.searchsorted(travellers, travellers if other == rank else queries_out[other])
+            for other in ranks
+        ]
         everyones = (self.queries.owners[my_queries] == REPLICATED).nonzero().flatten()[: self.num_everyones]
+        query_groups = (HERE, CAME) if self.num_queries[:, rank].any() else (HERE,)
+        key_groups = (HERE, CAME) if self.num_keys[:, rank].any() else (HERE,)
         return Route(
             rank,
             self,
-            _moved(local, where),
-            fetched and _moved(fetched, where),
-            visited and _moved(visited, where),
-            tuple(index.to(where) for index in keys_out),
-            tuple(index.to(where) for index in queries_out),
+            where,
+            self.call(rank, query_groups, key_groups, where),
+            torch.cat(keys_out).to(where),
+            torch.cat(queries_out).to(where),
             travellers.to(where),
-            tuple(index.to(where) for index in returned),
-            everyones.to(where).split(self.part_sizes),
+            torch.cat(returned).to(where),
+            everyones.to(where),
         )
+
+    def call(
+        self, rank: int, query_groups: tuple[int, ...], key_groups: tuple[int, ...], device: torch.device
+    ) -> Call:
+        """Who reads whom among some of the tokens that a rank holds, or that came to it."""
+        plan, others = self.plan, [other for other in range(self.num_ranks) if other != rank]
+        my_queries, my_keys = self.queries.held(rank), self.keys.held(rank)
+        query_parts = {HERE: [(_kinds(self.queries, my_queries), my_queries)], CAME: []}
+        key_parts = {HERE: [(_kinds(self.keys, my_keys), my_keys)], CAME: []}
+        for other in others:
+            for parts, came in (
+                (query_parts, self._sent_queries(other, rank)),
+                (key_parts, self._sent_keys(other, rank)),
+            ):
+                parts[CAME].append((torch.full_like(came, _OTHERS + other), came))
+        num_kinds = _OTHERS + self.num_ranks
+        queries, row_of = _slotted(query_parts, query_groups, plan.q_block, plan.num_rows, num_kinds)
+        keys, column_of = _slotted(key_parts, key_groups, plan.k_block, plan.num_columns, num_kinds)
+
+        pairs = [(_OWN, _OWN), (_OWN, _EVERYONES), (_EVERYONES, _OWN)]
+        if rank == 0:  # what all hold is counted once
+            pairs.append((_EVERYONES, _EVERYONES))
+        reads = [_Reads(row_of[reader], column_of[read]) for reader, read in pairs]
+        for other in others:
+            staying = row_of[_OWN].masked_fill(self._travelling[rank, other], -1)
+            reads.append(_Reads(staying, column_of[_OTHERS + other]))
+            reads.append(_Reads(row_of[_OTHERS + other], column_of[_OWN]))
+        part = _part(plan, _entries(plan), reads, queries, keys)
+        return Call(queries.to(device), keys.to(device), part.to(device), query_groups, key_groups)
 
     def _sent_keys(self, holder: int, reader: int) -> Tensor:
         return self._chosen(self.keys, holder, self._fetched.get((reader, holder)), self.plan.k_block)
@@ -282,10 +321,6 @@ class Traffic:
         """Places in the sequence of a rank's own tokens that lie in marked blocks."""
         own = split.own(rank)
         return own[:0] if blocks is None else own[blocks[own // block]]
-
-    def _slotted(self, tokens: Tensor, kinds: Tensor, block: int, *, is_key: bool) -> tuple[Slots, Tensor]:
-        num_blocks = self.plan.num_columns if is_key else self.plan.num_rows
-        return _slotted(tokens, kinds, block, num_blocks, max(2, self.num_ranks))
 
 
 class _Reads(NamedTuple):
@@ -353,19 +388,22 @@ def _kinds(split: Split, tokens: Tensor) -> Tensor:
     return torch.where(split.owners[tokens] == REPLICATED, _EVERYONES, _OWN)
 
 
-def _counted(parts: list[Tensor]) -> Tensor:
-    """The number of the part for every token of several parts."""
-    sizes = torch.tensor([len(part) for part in parts], device="cpu")
-    return torch.arange(len(parts), device="cpu").repeat_interleave(sizes)
-
-
 def _slotted(
-    tokens: Tensor, kinds: Tensor, block: int, num_blocks: int, num_kinds: int
+    parts: dict[int, list[tuple[Tensor, Tensor]]],
+    groups: tuple[int, ...],
+    block: int,
+    num_blocks: int,
+    num_kinds: int,
 ) -> tuple[Slots, Tensor]:
-    """Tokens of one block and kind get a slot together, in the order in which they first come.
+    """Tokens of one block and kind get a slot together, in the order in which they first come; whole ones first.
+
+    So the ragged block at the end of a sequence makes no hole, wherever it is held.
 
     Returns also the slot of each kind and block, `[kinds, blocks]`, -1 where there is none.
     """
+    kinds, tokens = (
+        torch.cat(some) for some in zip(*(part for group in groups for part in parts[group]), strict=True)
+    )
     count = len(tokens)
     present, group, sizes = (kinds * num_blocks + tokens // block).unique(
         return_inverse=True, return_counts=True
@@ -373,7 +411,7 @@ def _slotted(
     first = torch.full_like(present, count).scatter_reduce_(
         0, group, torch.arange(count, device="cpu"), "amin"
     )
-    slot = first.argsort().argsort()
+    slot = (first + count * (sizes < block)).argsort().argsort()
     order = group.argsort(stable=True)
     offset = torch.empty_like(order)
     offset[order] = torch.arange(count, device="cpu") - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
@@ -428,7 +466,3 @@ def _part(
         uniform=bool((counts == counts[0, 0]).all()),
         check=False,
     )
-
-
-def _moved(call: Call, device: torch.device) -> Call:
-    return Call(call.queries.to(device), call.keys.to(device), call.plan.to(device))
