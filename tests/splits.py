@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from tests.tiles import paper
@@ -183,6 +184,14 @@ def without_gradient(mesh: DeviceMesh, name: str) -> torch.Tensor:
     route = Traffic(case.plan, split).route(ranks.index)
     with torch.inference_mode():
         return parallel.attend(*tensors[:3], route, ranks, key_bias=bias).out.clone()
+
+
+def chosen_overlap(mesh: DeviceMesh, machines: int) -> bool | None:
+    """What ranks on so many machines decide about overlapping, if nobody has told them."""
+    ranks = Ranks(mesh)
+    with mock.patch("platform.node", return_value=f"machine {ranks.index % machines}"):
+        ranks.agree(anything=0)
+    return ranks.overlap
 
 
 def other_plans(mesh: DeviceMesh) -> None:

@@ -29,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nearfield
 from nearfield import Plan, Positions, planning
+from nearfield._types import Impl
+from nearfield.attend import attend_continued
 
 IMPLEMENTATIONS = [
     "reference",
@@ -466,6 +468,35 @@ def test_plan_may_be_built_inside_a_compiled_function(impl: str, device: torch.d
 every_kernel = pytest.mark.parametrize(
     "impl", [pytest.param("triton", marks=pytest.mark.gpu), pytest.param("gluon", marks=NEEDS_HOPPER)]
 )
+
+
+def test_nothing_on_a_cpu_reads_keys_from_two_places() -> None:
+    query = torch.randn(1, 2, 64, 16)
+    plan = planning.full(64, 128)
+    assert attend_continued(query, query, query, (query, query), plan) is None
+
+
+@pytest.mark.parametrize("impl", [pytest.param("gluon", marks=NEEDS_HOPPER)])
+@pytest.mark.parametrize(("k_block", "more"), [(64, 192), (128, 256), (128, 200), (16, 208)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_keys_in_two_places(
+    impl: Impl, k_block: int, more: int, has_bias: bool, device: torch.device
+) -> None:
+    """The last keys in tensors of their own, as ranks receive them: tokens side by side, keys beside values."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 4, 512, 128, device=device, dtype=torch.bfloat16)
+    rows = torch.randn(more, 2, 1, 4, 128, device=device, dtype=torch.bfloat16)
+    more_key, more_value = (side.movedim(0, 2) for side in rows.unbind(1))
+    columns = -(-(512 + more) // k_block)
+    mask = torch.rand(1, 4, 4, columns, device=device) < 0.5
+    sizes = {"num_queries": 512, "num_keys": 512 + more}
+    plan = planning.from_mask(mask, q_block=128, k_block=k_block, **sizes)
+    bias = torch.randn(1, 4, 512 + more, device=device) if has_bias else None
+    found = attend_continued(query, key, value, (more_key, more_value), plan, key_bias=bias, impl=impl)
+    assert found is not None
+    sides = (torch.cat(parts, dim=2) for parts in ((key, more_key), (value, more_value)))
+    wanted = nearfield.attend(query, *sides, plan, key_bias=bias, impl=impl)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @every_kernel

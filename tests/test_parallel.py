@@ -1,6 +1,7 @@
 """One sequence over many ranks: what travels, by the plan alone, and what real processes compute with it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.splits import (
     CASES,
     Part,
     bad_calls,
+    chosen_overlap,
     counted,
     inputs,
     joined,
@@ -23,7 +25,9 @@ from tests.splits import (
 from tests.tiles import paper
 from tests.worlds import Failed, World, world_of
 
-from nearfield import Geometry, Plan, planning
+from nearfield import Geometry, Plan, attend, parallel, planning
+from nearfield._types import Attended
+from nearfield.bench.scaling_times import AbsentRanks
 from nearfield.methods.hilbert import Share
 from nearfield.parallel import Shapes, Split, Traffic, bytes_sent
 from nearfield.parallel.cuts import even_split
@@ -289,6 +293,40 @@ def test_inference_gives_the_same(world: World) -> None:
     name = "hilbert, text behind"
     for first, second in zip(world.run(part, name), world.run(without_gradient, name), strict=True):
         assert torch.equal(first.results[0], second)
+
+
+@pytest.mark.parametrize("name", ["hilbert, two images", "contiguous"])
+def test_keys_that_came_are_read_where_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kernel reads keys from two places, it is given those that are here, those that came, and their plan."""
+    case, handed = CASES[name], []
+    route = Traffic(case.plan, case.split(3)).route(1)
+    assert route.is_aligned == (name == "hilbert, two images")
+    tensors = [x[:, :, case.split(3).held(1)] for x in inputs(case, torch.float32)[0]]
+    bias = tensors[3] if case.has_bias else None
+    ranks = AbsentRanks(1, 3)
+    together = parallel.attend(*tensors[:3], route, ranks, key_bias=bias)
+
+    def continued(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: tuple[torch.Tensor, torch.Tensor],
+        plan: Plan, **rest: Any,
+    ) -> Attended:  # fmt: skip
+        handed.append((key.data_ptr(), more[0].untyped_storage().data_ptr()))
+        sides = (torch.cat(parts, dim=2) for parts in ((key, more[0]), (value, more[1])))
+        return attend(query, *sides, plan, **rest)
+
+    monkeypatch.setattr("nearfield.parallel.attention.attend_continued", continued)
+    found = parallel.attend(*tensors[:3], route, ranks, key_bias=bias)
+    assert all(torch.equal(a, b) for a, b in zip(found, together, strict=True))
+    # Neither was copied.
+    noise = {x.untyped_storage().data_ptr() for x in ranks._noise.values()}
+    assert [(mine == tensors[1].data_ptr(), came in noise) for mine, came in handed] == (
+        [(True, True)] if route.is_aligned else []
+    )
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_ranks_on_several_machines_read_while_others_travel(world: World, machines: int) -> None:
+    assert world.run(chosen_overlap, machines) == [machines > 1] * world.size
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

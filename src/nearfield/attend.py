@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from nearfield import kernels
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Gradients, Impl, Positions
-from nearfield.operators import Part, all_lists, check_sizes, lse_dtype, merge
+from nearfield.operators import Part, all_lists, check_sizes, lse_dtype, merge, read_continued
 from nearfield.plan import Plan
 
-__all__ = ["Part", "attend", "attend_together", "gradients", "merge"]
+__all__ = ["Part", "attend", "attend_continued", "attend_together", "gradients", "merge"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
@@ -83,6 +83,30 @@ def attend(
         impl,
     )
     return Attended(out, lse)
+
+
+def attend_continued(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    more: tuple[Tensor, Tensor],
+    plan: Plan,
+    *,
+    key_bias: Tensor | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Attended | None:
+    """`attend` over keys of which the last are in tensors of their own, for callers that differentiate by hand.
+
+    Args:
+        more: the keys and values that follow in the plan.
+        key_bias: of all of them.
+
+    Returns:
+        None where nothing reads keys from two places: put them together then.
+    """
+    bias = None if key_bias is None else key_bias.to(lse_dtype(query)).expand(*query.shape[:2], plan.num_keys)
+    return read_continued(query, key, value, more, plan, bias, _checked_scale(scale, query), impl)
 
 
 def gradients(

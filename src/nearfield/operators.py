@@ -152,6 +152,33 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
 
 
+def read_continued(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    more: tuple[Tensor, Tensor],
+    plan: Plan,
+    key_bias: Tensor | None,
+    scale: float,
+    impl: Impl,
+) -> Attended | None:
+    """The forward over keys in two places; None where no kernel can. No operator: nothing traces what calls it."""
+    is_same = all(x.dtype == query.dtype and x.device == query.device for x in (key, value, *more))
+    if impl not in ("auto", "gluon") or not query.is_cuda or not is_same:
+        return None
+    if (plan.num_queries, plan.num_keys) != (query.shape[2], key.shape[2] + more[0].shape[2]):
+        sizes = f"{query.shape[2]} queries and {key.shape[2]} + {more[0].shape[2]} keys"
+        wrong_value("plan", f"be made for {sizes}", f"{plan.num_queries} and {plan.num_keys}")
+    if explain_choice(query, key, plan, key_bias=key_bias, impl=impl).impl != "gluon":
+        return None
+    module = implementation("gluon")
+    if not module.can_continue(key, more, plan):
+        return None
+    with _undisturbed(query):
+        attended: Attended = module.attend_forward(query, key, value, plan, key_bias, None, scale, more=more)
+    return attended
+
+
 @torch.library.custom_op("nearfield::attend_backward", mutates_args=())
 def _attend_backward(
     grad_out: Tensor,

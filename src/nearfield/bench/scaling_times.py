@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from nearfield import Geometry, Hilbert
+from nearfield._types import Attended
 from nearfield.attend import attend as attend_here
+from nearfield.attend import attend_continued
 from nearfield.bench import check, report, timing
 from nearfield.bench.scaling import split_of
 from nearfield.bench.scaling_cases import ScalingCase
 from nearfield.bench.timing import Timing
-from nearfield.parallel import Ranks, Route, Traffic, attend
+from nearfield.parallel import Ranks, Route, Shapes, Traffic, attend
+from nearfield.parallel.route import CAME
 from nearfield.plan import Plan
 
 Sides = tuple[Tensor, Tensor, Tensor]
@@ -131,8 +134,8 @@ def measure(
     traffic = Traffic(plan, split)
     routes = [traffic.route(rank, device) for rank in range(num_ranks)]
     whole = _tensors(case, geometry.num_tokens, device)
-    _check(whole, plan)
     functions: dict[str, timing.Function] = {"whole": lambda: attend_here(*whole, plan)}
+    _check(whole, plan, lambda: attend_here(*whole, plan))
     for route in routes:
         held = split.held(route.rank).to(device)
         mine = _picked(whole, held)
@@ -153,10 +156,10 @@ def measure(
     )
 
 
-def _check(tensors: Sides, plan: Plan) -> None:
+def _check(tensors: Sides, plan: Plan, run: Callable[[], Attended]) -> None:
     """A wrong answer gets no figure."""
     with torch.no_grad(), check.poisoned_memory():
-        found = attend_here(*tensors, plan)
+        found = run()
     checked = check.check_forward(tensors, plan, *found)
     if not checked.passed:
         raise WrongAnswer(str(checked))
@@ -196,15 +199,27 @@ def _kernels(case: ScalingCase, route: Route, mine: Sides) -> timing.Function:
     call = route.joined
     query, key, value = mine
     visitors, *_ = _tensors(case, len(call.queries.place) - query.shape[2], query.device)
-    _, keys, values = _tensors(case, len(call.keys.place) - key.shape[2], query.device)
-    ready = (
-        call.queries.enter(torch.cat([query, visitors], dim=2)),
-        call.keys.enter(torch.cat([key, keys], dim=2)),
-        call.keys.enter(torch.cat([value, values], dim=2)),
+    more = _arrived(case, len(call.keys.place) - key.shape[2], query)
+    query = call.queries.enter(torch.cat([query, visitors], dim=2))
+    whole_key, whole_value = (
+        call.keys.enter(torch.cat(parts, dim=2)) for parts in ((key, more[0]), (value, more[1]))
     )
-    if route.rank == 0:
-        _check(ready, call.plan)
-    return lambda: attend_here(*ready, call.plan)
+
+    def run() -> Attended:
+        found = None
+        if call.keys.tokens is None and CAME in call.key_groups:
+            found = attend_continued(query, key, value, more, call.plan)
+        return found or attend_here(query, whole_key, whole_value, call.plan)
+
+    _check((query, whole_key, whole_value), call.plan, run)
+    return run
+
+
+def _arrived(case: ScalingCase, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as they lie in what other ranks have sent."""
+    row = Shapes(1, case.heads, case.heads, case.head_dim, like.dtype).key
+    key, value = row.tensors(row.filled(_tensors(case, count, like.device)[1:]))
+    return key, value
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------

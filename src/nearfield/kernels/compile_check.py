@@ -46,12 +46,14 @@ _POINTERS = {
 }
 
 
-def compile_forward(dim: int, q_block: int, k_block: int, has_bias: bool, is_ragged: bool) -> str:
+def compile_forward(
+    dim: int, q_block: int, k_block: int, has_bias: bool, is_ragged: bool, has_more: bool = False
+) -> str:
     """Compile one variant and return its PTX."""
     launch = hopper.launch_for(q_block, k_block, dim)
     constants = hopper.constants(
-        launch, dim, q_block, k_block, is_ragged=is_ragged, has_order=is_ragged, has_bias=has_bias
-    )
+        launch, dim, q_block, k_block, is_ragged=is_ragged, has_order=is_ragged, has_bias=has_bias, has_more=has_more
+    )  # fmt: skip
     names = forward_kernel.arg_names
     signature = {name: _type_of(name, dim, launch.box(k_block), constants) for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -69,7 +71,7 @@ def _type_of(name: str, dim: int, box: int, constants: dict[str, object]) -> str
     if name in constants:
         return "constexpr"
     if name.endswith("_desc"):
-        rows = box if name in ("k_desc", "v_desc") else 64
+        rows = box if name.endswith(("k_desc", "v_desc")) else 64
         return f"tensordesc<bf16[1, 1, {rows}, {dim}],{hopper.shared_layout(rows, dim, torch.bfloat16)!r}>"
     return _POINTERS.get(name, "fp32" if name == "scale" else "i32")
 
@@ -222,6 +224,8 @@ def main() -> int:
             if "wgmma.mma_async" not in ptx or copies not in ptx:
                 print(f"missing wgmma or {copies}: {dim=} {q_block=} {k_block=}", file=sys.stderr)
                 return 1
+            if k_block >= 16:  # and with keys in two places
+                compile_forward(dim, q_block, k_block, has_bias, is_ragged, has_more=True)
             print(
                 f"  head dim {dim:3d}, blocks {q_block:3d} x {k_block:2d}, bias {has_bias!s:5}, ragged {is_ragged}"
             )

@@ -50,7 +50,15 @@ def launch_for(q_block: int, k_block: int, dim: int) -> Launch:
 
 
 def constants(
-    launch: Launch, dim: int, q_block: int, k_block: int, *, is_ragged: bool, has_order: bool, has_bias: bool
+    launch: Launch,
+    dim: int,
+    q_block: int,
+    k_block: int,
+    *,
+    is_ragged: bool,
+    has_order: bool,
+    has_bias: bool,
+    has_more: bool = False,
 ) -> dict[str, object]:
     """What `forward_kernel` is compiled for."""
     return {
@@ -66,6 +74,7 @@ def constants(
         # Rows of unequal length are handed out as programs become free, equal ones in fixed turns.
         "DYNAMIC": has_order,
         "HAS_BIAS": has_bias,
+        "HAS_MORE": has_more,
         "CONSUMER_REGISTERS": launch.consumer_registers,
         "PRODUCER_REGISTERS": launch.producer_registers,
     }
@@ -98,6 +107,12 @@ def unsupported(
     return None
 
 
+def can_continue(key: Tensor, more: tuple[Tensor, Tensor], plan: Plan) -> bool:
+    """Whether a plan's last keys and values can be read from other tensors than its first."""
+    is_copied = plan.k_block >= _COPIED_GRAIN and key.shape[2] % plan.k_block == 0
+    return is_copied and all(suits_copy_engine(x) for x in more)
+
+
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     block = [1, 1, rows, x.shape[-1]]
     return TensorDescriptor(
@@ -126,7 +141,9 @@ def attend_forward(
     positions: Positions | None,
     scale: float,
     launch: Launch | None = None,
+    more: tuple[Tensor, Tensor] | None = None,
 ) -> Attended:
+    """`more`: keys and values that follow the others in the plan (`can_continue`)."""
     batch, heads, num_queries, dim = query.shape
     if not suits_copy_engine(value):
         value = value.clone(memory_format=torch.contiguous_format)
@@ -138,16 +155,19 @@ def attend_forward(
     counter = torch.zeros(1, device=query.device, dtype=torch.int32) if order is not None else plan.offsets
     num_items = batch * heads * plan.num_rows
     box = launch.box(plan.k_block)
+    sides = _descriptor(key, box), _descriptor(value, box)
+    more_sides = sides if more is None else (_descriptor(more[0], box), _descriptor(more[1], box))
     forward_kernel[(min(num_items, _num_processors(query.device)),)](
-        _descriptor(query, 64), _descriptor(key, box), _descriptor(value, box), _descriptor(out, 64), key, value, lse,
+        _descriptor(query, 64), *sides, *more_sides, _descriptor(out, 64), key, value, lse,
         plan.offsets, plan.blocks, plan.offsets if order is None else order, counter,
         lse if key_bias is None else key_bias,
         *key.stride()[:3], *value.stride()[:3], *list_strides(plan.offsets, plan.blocks),
         *((0, 0, 0) if key_bias is None else key_bias.stride()),
-        num_items, heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, scale * LOG2_E,
+        num_items, heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, key.shape[2],
+        scale * LOG2_E,
         **constants(
             launch, dim, plan.q_block, plan.k_block, is_ragged=plan.num_keys % plan.k_block != 0,
-            has_order=order is not None, has_bias=key_bias is not None,
+            has_order=order is not None, has_bias=key_bias is not None, has_more=more is not None,
         ),
         num_warps=4,
     )  # fmt: skip

@@ -11,7 +11,8 @@ consumers, own 64 queries each and do the matrix products and the softmax. They 
 
 A consumer issues the products of the next tile before the softmax of this one, across the end of a row too, so the
 tensor cores do not wait. Blocks of 8 keys and more travel by the copy engine (TMA), smaller ones are gathered row
-by row with cp.async. A row that reads nothing is given one tile whose keys are all masked.
+by row with cp.async. The last keys may be in tensors of their own (`first_more`): a copy is issued from both, and one
+of them is not carried out. A row that reads nothing is given one tile whose keys are all masked.
 """
 
 import triton.experimental.gluon as gluon
@@ -111,17 +112,33 @@ def _box_tokens(entries, count, tile, shape, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(desc, batch, key_head, tokens, barrier, smem, BOXES: gl.constexpr, BOX: gl.constexpr):
-    """One tile by the copy engine: a box of consecutive rows for each id."""
-    if BOXES == 1:
-        tma_load(desc, [batch, key_head, tokens[0], 0], barrier, smem)
+def _copy_box(desc, more_desc, batch, key_head, token, barrier, smem, lists, shape):
+    """One box of consecutive rows, from the tensor that they are in."""
+    if shape.HAS_MORE:
+        is_first = token < lists.first_more
+        tma_load(desc, [batch, key_head, token, 0], barrier, smem, pred=is_first)
+        tma_load(more_desc, [batch, key_head, token - lists.first_more, 0], barrier, smem, pred=is_first == 0)
     else:
-        for box in gl.static_range(BOXES):
-            tma_load(desc, [batch, key_head, tokens[box], 0], barrier, smem.slice(box * BOX, BOX))
+        tma_load(desc, [batch, key_head, token, 0], barrier, smem)
 
 
 @gluon.jit
-def _copying_producer(q_desc, k_desc, v_desc, counter, heads_per_key, lists, pipe, shape):
+def _copy_tile(
+    desc, more_desc, batch, key_head, tokens, barrier, smem, lists, shape, BOXES: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """One tile by the copy engine: a box of consecutive rows for each id."""
+    if BOXES == 1:
+        _copy_box(desc, more_desc, batch, key_head, tokens[0], barrier, smem, lists, shape)
+    else:
+        for box in gl.static_range(BOXES):
+            part = smem.slice(box * BOX, BOX)
+            _copy_box(desc, more_desc, batch, key_head, tokens[box], barrier, part, lists, shape)
+
+
+@gluon.jit
+def _copying_producer(
+    q_desc, k_desc, v_desc, more_k_desc, more_v_desc, counter, heads_per_key, lists, pipe, shape,
+):  # fmt: skip
     BOXES: gl.constexpr = shape.TILE // shape.K_BLOCK if shape.K_BLOCK < shape.TILE else 1
     BOX: gl.constexpr = shape.TILE // BOXES
     BYTES: gl.constexpr = shape.TILE * shape.D * 2
@@ -142,11 +159,15 @@ def _copying_producer(q_desc, k_desc, v_desc, counter, heads_per_key, lists, pip
             mbarrier.wait(pipe.k_empty.index(stage), phase)
             full = pipe.k_full.index(stage)
             mbarrier.expect(full, BYTES)
-            _copy_tile(k_desc, batch, key_head, tokens, full, pipe.keys.index(stage), BOXES, BOX)
+            _copy_tile(
+                k_desc, more_k_desc, batch, key_head, tokens, full, pipe.keys.index(stage), lists, shape, BOXES, BOX
+            )  # fmt: skip
             mbarrier.wait(pipe.v_empty.index(stage), phase)
             full = pipe.v_full.index(stage)
             mbarrier.expect(full, BYTES)
-            _copy_tile(v_desc, batch, key_head, tokens, full, pipe.values.index(stage), BOXES, BOX)
+            _copy_tile(
+                v_desc, more_v_desc, batch, key_head, tokens, full, pipe.values.index(stage), lists, shape, BOXES, BOX
+            )  # fmt: skip
             filled += 1
         item = _next_item(item, counter, shape)
         turn += 1
@@ -199,8 +220,8 @@ def _gathering_producer(
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, key, value, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    counter, heads_per_key, lists, pipe, shape,
+    q_desc, k_desc, v_desc, more_k_desc, more_v_desc, key, value,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, counter, heads_per_key, lists, pipe, shape,
 ):  # fmt: skip
     if shape.GATHER_WARPS > 0:
         _gathering_producer(
@@ -208,7 +229,9 @@ def _producer(
             counter, heads_per_key, lists, pipe, shape,
         )  # fmt: skip
     else:
-        _copying_producer(q_desc, k_desc, v_desc, counter, heads_per_key, lists, pipe, shape)
+        _copying_producer(
+            q_desc, k_desc, v_desc, more_k_desc, more_v_desc, counter, heads_per_key, lists, pipe, shape
+        )
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------
@@ -437,28 +460,29 @@ def _consumer(
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, key, value, lse, offsets, blocks, order, counter, key_bias,
+    q_desc, k_desc, v_desc, more_k_desc, more_v_desc, o_desc,
+    key, value, lse, offsets, blocks, order, counter, key_bias,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_offsets_b, stride_offsets_h, stride_blocks_b, stride_blocks_h, stride_bias_b, stride_bias_h, stride_bias,
-    num_items, num_heads, heads_per_key, num_rows, num_queries, num_keys, scale,
+    num_items, num_heads, heads_per_key, num_rows, num_queries, num_keys, first_more, scale,
     D: gl.constexpr, Q_BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, GATHER_WARPS: gl.constexpr, RAGGED: gl.constexpr,
     HAS_ORDER: gl.constexpr, DYNAMIC: gl.constexpr, HAS_BIAS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_MORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     shape = Shape(
-        D, Q_BLOCK, K_BLOCK, TILE, STAGES, CONSUMERS, GATHER_WARPS, RAGGED, HAS_ORDER, DYNAMIC, HAS_BIAS
-    )
+        D, Q_BLOCK, K_BLOCK, TILE, STAGES, CONSUMERS, GATHER_WARPS, RAGGED, HAS_ORDER, DYNAMIC, HAS_BIAS, HAS_MORE,
+    )  # fmt: skip
     lists = Lists(
         offsets, blocks, order, gl.to_tensor(stride_offsets_b), gl.to_tensor(stride_offsets_h),
         gl.to_tensor(stride_blocks_b), gl.to_tensor(stride_blocks_h), gl.to_tensor(num_items), gl.to_tensor(num_heads),
-        gl.to_tensor(num_rows), gl.to_tensor(num_queries), gl.to_tensor(num_keys),
+        gl.to_tensor(num_rows), gl.to_tensor(num_queries), gl.to_tensor(num_keys), gl.to_tensor(first_more),
     )  # fmt: skip
     pipe = make_pipe(shape, q_desc.dtype)
     PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if GATHER_WARPS > 0 else 1
     producer_args = (
-        q_desc, k_desc, v_desc, key, value, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-        counter, heads_per_key, lists, pipe, shape,
+        q_desc, k_desc, v_desc, more_k_desc, more_v_desc, key, value,
+        stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, counter, heads_per_key, lists, pipe, shape,
     )  # fmt: skip
     consumer_args = (
         o_desc,

@@ -24,10 +24,12 @@ class Shape:
     HAS_ORDER: gl.constexpr
     DYNAMIC: gl.constexpr
     HAS_BIAS: gl.constexpr
+    HAS_MORE: gl.constexpr  # keys from `first_more` on are in tensors of their own
 
     @constexpr_function
     def __init__(
         self, D, Q_BLOCK, K_BLOCK, TILE, STAGES, CONSUMERS, GATHER_WARPS, RAGGED, HAS_ORDER, DYNAMIC, HAS_BIAS,
+        HAS_MORE,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
         self.Q_BLOCK = gl.constexpr(Q_BLOCK)
@@ -40,6 +42,7 @@ class Shape:
         self.HAS_ORDER = gl.constexpr(HAS_ORDER)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
         self.HAS_BIAS = gl.constexpr(HAS_BIAS)
+        self.HAS_MORE = gl.constexpr(HAS_MORE)
 
 
 @aggregate
@@ -58,11 +61,12 @@ class Lists:
     num_rows: gl.tensor
     num_queries: gl.tensor
     num_keys: gl.tensor
+    first_more: gl.tensor
 
     @constexpr_function
     def __init__(
         self, offsets, blocks, order, stride_offsets_b, stride_offsets_h, stride_blocks_b, stride_blocks_h,
-        num_items, num_heads, num_rows, num_queries, num_keys,
+        num_items, num_heads, num_rows, num_queries, num_keys, first_more,
     ):  # fmt: skip
         self.offsets = offsets
         self.blocks = blocks
@@ -76,6 +80,7 @@ class Lists:
         self.num_rows = num_rows
         self.num_queries = num_queries
         self.num_keys = num_keys
+        self.first_more = first_more
 
 
 @aggregate

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Gradients, Impl
 from nearfield.attend import attend as attend_here
+from nearfield.attend import attend_continued, merge
 from nearfield.attend import gradients as gradients_here
-from nearfield.attend import merge
 from nearfield.parallel.messages import Kind, Messages, Shapes, message_sizes, packed, select, unpacked
 from nearfield.parallel.ranks import Delivery, Ranks
 from nearfield.parallel.route import CAME, HERE, Call, Route, Slots
@@ -66,11 +66,18 @@ def attend(
         scale=scale,
         has_gradient=needs_gradient,
     )
-    layer = _Layer(route, ranks, Messages(route.traffic, shapes, route.rank), scale, impl)
+    layer = _Layer(route, ranks, _messages(route, shapes), scale, impl)
     if not needs_gradient:
         return layer.forward(query, _Sides(key, value, key_bias), in_place=True)[0]
     out, lse = _Attend.apply(layer, query, key, value, key_bias)  # type: ignore[no-untyped-call]
     return Attended(out, lse)
+
+
+def _messages(route: Route, shapes: Shapes) -> Messages:
+    if shapes not in route.kept:
+        route.kept[shapes] = Messages(route.traffic, shapes, route.rank)
+    messages: Messages = route.kept[shapes]
+    return messages
 
 
 def _checked(
@@ -196,11 +203,11 @@ class _Layer(NamedTuple):
         rows.append(shapes.query.filled([query], route.queries_out))
         if own.bias is not None:
             rows.append(shapes.bias.filled([own.bias], route.keys_out))
-        return self._send(self.messages.sent(), rows, self.messages.sent_here())
+        return self._send(self.messages.sent, rows, self.messages.sent_here)
 
     def _arrived(self, delivery: Delivery) -> tuple[Tensor, _Sides]:
         """Queries and keys that came, where they arrived."""
-        key_rows, query_rows, *bias_rows = unpacked(self.messages.sent_here(), delivery.wait())
+        key_rows, query_rows, *bias_rows = unpacked(self.messages.sent_here, delivery.wait())
         key, value = self.shapes.key.tensors(key_rows)
         (query,) = self.shapes.query.tensors(query_rows)
         (bias,) = self.shapes.bias.tensors(bias_rows[0]) if bias_rows else (None,)
@@ -209,18 +216,27 @@ class _Layer(NamedTuple):
     def _attended(
         self, call: Call, queries: Sequence[Tensor | None], keys: Sequence[_Sides | None]
     ) -> Attended:
+        query = _entered(call.queries, [queries[group] for group in call.query_groups])
         sides = [keys[group] for group in call.key_groups]
-        key, value, bias = (_entered(call.keys, parts) for parts in _turned(sides))
-        out, lse = attend_here(
-            _entered(call.queries, [queries[group] for group in call.query_groups]),
-            key,
-            value,
-            call.plan,
-            key_bias=_hiding_holes(call.keys, bias, self.shapes.lse_dtype),
-            scale=self.scale,
-            impl=self.impl,
-        )
+        out, lse = self._continued(call, query, sides) or self._at_once(call, query, sides)
         return Attended(call.queries.leave(out), call.queries.leave(lse))
+
+    def _continued(self, call: Call, query: Tensor, sides: Sequence[Any]) -> Attended | None:
+        """Over keys that are here and keys that came, both where they are, if these are whole blocks."""
+        if len(sides) == 1 or call.keys.tokens is not None:
+            return None
+        here, came = sides
+        bias = None if here.bias is None else _joined([here.bias, came.bias])
+        more = came.key, came.value
+        return attend_continued(
+            query, here.key, here.value, more, call.plan, key_bias=bias, scale=self.scale, impl=self.impl
+        )
+
+    def _at_once(self, call: Call, query: Tensor, sides: Sequence[Any]) -> Attended:
+        """Over keys that are put together in their slots, where there are several or slots."""
+        key, value, bias = (_entered(call.keys, parts) for parts in _turned(sides))
+        bias = _hiding_holes(call.keys, bias, self.shapes.lse_dtype)
+        return attend_here(query, key, value, call.plan, key_bias=bias, scale=self.scale, impl=self.impl)
 
     def _combined(self, parts: Sequence[Attended]) -> tuple[Attended, Attended | None]:
         """Results of the queries that are here, and of those that came."""
@@ -241,7 +257,7 @@ class _Layer(NamedTuple):
     def _returned(self, whole: Attended, visited: Attended | None) -> tuple[_Partial | None, _Partial | None]:
         """Send visitors' results home, and those of everyone's queries to where each part is merged."""
         route, row = self.route, self.shapes.result
-        outgoing, incoming = self.messages.returned(), self.messages.returned_here()
+        outgoing, incoming = self.messages.returned, self.messages.returned_here
         travellers = row.filled(whole, route.travellers)
         if visited is not None:
             visits = row.filled(visited)
@@ -273,7 +289,7 @@ class _Layer(NamedTuple):
 
     def _spread(self, whole: Attended, mine: Attended) -> None:
         """Every rank gets all of everyone's results, each part from where it was merged."""
-        row, outgoing, incoming = self.shapes.result, self.messages.spread(), self.messages.spread_here()
+        row, outgoing, incoming = self.shapes.result, self.messages.spread, self.messages.spread_here
         rows = row.empty(sum(outgoing[0].counts), mine.out.device)
         for copies, part in zip(row.tensors(rows), mine, strict=True):
             copies = _stacked(copies, self.route.num_ranks)
@@ -326,7 +342,7 @@ class _Layer(NamedTuple):
             total = self._everyones_total(grads)
             partial = _partial_gradients(kept.everyones, kept.everyones.merged(), total)
             rows[1] = row.filled([part.movedim(0, 2).flatten(2, 3) for part in partial])
-        outgoing, incoming = self.messages.returned_here(), self.messages.returned()
+        outgoing, incoming = self.messages.returned_here, self.messages.returned
         visit_rows, part_rows = unpacked(incoming, self._send(outgoing, rows, incoming).wait())
         if len(part_rows):
             self._place_everyones(grads, row.tensors(part_rows))
@@ -341,7 +357,7 @@ class _Layer(NamedTuple):
 
     def _everyones_total(self, grads: Attended) -> Attended:
         """Gradients of everyone's results that were merged here: the sum over ranks."""
-        row, outgoing, incoming = self.shapes.result, self.messages.spread_here(), self.messages.spread()
+        row, outgoing, incoming = self.shapes.result, self.messages.spread_here, self.messages.spread
         rows = [row.filled(*self._everyones_of(grads))]
         (came,) = unpacked(incoming, self._send(outgoing, rows, incoming).wait())
         out, lse = (_stacked(part, self.route.num_ranks) for part in row.tensors(came))
@@ -393,7 +409,7 @@ class _Layer(NamedTuple):
         shapes, device = self.shapes, self.route.device
         if not self.route.traffic.has_journeys:
             return None
-        outgoing, incoming = self.messages.sent_here(), self.messages.sent()
+        outgoing, incoming = self.messages.sent_here, self.messages.sent
         rows = [kind.row.empty(0, device) for kind in outgoing]
         sides, queries = found.keys[CAME], found.queries[CAME]
         if sides is not None:
@@ -406,7 +422,7 @@ class _Layer(NamedTuple):
 
     def _home(self, query_grad: Tensor, sides: _Sides, delivery: Delivery) -> tuple[Tensor, _Sides]:
         """Gradients and what came home of them."""
-        kinds, route = self.messages.sent(), self.route
+        kinds, route = self.messages.sent, self.route
         key_rows, query_rows, *bias_rows = unpacked(kinds, delivery.wait())
         came = self.shapes.key.tensors(key_rows)
         if bias_rows:

@@ -5,6 +5,8 @@ several ranks then lie evenly spaced, so that they are read as tensors where the
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,15 +26,9 @@ class Row(NamedTuple):
     parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @property
-    def starts(self) -> list[int]:
+    def starts(self) -> tuple[int, ...]:
         """Where each tensor begins, and last the size of all."""
-        places = [0]
-        for shape, dtype in self.parts:
-            places[-1] = -(-places[-1] // dtype.itemsize) * dtype.itemsize
-            places.append(places[-1] + torch.Size(shape).numel() * dtype.itemsize)
-        widest = max(dtype.itemsize for _, dtype in self.parts)
-        places[-1] = -(-places[-1] // widest) * widest
-        return places
+        return _starts(self.parts)
 
     @property
     def size(self) -> int:
@@ -58,6 +54,17 @@ class Row(NamedTuple):
         for part, tensor in zip(self.tensors(rows), tensors, strict=True):
             select(tensor.detach(), index, part)
         return rows
+
+
+@lru_cache
+def _starts(parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> tuple[int, ...]:
+    places = [0]
+    for shape, dtype in parts:
+        places[-1] = -(-places[-1] // dtype.itemsize) * dtype.itemsize
+        places.append(places[-1] + torch.Size(shape).numel() * dtype.itemsize)
+    widest = max(dtype.itemsize for _, dtype in parts)
+    places[-1] = -(-places[-1] // widest) * widest
+    return tuple(places)
 
 
 def select(source: Tensor, index: Tensor | None, out: Tensor) -> None:
@@ -181,17 +188,20 @@ class Shapes(NamedTuple):
         return Row((*self.query.parts, *self.bias.parts))
 
 
-class Messages(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Messages:
     """What one rank sends each other in the forward pass. In the backward pass gradients take the same ways back."""
 
     traffic: Traffic
     shapes: Shapes
     rank: int
 
+    @cached_property
     def sent(self) -> list[Kind]:
         """First keys, values and travelling queries ..."""
         return self._tokens(self.traffic.num_keys[self.rank], self.traffic.num_queries[self.rank])
 
+    @cached_property
     def sent_here(self) -> list[Kind]:
         return self._tokens(self.traffic.num_keys[:, self.rank], self.traffic.num_queries[:, self.rank])
 
@@ -200,11 +210,13 @@ class Messages(NamedTuple):
         biases = [Kind(shapes.bias, num_keys)] * shapes.has_bias
         return [Kind(shapes.key, num_keys), Kind(shapes.query, queries.tolist()), *biases]
 
+    @cached_property
     def returned(self) -> list[Kind]:
         """... then results for the queries that came, and for that part of everyone's which is merged there ..."""
         visitors = self.traffic.num_queries[:, self.rank].tolist()
         return self._results(visitors, self.traffic.part_sizes)
 
+    @cached_property
     def returned_here(self) -> list[Kind]:
         visits = self.traffic.num_queries[self.rank].tolist()
         return self._results(visits, [self.traffic.part_sizes[self.rank]] * self.traffic.num_ranks)
@@ -214,11 +226,13 @@ class Messages(NamedTuple):
         visits[self.rank] = self.traffic.num_travellers(self.rank)
         return [Kind(self.shapes.result, visits), Kind(self.shapes.result, parts)]
 
+    @cached_property
     def spread(self) -> list[Kind]:
         """... and last the part of everyone's that was merged here."""
         mine = self.traffic.part_sizes[self.rank]
         return [Kind(self.shapes.result, [mine] * self.traffic.num_ranks)]
 
+    @cached_property
     def spread_here(self) -> list[Kind]:
         return [Kind(self.shapes.result, self.traffic.part_sizes)]
 
@@ -236,14 +250,14 @@ def bytes_sent(traffic: Traffic, shapes: Shapes) -> Sent:
     backward: list[int] = []
     for rank in range(traffic.num_ranks):
         messages = Messages(traffic, shapes, rank)
-        sent = [messages.sent()]
-        received = [messages.sent_here()]
+        sent = [messages.sent]
+        received = [messages.sent_here]
         if traffic.has_returns:
-            sent.append(messages.returned())
-            received.append(messages.returned_here())
+            sent.append(messages.returned)
+            received.append(messages.returned_here)
         if traffic.has_everyones:
-            sent.append(messages.spread())
-            received.append(messages.spread_here())
+            sent.append(messages.spread)
+            received.append(messages.spread_here)
         for totals, all_kinds in ((forward, sent), (backward, received)):
             sizes = [message_sizes(kinds) for kinds in all_kinds]
             totals.append(sum(sum(one) - one[rank] for one in sizes))

@@ -16,10 +16,11 @@ several, of which the first needs nothing that travels.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +94,7 @@ class Route:
         returned: which of the `travellers` have been on each rank, the first rank first, all of them here: places
             among as many as there are ranks times travellers.
         everyones: the queries that all ranks hold; none if they read nothing.
+        kept: what follows from it for tensors of some shape, for who wants to keep it.
     """
 
     rank: int
@@ -104,6 +106,7 @@ class Route:
     travellers: Tensor
     returned: Tensor
     everyones: Tensor
+    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def apart(self) -> tuple[Call, ...]:
