@@ -295,7 +295,7 @@ def test_inference_gives_the_same(world: World) -> None:
         assert torch.equal(first.results[0], second)
 
 
-@pytest.mark.parametrize("name", ["hilbert, two images", "contiguous"])
+@pytest.mark.parametrize("name", ["hilbert, two images", "random lists"])
 def test_keys_that_came_are_read_where_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a kernel reads keys from two places, it is given those that are here, those that came, and their plan."""
     case, handed = CASES[name], []

@@ -226,6 +226,15 @@ class Traffic:
 
     def pairs_per_rank(self) -> list[int]:
         """Pairs that each rank computes (of lists that differ between heads, what any of them reads)."""
+        return self._work[0]
+
+    @property
+    def keepers(self) -> Tensor:
+        """For each column the rank where queries that all hold read those of its keys that all hold."""
+        return self._work[1]
+
+    @cached_property
+    def _work(self) -> tuple[list[int], Tensor]:
         all_keys = _tokens_per_block(self.keys, REPLICATED, self.plan.k_block)
         all_queries = _tokens_per_block(self.queries, REPLICATED, self.plan.q_block)
         held = torch.cat([self._columns, all_keys[None]]).double()
@@ -238,8 +247,13 @@ class Traffic:
             pairs[holder] += int(counts[travels].sum())
         for rank in range(self.num_ranks):
             pairs[rank] += int((all_queries * read[:, rank]).sum())
-        pairs[0] += int((all_queries * read[:, -1]).sum())
-        return pairs
+        # What all hold is read once, column by column where least is read so far.
+        keepers = torch.zeros(self.plan.num_columns, dtype=torch.int64, device="cpu")
+        of_columns = (all_queries.double() @ self._reads.double()) * all_keys
+        for column in all_keys.nonzero().flatten().tolist():
+            keepers[column] = keeper = pairs.index(min(pairs))
+            pairs[keeper] += int(of_columns[column])
+        return pairs, keepers
 
     @cached_property
     def fingerprint(self) -> str:
@@ -303,9 +317,9 @@ class Traffic:
         keys, column_of = _slotted(key_parts, key_groups, plan.k_block, plan.num_columns, num_kinds)
 
         pairs = [(_OWN, _OWN), (_OWN, _EVERYONES), (_EVERYONES, _OWN)]
-        if rank == 0:  # what all hold is counted once
-            pairs.append((_EVERYONES, _EVERYONES))
         reads = [_Reads(row_of[reader], column_of[read]) for reader, read in pairs]
+        kept = column_of[_EVERYONES].masked_fill(self.keepers != rank, -1)
+        reads.append(_Reads(row_of[_EVERYONES], kept))
         for other in others:
             staying = row_of[_OWN].masked_fill(self._travelling[rank, other], -1)
             reads.append(_Reads(staying, column_of[_OTHERS + other]))
