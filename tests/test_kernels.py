@@ -509,3 +509,31 @@ def test_turning_kernel_does_as_the_reference(
     wanted = keys.double() * 1
     wanted[..., :size] = keys[..., :size].double() * cos + keys[..., partner].double() * sin
     torch.testing.assert_close(exact[:, :, 4:-5], wanted)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("parts", "heads", "tokens", "dim"), [(8, 3, 13, 16), (3, 1, 8, 72), (1, 2, 1, 128)])
+def test_the_merging_kernel_does_as_the_reference(
+    parts: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Parts as ranks receive them, token by token; with rows that read nothing in one part, and in all."""
+    from nearfield.kernels import partials as kernel
+    from nearfield.reference import partials as plain
+
+    rows = torch.randn(parts, tokens, 2, heads, dim + 8, device=device).to(dtype)
+    out, lse = (
+        rows[..., :dim].movedim(1, 3),
+        3 * torch.randn(parts, tokens, 2, heads, device=device).movedim(1, 3),
+    )
+    lse[0, 0, 0, 0] = lse[:, 1, -1, -1] = -torch.inf
+    out[0, 0, 0, 0] = out[:, 1, -1, -1] = 0
+    exact, low = plain.merge_partials(out.double(), lse.double()), plain.merge_partials(out, lse)
+    with poisoned_memory():
+        merged = kernel.merge_partials(out, lse)
+    assert (merged.out[1, -1, -1] == 0).all()
+    assert merged.lse[1, -1, -1] == -torch.inf
+    is_read = exact.lse.isfinite()
+    assert torch.equal(merged.lse.isfinite(), is_read)
+    assert_budget("out", merged.out, exact.out, low.out)
+    torch.testing.assert_close(merged.lse[is_read], exact.lse[is_read].float())

@@ -25,6 +25,7 @@ from nearfield.kernels import (
     hopper,
     pack,
     pair,
+    partials,
     pool,
     regions,
     rotate,
@@ -115,6 +116,12 @@ def compile_turn(dim: int, size: int) -> str:
     constants = {"SIZE": size, "DIM": dim, "PAD": dim, "ROWS": 16, "HEADS": 16}
     pointers = {"source": "*bf16", "target": "*bf16", "cos": "*fp32", "sin": "*fp32", "partner": "*i64"}
     return _compile_plain(turn._turn_kernel, constants, pointers)
+
+
+def compile_partials(dim: int) -> str:
+    constants = {"ROWS": 8, "DIM": dim, "PAD": dim}
+    pointers = {"out": "*bf16", "merged": "*bf16", "lse": "*fp32", "merged_lse": "*fp32"}
+    return _compile_plain(partials._merge_kernel, constants, pointers)
 
 
 _PLAIN = {
@@ -209,6 +216,7 @@ def main() -> int:
         if "ld.global.v4" not in compile_turn(128, size):
             print(f"no 16-byte loads in turning: {size=}", file=sys.stderr)
             return 1
+    compile_partials(128)
     for name, kernel, wanted in plain_variants():
         ptx = compile_plain(kernel, wanted)
         multiplies = name not in ("chunks", "packing", "transposing")

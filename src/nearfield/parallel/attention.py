@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nearfield import kernels
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Gradients, Impl
 from nearfield.attend import attend as attend_here
@@ -26,6 +27,7 @@ from nearfield.attend import gradients as gradients_here
 from nearfield.parallel.messages import Kind, Messages, Shapes, message_sizes, packed, select, unpacked
 from nearfield.parallel.ranks import Delivery, Ranks
 from nearfield.parallel.route import CAME, HERE, Call, Route, Slots
+from nearfield.reference import partials
 
 
 def attend(
@@ -127,14 +129,9 @@ class _Partial(NamedTuple):
 
     def merged(self) -> Attended:
         """As one, in the precision of `lse`."""
-        top = self.lse.amax(dim=0)
-        top = top.masked_fill(top == float("-inf"), 0)
-        weights = torch.exp(self.lse - top)
-        total = weights.sum(dim=0)
-        # A row that read nothing anywhere has only zeros to weigh.
-        shares = weights / total.masked_fill(total == 0, 1)
-        out = (shares.unsqueeze(-1) * self.out).sum(dim=0)
-        return Attended(out.to(self.out.dtype), top + total.log())
+        module = kernels.helper("partials", self.out) if self.out.is_cuda else None
+        merged: Attended = (module or partials).merge_partials(self.out, self.lse)
+        return merged
 
 
 class _Kept(NamedTuple):
