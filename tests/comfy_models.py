@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.tiles import paper
+from tiles import paper
 from torch import Tensor, nn
 
 import comfy_standin as standin

@@ -161,10 +161,12 @@ class Masked:
         order = self.method.ordering(geometry).order + geometry.text
         order = torch.cat([torch.arange(geometry.text), order])
         in_order = self.method.plan(geometry, layer).to_mask()[0, 0]
-        mask = torch.zeros_like(in_order)
-        mask[order[:, None], order[None]] = in_order
-        assert not mask.all()
-        return attention(q, k, v, heads, mask, **kwargs)
+        is_read = torch.zeros_like(in_order)
+        is_read[order[:, None], order[None]] = in_order
+        assert not is_read.all()
+        # Added to the logits: not all of ComfyUI's attention functions know masks of bools.
+        hidden = torch.zeros(is_read.shape, dtype=q.dtype).masked_fill(~is_read, float("-inf"))
+        return attention(q, k, v, heads, hidden, **kwargs)
 
 
 class Projections(nn.Module):
