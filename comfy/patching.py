@@ -89,6 +89,7 @@ class SparseCall:
         self._mask: Tensor | None = None
         self._mask_hides_image = False
 
+    @torch.compiler.disable  # plans are made here, and calls counted: nothing for a graph of tensors
     def __call__(self, attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         call = Attention.of(*args, **kwargs)
         geometry = self.geometries.get(call.num_queries) if call.num_queries == call.num_keys else None

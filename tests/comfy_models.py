@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiles import paper
 from torch import Tensor, nn
 
 import comfy_standin as standin
 from nearfield import Geometry
+from tiles import paper
 
 NODES = Path(__file__).resolve().parents[1] / "comfy"
 TEXT = 7

@@ -1,4 +1,4 @@
-"""A stand-in for ComfyUI (GPL-3, no package): its calling convention at tiny sizes, written anew.
+"""A stand-in for ComfyUI (GPL-3, a program rather than a package): its calling convention at tiny sizes, written anew.
 
 It follows the sources that docs/comfyui.md names, by commit: `ModelPatcher.clone` and its keyed wrappers; a model's
 `apply_model` around `_apply_model` by wrappers of the kind "apply_model"; models that hand `transformer_options` to

@@ -1,6 +1,6 @@
-"""The nodes for ComfyUI, against a stand-in that calls them as ComfyUI does, and against ComfyUI's own models.
+"""The nodes for ComfyUI, against a stand-in that calls them as ComfyUI does, and against ComfyUI itself.
 
-The latter run where `NEARFIELD_COMFYUI` names a folder from which `comfy` can be imported.
+The latter where `NEARFIELD_COMFYUI` names its folder, and what it needs is installed.
 """
 
 import importlib.util
@@ -358,13 +358,50 @@ def test_workflow_holds_together() -> None:
 # -- ComfyUI itself ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif("NEARFIELD_COMFYUI" not in os.environ, reason="needs NEARFIELD_COMFYUI=folder")
-@pytest.mark.parametrize("model", ["flux", "sd3", "qwen", "wan"])
-def test_comfyui_itself(model: str) -> None:
+needs_comfyui = pytest.mark.skipif(
+    "NEARFIELD_COMFYUI" not in os.environ, reason="needs NEARFIELD_COMFYUI=folder"
+)
+
+
+def run_program(name: str, *arguments: str) -> str:
     """In a process of its own: ComfyUI's `comfy` has the name of the folder that holds the nodes."""
-    program = ROOT / "tests" / "comfy_models.py"
-    command = [sys.executable, str(program), os.environ["NEARFIELD_COMFYUI"], model]
+    command = [sys.executable, str(ROOT / "tests" / name), os.environ["NEARFIELD_COMFYUI"], *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("as the plans say")
+    return done.stdout.rstrip()
+
+
+@needs_comfyui
+@pytest.mark.parametrize("model", ["flux", "sd3", "qwen", "wan"])
+def test_models_of_comfyui(model: str) -> None:
+    assert run_program("comfy_models.py", model).endswith("as the plans say")
+
+
+@needs_comfyui
+def test_whole_comfyui() -> None:
+    assert run_program("comfy_server.py").endswith("a whole ComfyUI samples with the node")
+
+
+def test_graphs_end_at_attention() -> None:
+    """What is traced is tensors alone: a break where plans are made, and nothing recompiled for later layers."""
+    geometry = Geometry((8, 8), text=5)
+    query, key, value = (torch.randn(1, 69, 32, dtype=torch.float64) for _ in range(3))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def block(call: Any) -> Tensor:
+        return call(standin.optimized_attention, query * 2, key, value, 2).sum()
+
+    def call() -> Any:
+        return PATCHING.SparseCall(paper(tiles=4), {69: geometry}, 4)
+
+    torch._dynamo.reset()
+    compiled, one, other = torch.compile(block, backend=backend), call(), call()
+    for _ in range(4):
+        assert torch.equal(compiled(one), block(other))
+    assert one.calls == other.calls
+    assert len(graphs) == 2, "before attention and behind it"
