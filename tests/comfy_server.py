@@ -238,7 +238,7 @@ def main(folder: str) -> None:
 
 def refused(sampling: Sampling) -> None:
     """A field that the method refuses ends the prompt with its words."""
-    with pytest.raises(AssertionError, match="`far` must be at least 2; got 1."):
+    with pytest.raises(AssertionError, match=r"`far` must be at least 2; got 1\."):
         sampling.run(FIELDS | {"far": 1})
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -334,12 +334,71 @@ def test_doctor_reports_versions_choices_and_a_passed_check(capsys: pytest.Captu
     assert cpu["self_check"]["relative_error"] < 1e-5
 
 
+def slow_machine(**change: Any) -> list[str]:
+    """What is said of an idle Hopper machine on which one thing is otherwise."""
+    from nearfield.bench import slowness
+
+    choice = {"impl": change.get("impl", "gluon"), "others": change.get("others", {})}
+    gpus = [{"capability": change.get("capability", "9.0")}]
+    facts = {
+        "versions": {"cuda": change.get("cuda", "13.0"), "triton": change.get("triton", "3.6.0")},
+        "cpu": {"cores": 16, "threads": change.get("threads", 8)},
+        "gpus": change.get("gpus", gpus),
+        "load": change.get("load", 0.5),
+    }
+    devices = {"cuda:0": {"forward": choice, "dense": change.get("dense", "cudnn_attention")}}
+    return slowness.reasons(facts, devices, change.get("has_gpu", True))
+
+
+FLOAT32 = "In float32 kernels do without tensor cores: load models with `torch_dtype=torch.bfloat16`."
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"triton": None, "impl": None}, "Triton is not installed"),
+        ({"impl": "triton", "others": {"gluon": "Triton 3.5 is unknown"}}, "(Triton 3.5 is unknown)"),
+        ({"dense": "flash_attention"}, "cuda:0: torch's dense attention is FlashAttention-2"),
+        ({"dense": "math"}, "cuda:0: torch's dense attention is not fused"),
+        ({"threads": 4}, "torch uses 4 threads of 16 cores"),
+        ({"load": 40.0}, "a load of 40 on 16 cores"),
+    ],
+)
+def test_doctor_explains_what_is_slow(change: dict[str, Any], words: str) -> None:
+    told = slow_machine(**change)
+    assert [words in line for line in told].count(True) == 1
+    assert len(told) == 2
+    assert FLOAT32 in told
+
+
+def test_doctor_is_silent_where_nothing_is_slow() -> None:
+    assert slow_machine() == [FLOAT32]
+    assert slow_machine(
+        capability="8.9", impl="triton", others={"gluon": "Hopper"}, dense="flash_attention"
+    ) == [FLOAT32]
+    assert slow_machine(load=None) == [FLOAT32]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"has_gpu": False}, "There is no GPU"),
+        ({"cuda": None}, "this torch was built without CUDA"),
+        ({}, "built for CUDA 13.0, cannot use: the driver may be too old"),
+    ],
+)
+def test_doctor_explains_why_no_gpu_is_used(change: dict[str, Any], words: str) -> None:
+    (told,) = slow_machine(gpus=[], **change)
+    assert words in told
+
+
 def test_doctor_text_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "doctor")
     assert "grouped runs: " in text
     assert "not triton: the tensors are not on a GPU" in text
     assert "(impl='triton' with TRITON_INTERPRET=1 in the environment)" in text
     assert "self-check passed" in text
+    assert "\nWhat may be slow here:\n  There is " in text
 
 
 def test_doctor_fails_when_the_answer_is_wrong(

@@ -1,4 +1,4 @@
-"""What is installed here, which implementation runs, and whether it computes the right thing."""
+"""What is installed here, which implementation runs, whether it computes the right thing, and what may be slow."""
 
 from typing import Any, get_args
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from nearfield import planning
 from nearfield._types import Impl
 from nearfield.attend import attend
-from nearfield.bench import machine
+from nearfield.bench import machine, slowness
 from nearfield.bench.check import Checked, relative_error
 from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
@@ -27,7 +27,9 @@ def examine() -> dict[str, Any]:
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     examined = {str(device): _examine_device(device) for device in devices}
     ok = all(found["self_check"]["passed"] for found in examined.values())
-    return {"ok": ok, "machine": machine.facts(), "devices": examined}
+    facts = machine.facts()
+    slow = slowness.reasons(facts, examined, slowness.has_nvidia_gpu())
+    return {"ok": ok, "machine": facts, "devices": examined, "slow": slow}
 
 
 def text(report: dict[str, Any]) -> str:
@@ -56,6 +58,8 @@ def text(report: dict[str, Any]) -> str:
             *choice_lines(found),
             _check_line(found["self_check"]),
         ]
+    if report["slow"]:
+        lines += ["", "What may be slow here:", *(f"  {reason}" for reason in report["slow"])]
     return "\n".join(lines)
 
 
@@ -89,6 +93,7 @@ def _examine_device(device: torch.device) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "forward": choice_record(inputs[0], inputs[1], plan, backward=False),
         "backward": choice_record(inputs[0], inputs[1], plan, backward=True),
+        "dense": slowness.dense_backend(*inputs[:3]),
         "self_check": _self_check(inputs, plan),
     }
 

@@ -66,7 +66,7 @@ def gpus() -> list[dict[str, Any]]:
     """Name, capability, memory and driver of every visible CUDA device."""
     if not torch.cuda.is_available():
         return []
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -99,15 +99,15 @@ def cpu_name() -> str:
 def commit() -> str | None:
     """The git commit of the checkout this package runs from, "+" if changed since; None outside a checkout."""
     package = Path(nearfield.__file__).resolve().parent
-    top = _output("git", "-C", str(package), "rev-parse", "--show-toplevel")
+    top = output("git", "-C", str(package), "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() / "src" / "nearfield" != package:
         return None
-    head = _output("git", "-C", top, "rev-parse", "--short=12", "HEAD")
-    changed = _output("git", "-C", top, "status", "--porcelain", "--untracked-files=no")
+    head = output("git", "-C", top, "rev-parse", "--short=12", "HEAD")
+    changed = output("git", "-C", top, "status", "--porcelain", "--untracked-files=no")
     return head + ("+" if changed else "") if head else None
 
 
-def _output(*command: str) -> str | None:
+def output(*command: str) -> str | None:
     """What a program prints, or None where it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
