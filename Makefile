@@ -58,12 +58,12 @@ test: $(STAMP) ## run the tests
 test-studio: $(STUDIO)/.installed ## run the studio in a headless Chromium (it skips without one)
 	$(STUDIO)/bin/python -m pytest tests/test_studio_page.py
 
-# An environment on top of .venv, not in it: Gradio wants an older Pillow than constraints.txt pins.
+# An environment on top of .venv, not in it: Gradio wants an older Pillow and tomlkit than constraints.txt pins.
 $(STUDIO)/.installed: $(STAMP)
 	rm -rf $(STUDIO)
 	$(PYTHON) -m venv $(STUDIO)
 	$(abspath $(BIN))/python $(PACKAGES) > $$($(STUDIO)/bin/python $(PACKAGES))/base.pth
-	grep -v '^pillow==' constraints.txt > $(STUDIO)/constraints.txt
+	grep -v -e '^pillow==' -e '^tomlkit==' constraints.txt > $(STUDIO)/constraints.txt
 	$(STUDIO)/bin/python -m pip install --quiet --disable-pip-version-check -c $(STUDIO)/constraints.txt $(STUDIO_PINS)
 	touch $@
 

@@ -105,6 +105,14 @@ class Browser:
             }})()"""
         )
 
+    def choose(self, selector: str, name: str) -> None:
+        """An entry of one of Gradio's lists, which is there while the list has the focus."""
+        self.run(f"document.querySelector({json.dumps(selector + ' input')}).focus()")
+        entry = f"[...document.querySelectorAll('ul[role=listbox] li')].find(li => li.innerText.includes({name!r}))"
+        self.wait_for(entry)
+        self.run(f"{entry}.dispatchEvent(new MouseEvent('mousedown', {{bubbles: true}}))")
+        self.run("document.activeElement.blur()")
+
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))

@@ -15,13 +15,14 @@ from tests import tiny_models
 from tests.cats import SIZE, lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield import BlockTopK, Geometry, Hilbert, cli, quality
+from nearfield import BlockTopK, FineGrained, Geometry, Hilbert, Merge, cli, quality, recipes
 from nearfield.commands.arguments import UsageError
 from nearfield.demo import generate
 from nearfield.demo.model import save_model
 from nearfield.demo.sampler import DemoPipeline
+from nearfield.methods import Merged
 from nearfield.recipes import Recipe
-from nearfield.studio import asking, drawing, fields, jobs, results
+from nearfield.studio import asking, drawing, fields, jobs, page, results
 from nearfield.studio.asking import AGAIN, Library, Question
 from nearfield.studio.models import PictureModel
 from nearfield.studio.server import is_loopback
@@ -66,6 +67,39 @@ def test_fields_make_the_method() -> None:
     values |= {"tiles": 9.0, "far": 64.0, "share": "keys", "dense_layers": "0,-1", "dense_steps": "2"}
     wanted = Hilbert(tiles=9, far=64, share="keys", dense_layers=(0, -1), dense_steps=2)
     assert fields.method_of("hilbert", values) == wanted
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_recipes_that_ship_fill_in_the_fields(name: str) -> None:
+    recipe = recipes.read(name)
+    method, values = fields.filled_in(recipe.method)
+    assert set(values) == {field.name for field in fields.METHODS[method][1]}
+    assert fields.method_of(method, values) == recipe.method
+    words = page.recipe_words(recipe)
+    assert f"FID {recipe.measured['fid']:.1f} (dense 24.3)" in words
+    assert ("with the embedded LoRA" in words) == (recipe.lora == "embedded")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Hilbert(tiles=9, far=None, dense_layers=(3,), dense_steps=0.25),
+        Hilbert(tiles=4, shared="centre", shared_tokens=64, dense_layers=(0, -1), interleave=True),
+        FineGrained(mass=0.8),
+    ],
+)
+def test_fields_of_a_method_are_filled_in(method: Any) -> None:
+    assert fields.method_of(*fields.filled_in(method)) == method
+
+
+@pytest.mark.parametrize("method", [Hilbert(tile_size=64), Merged(Merge(0.5))])
+def test_methods_that_the_page_cannot_show_are_refused(method: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        fields.filled_in(method)
+    assert str(caught.value) == (
+        f"`recipe` must have a method and fields that the page offers; got {method}. "
+        "It offers Hilbert, BlockTopK, FineGrained, LogLinear, and most of their fields."
+    )
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         with chromium(tmp_path / "profile") as browser:
             browser.send("Page.navigate", url=f"http://127.0.0.1:{port}/")
             browser.wait_for("document.querySelector('#picture img')")
+            a_recipe_fills_in_the_fields(browser)
             fields_are_drawn(browser)
             pictures_are_made(browser, tmp_path / "page.png")
             a_job_is_cancelled(browser)
@@ -103,12 +104,25 @@ def source_of(browser: Browser, selector: str) -> str:
     return found
 
 
+def a_recipe_fills_in_the_fields(browser: Browser) -> None:
+    value = "document.querySelector('#hilbert-shared input').value"
+    assert browser.run(value) == "none"
+    browser.choose("#recipe", "cats-close")
+    browser.wait_for("document.querySelector('#recipe-words')?.innerText.includes('FID 35.8 (dense 24.3)')")
+    browser.wait_for(f"{value} == 'centre'")
+    browser.wait_for(
+        "document.querySelector('#hilbert-dense_steps input, #hilbert-dense_steps textarea').value == '0'"
+    )
+    browser.choose("#recipe", "cats-fast")
+    browser.wait_for(f"{value} == 'none'")
+    browser.wait_for("document.querySelector('#recipe-words').innerText.includes('with the embedded LoRA')")
+
+
 def fields_are_drawn(browser: Browser) -> None:
     """A change of a field is drawn; a wrong one is told in one sentence and leaves the picture."""
     browser.fill("#height input", 64)
     browser.fill("#width input", 64)
     browser.wait_for("document.querySelector('#drawing-message').innerText.includes('8x8: 80 tokens')")
-    browser.fill("#hilbert-shared_tokens textarea, #hilbert-shared_tokens input", 1)
     before = source_of(browser, "#picture")
     browser.fill("#hilbert-tiles input", 2)
     browser.wait_for(f"document.querySelector('#picture img').src != {before!r}")
@@ -175,9 +189,14 @@ def a_job_is_cancelled(browser: Browser) -> None:
 
 
 def results_are_shown(browser: Browser) -> None:
+    """Quality first, with its front; then another file, which is another plot and another table."""
     browser.click_tab("Results")
     browser.wait_for("document.querySelector('#results-plot img')?.naturalWidth > 100")
+    browser.wait_for("document.querySelector('#results-table').innerText.includes('pairs kept')")
+    before = source_of(browser, "#results-plot")
+    browser.choose("#results-name", "hilbert-h200")
     browser.wait_for("document.querySelector('#results-table').innerText.includes('speed up')")
+    browser.wait_for(f"document.querySelector('#results-plot img').src != {before!r}")
 
 
 def a_question_is_answered(browser: Browser) -> None:

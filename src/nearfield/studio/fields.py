@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from nearfield import BlockTopK, FineGrained, Hilbert, LogLinear
-from nearfield.commands.arguments import CURVES, ORDERS, SHARED, SHARES, integer
+from nearfield._checks import wrong_value
+from nearfield.commands.arguments import CURVES, ORDERS, SHARED, SHARES, SUMMARIES, integer
 from nearfield.commands.methods import dense_layers, dense_steps
 from nearfield.methods import Method
 
@@ -42,6 +43,7 @@ METHODS: dict[str, tuple[type[Any], tuple[Field, ...]]] = {
             Field("share", "choice", "two-way", "whether shared tokens read everything, too", SHARES),
             Field("shared_tokens", "optional", "", "how many of them; empty: as many as suit the size"),
             Field("far", "integer", 16, "tokens per summary of the other tiles; 0: they are not read"),
+            Field("summary", "choice", "mean", "of the tokens of another tile", SUMMARIES),
             Field("interleave", "flag", False, "tiles differ between heads, too"),
             *_dense("1", "0.2"),
         ),
@@ -84,6 +86,28 @@ def method_of(name: str, values: Mapping[str, Any]) -> Method:
     given = {field.name: _parsed(field, values.get(field.name)) for field in offered}
     made: Method = maker(**{name: value for name, value in given.items() if value is not None})
     return made
+
+
+def filled_in(method: Method) -> tuple[str, dict[str, Any]]:
+    """The name of a method and its fields as the page shows them; refuses what the page cannot show."""
+    for name, (maker, offered) in METHODS.items():
+        if type(method) is maker:
+            values = {field.name: _shown(field, getattr(method, field.name)) for field in offered}
+            if method_of(name, values) == method:
+                return name, values
+    hint = (
+        f"It offers {', '.join(maker.__name__ for maker, _ in METHODS.values())}, and most of their fields."
+    )
+    wrong_value("recipe", "have a method and fields that the page offers", str(method), hint)
+
+
+def _shown(field: Field, value: Any) -> Any:
+    """What `_parsed` reads as that value."""
+    if isinstance(value, tuple):
+        return "".join(f"{number}," for number in value)
+    if value is None:
+        return 0 if field.name == "far" else ""
+    return str(value) if field.kind in ("text", "optional") else value
 
 
 def _parsed(field: Field, value: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from nearfield import Hilbert
+from nearfield import Hilbert, recipes
 from nearfield.commands.arguments import UsageError
+from nearfield.recipes import Recipe
 from nearfield.studio import asking, drawing, fields, jobs, results
 from nearfield.studio.asking import Library
 from nearfield.studio.models import PictureModel
@@ -18,6 +19,7 @@ TITLE = "nearfield studio"
 TOLD = (UsageError, ValueError, TypeError, NotImplementedError, ImportError, OSError, torch.OutOfMemoryError)
 """What goes wrong by what was asked for; it is shown as one message. Anything else is a fault of the program."""
 
+_OWN_FIELDS = "none"
 _WORK, _DRAWING = "work", "drawing"  # one model runs at a time, and pictures are drawn beside it
 STYLE = """
 #message, #drawing-message { min-height: 1.5em; }
@@ -90,6 +92,14 @@ class _Inputs:
             self.seed = _number(gr, "seed", 0)
         takes_prompt = any(model.takes_prompt for model in models.values())
         self.prompt = gr.Textbox(label="prompt", visible=takes_prompt, elem_id="prompt")
+        self.recipe = gr.Dropdown(
+            [_OWN_FIELDS, *recipes.names()],
+            value=_OWN_FIELDS,
+            label="recipe",
+            info="fills in the fields below",
+            elem_id="recipe",
+        )
+        self.recipe_words = gr.Markdown(visible=False, elem_id="recipe-words")
         self.method = gr.Dropdown(list(fields.METHODS), value="hilbert", label="method", elem_id="method")
         self.groups, self._names, self._boxes = [], list[tuple[str, str]](), []
         for method, (_, offered) in fields.METHODS.items():
@@ -114,6 +124,20 @@ class _Inputs:
         ]
         return [*fixed, *self._boxes]
 
+    @property
+    def filled(self) -> list[Any]:
+        """What a recipe sets."""
+        return [self.recipe_words, self.method, *self._boxes]
+
+    def fill(self, gr: Any, name: str) -> list[Any]:
+        """The fields of a recipe, and what was measured with them, in the places of `filled`."""
+        if name == _OWN_FIELDS:
+            return [gr.update(visible=False)] + [gr.skip()] * (1 + len(self._boxes))
+        recipe = recipes.read(name)
+        method, values = fields.filled_in(recipe.method)
+        boxes = [values[field] if owner == method else gr.skip() for owner, field in self._names]
+        return [gr.update(value=recipe_words(recipe), visible=True), method, *boxes]
+
     def read(self, values: Sequence[Any]) -> tuple[PictureModel, jobs.Request, int]:
         """The model, the request and the first layer to draw; raises one of `TOLD`."""
         model, height, width, steps, seed, prompt, method, layer = values[:8]
@@ -126,6 +150,17 @@ class _Inputs:
         request = jobs.Request(height, width, steps, seed, made, prompt or "")
         jobs.check_request(self._models[model], request)
         return self._models[model], request, int(layer)
+
+
+def recipe_words(recipe: Recipe) -> str:
+    """What was measured with a recipe that ships, in one sentence."""
+    found = recipe.measured
+    lora = "with the embedded LoRA" if recipe.lora == "embedded" else "without a LoRA"
+    return (
+        f"On the embedded model, {lora}: {found['pairs_kept']:.1%} of the pairs, FID {found['fid']:.1f} "
+        f"(dense {found['dense_fid']:.1f}), LPIPS {found['lpips']:.3f}; {found['pictures']} pictures of "
+        f"{found['size']} px, {found['steps']} steps, {found['device']}."
+    )
 
 
 def _number(gr: Any, name: str, value: int) -> Any:
@@ -207,9 +242,10 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
         images = drawing.as_array(made.dense), drawing.as_array(made.sparse)
         return [images, made.rows, drawing.as_array(made.seams), made.summary, "Done."]
 
-    def cancel(request: Any) -> str:
+    def cancel(request: Any) -> Any:
+        """The job says itself that it has stopped; said here, too, it could come later than that."""
         is_running = running.cancel(str(request.session_hash))
-        return "Stopping after this step." if is_running else "Nothing is running."
+        return gr.skip() if is_running else "Nothing is running."
 
     def leave(request: Any) -> None:
         running.cancel(str(request.session_hash))
@@ -225,6 +261,7 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
     def show_fields(method: str) -> list[Any]:
         return [gr.update(visible=name == method) for name in fields.METHODS]
 
+    inputs.recipe.input(lambda name: inputs.fill(gr, name), inputs.recipe, inputs.filled, **_quiet)
     inputs.method.change(show_fields, inputs.method, inputs.groups, **_quiet)
     gr.on(
         [page.load, *(box.change for box in inputs.all)],
