@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+import plan_pictures  # noqa: E402
 import support  # noqa: E402
 
 from nearfield import Geometry, Hilbert, plots  # noqa: E402
@@ -20,11 +21,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> None:
-    """The overview, the same for a grid of odd sides, the Hilbert method, and bars or lines for committed results."""
+    """The overview, the same for a grid of odd sides, the methods, and bars or lines for committed results."""
     demo.draw(IMAGES / "overview.png", demo.preset_for((64, 64)), tiles=16)
     demo.draw(IMAGES / "any-grid.png", demo.preset_for((45, 80)), tiles=9)
     method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16), layers=range(4))
     show.draw(IMAGES / "hilbert.png", method)
+    plan_pictures.write(IMAGES)
     bars = {"attend": plots.benchmark_bars, "hilbert": plots.hilbert_bars, "model": plots.model_bars}
     for benchmark, draw in bars.items():
         for path in sorted(RESULTS.glob(f"{benchmark}-*.json")):

@@ -166,3 +166,39 @@ def test_blocks_are_read_and_checked() -> None:
         run_blocks([blocks[0], blocks[1]._replace(expected="4\n")], "page")
     with pytest.raises(NameError):
         run_blocks(blocks[1:], "page")
+
+
+METHOD_PAGES = ("hilbert.md", "loglinear.md", "fine.md", "merging.md", "retrieval.md")
+
+
+@pytest.mark.parametrize("name", METHOD_PAGES)
+def test_pages_of_methods_have_one_form(name: str) -> None:
+    """Paper, formula and picture, code of at most 40 lines, what was measured, what differs from the paper."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    introduction, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    titles = [section.partition("\n")[0] for section in sections]
+    assert re.search(r"Paper: \*[\w\s-]+\*,\s\[arXiv (\d+\.\d+)\]\(https://arxiv\.org/abs/\1\)", introduction)
+    places = [titles.index(title) for title in ("Use", "Measured", "What differs from the paper")]
+    assert places == sorted(places)
+    before_use = introduction + "".join(sections[: places[0]])
+    assert "$$" in before_use
+    picture = re.search(r"!\[[^]]+\]\((images/[\w-]+\.png)\)", before_use)
+    assert picture is not None
+    assert (ROOT / "docs" / picture[1]).is_file()
+    programs = [fence[2] for fence in FENCE.finditer(text) if fence[1] in ("python", "py")]
+    assert programs
+    assert max(len(program.splitlines()) for program in programs) <= 40
+
+
+def test_pictures_of_plans_are_those_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can be drawn, each on its page; the sum that one of them shows is what `attend` gives."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import plan_pictures
+
+    plan_pictures.write(tmp_path)
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert len(drawn) == 7
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for name in drawn:
+        assert f"](images/{name})" in pages
+        assert (ROOT / "docs" / "images" / name).is_file()

@@ -3,7 +3,7 @@
 import colorsys
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from nearfield.tuning import Trial, front
 
 INK, MUTED, FAINT = "#22262e", "#6b7280", "#e3e6eb"
 SHARED, SHARED_KEYS, SHADE, FAR = "#4b5563", "#8b93a1", "#d3d7de", "#b5545c"
-_BAR_COLOURS = ("#2f6f9f", "#c27a2c", "#5a9367", "#8a6fae", "#b5545c")
+BAR_COLOURS = ("#2f6f9f", "#c27a2c", "#5a9367", "#8a6fae", "#b5545c")
 _MOST_VECTORS = 4096
 """Lines that a vector picture holds as such; more of them are drawn as points."""
 Colour = tuple[float, float, float]
@@ -168,11 +168,87 @@ def draw_mask(axis: Any, plan: Plan, text: int, run: int, shift: int) -> None:
     tile = _tile_of_position(image, run, shift)[(rows - text).clamp(0, image - 1)]
     colours = torch.tensor(_tile_colours(math.ceil(image / run)))
     cells = colours[tile][:, None].expand(-1, plan.num_columns, -1).clone()
-    cells[(rows < text)[:, None] | (columns < text)[None]] = _rgb(SHARED)
+    cells[(rows < text)[:, None] | (columns < text)[None]] = rgb(SHARED)
     cells[~reads] = 1.0
     extent = (0, plan.num_columns * plan.k_block, plan.num_rows * plan.q_block, 0)
     axis.imshow(cells.numpy(), interpolation="nearest", aspect="auto", extent=extent)
     _mask_frame(axis, plan.num_queries, plan.num_keys)
+
+
+class Drawing(NamedTuple):
+    """One panel of a picture: its words, its width over its height, and what draws it on an axis."""
+
+    title: str
+    subtitle: str
+    shape: float
+    draw: Callable[[Any], None]
+
+
+def side_by_side(path: Path, drawings: Sequence[Drawing]) -> None:
+    """One picture of several panels."""
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    figure, axes = _row_of_axes(pyplot, [drawing.shape for drawing in drawings])
+    for axis, drawing in zip(axes, drawings, strict=True):
+        drawing.draw(axis)
+        _title(axis, drawing.title, drawing.subtitle)
+    _save(figure, path)
+
+
+def draw_reads(
+    axis: Any, reads: Tensor, colours: Tensor | None = None, borders: Sequence[float] = ()
+) -> None:
+    """Which columns each row reads, `[rows, columns]` bool, in the row's colour; with lines between columns."""
+    colours = rgb(BAR_COLOURS[0]).expand(len(reads), 3) if colours is None else colours
+    cells = torch.where(reads[..., None], colours[:, None], 1.0)
+    axis.imshow(
+        cells.numpy(), interpolation="nearest", aspect="auto", extent=(0, reads.shape[1], len(reads), 0)
+    )
+    for border in borders:
+        axis.axvline(border, color=MUTED, linewidth=0.8)
+    _mask_frame(axis, len(reads), reads.shape[1])
+    axis.set_box_aspect(None)
+
+
+def draw_cells(axis: Any, colours: Tensor, label: Tensor, grid: tuple[int, int]) -> None:
+    """Cells of an image in colours, both in raster order, with lines where labels differ."""
+    _draw_cells(axis, colours, label, _canvas(grid))
+
+
+def draw_path(axis: Any, order: Tensor, grid: tuple[int, int]) -> None:
+    """The way of a sequence through the cells of an image."""
+    _draw_curve_lines(axis, order, _canvas(grid))
+
+
+def draw_shares(axis: Any, shares: Tensor) -> None:
+    """A matrix of shares from 0, white, to 1."""
+    cells = 1 - shares[..., None] * (1 - rgb(BAR_COLOURS[0]))
+    axis.imshow(
+        cells.numpy(), interpolation="nearest", aspect="auto", extent=(0, shares.shape[1], len(shares), 0)
+    )
+    _mask_frame(axis, len(shares), shares.shape[1])
+    axis.set_box_aspect(None)
+    axis.set_xlabel("tokens", color=MUTED, fontsize=9, labelpad=3)
+    axis.set_ylabel("merged tokens", color=MUTED, fontsize=9, labelpad=3)
+
+
+def draw_weights(axis: Any, dense: Tensor, sparse: Tensor, is_read: Tensor) -> None:
+    """Weights of one query over all keys: dense in grey, sparse over it, and below which keys are read."""
+    places = torch.arange(len(dense)).numpy()
+    axis.bar(places, dense.numpy(), width=1.0, color=SHADE)
+    axis.bar(places, sparse.numpy(), width=1.0, color=FAR, alpha=0.75)
+    top = float(sparse.max()) * 1.08
+    axis.fill_between(
+        places, -0.09 * top, -0.03 * top, where=is_read.numpy(), color=BAR_COLOURS[0], step="mid", linewidth=0
+    )
+    axis.set_xlim(0, len(dense))
+    axis.set_ylim(-0.11 * top, top)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.set_xlabel("keys; blue: in the list", color=MUTED, fontsize=9, labelpad=3)
+    axis.set_ylabel("weight", color=MUTED, fontsize=9, labelpad=3)
+    _thin_spines(axis)
 
 
 def benchmark_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
@@ -182,7 +258,7 @@ def benchmark_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) 
 
     measured = [record for record in records if record["status"] == "ok"]
     impls = list(dict.fromkeys(record["impl"] for record in measured))
-    colours = {impl: _BAR_COLOURS[index % len(_BAR_COLOURS)] for index, impl in enumerate(impls)}
+    colours = {impl: BAR_COLOURS[index % len(BAR_COLOURS)] for index, impl in enumerate(impls)}
     places = _bar_places(measured)
     figure, axis = pyplot.subplots(figsize=(8.6, 1.3 + 0.3 * (max(places, default=0) + 1)))
     for place, record in zip(places, measured, strict=True):
@@ -226,7 +302,7 @@ def _speed_up_bars(path: Path, records: dict[str, dict[str, Any]], title: str, w
     import matplotlib.pyplot as pyplot
 
     others = list(dict.fromkeys(name for record in records.values() for name in record["speed_ups"]))
-    colours = dict(zip(others, _BAR_COLOURS, strict=False))
+    colours = dict(zip(others, BAR_COLOURS, strict=False))
     figure, axis = pyplot.subplots(figsize=(8.6, 1.3 + 0.62 * len(records)))
     shown = [
         figure for record in records.values() for figure in (*record["speed_ups"].values(), record["bound"])
@@ -262,7 +338,7 @@ def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
     measured = [row for row in rows if row.fid is not None]
     front = pareto_front(measured)
     kinds = list(dict.fromkeys(str(row.settings.get("tuning", "none")) for row in measured))
-    colours = dict(zip(kinds, _BAR_COLOURS * len(kinds), strict=False))
+    colours = dict(zip(kinds, BAR_COLOURS * len(kinds), strict=False))
     figure, axis = pyplot.subplots(figsize=(8.6, 5.2))
     axis.step(
         [row.pairs_kept for row in front], [row.fid for row in front], where="post", color=MUTED, linewidth=1
@@ -393,7 +469,7 @@ def tuning_front(path: Path, trials: Sequence[Trial], limit: float) -> None:
     figure, axis = pyplot.subplots(figsize=(7.2, 4.6))
     axis.step([t.lpips for t in best], [t.pairs_kept for t in best], where="post", color=MUTED, linewidth=1)
     for trial in searched:
-        colour = _BAR_COLOURS[0] if trial.lpips <= limit else MUTED
+        colour = BAR_COLOURS[0] if trial.lpips <= limit else MUTED
         axis.plot(trial.lpips, trial.pairs_kept, "o", color=colour, markersize=7 if trial in best else 4.5)
     axis.axvline(limit, color=INK, linewidth=1, linestyle="--")
     axis.set_xlabel("LPIPS to dense (dashed: the limit)", color=MUTED)
@@ -417,7 +493,7 @@ def fidelity_lines(path: Path, records: Sequence[dict[str, Any]], title: str) ->
 
     figure, axis = pyplot.subplots(figsize=(7.2, 4.6))
     names = list(dict.fromkeys(record["selector"] for record in records))
-    colours = dict(zip(names, _BAR_COLOURS * len(names), strict=False))
+    colours = dict(zip(names, BAR_COLOURS * len(names), strict=False))
     for name in names:
         points = sorted(
             (record["ratio"], *_divergence(record)) for record in records if record["selector"] == name
@@ -491,7 +567,7 @@ def scaling_lines(path: Path, records: Sequence[dict[str, Any]], machine: str = 
 
     cases = list(dict.fromkeys(record["case"] for record in records))
     figure, axes = pyplot.subplots(2, len(cases), figsize=(3.1 * len(cases), 6), squeeze=False, sharey="row")
-    colours = dict(zip(("nearfield", "ring", "ulysses"), _BAR_COLOURS, strict=False))
+    colours = dict(zip(("nearfield", "ring", "ulysses"), BAR_COLOURS, strict=False))
     for (upper, lower), case in zip(axes.T, cases, strict=True):
         mine = [record for record in records if record["case"] == case]
         for name, field in (("nearfield", "sent"), ("ring", "ring"), ("ulysses", "ulysses")):
@@ -638,7 +714,7 @@ def _tile_of_position(length: int, run: int, shift: int) -> Tensor:
     return (torch.arange(length) - shift) % length // run
 
 
-def _rgb(colour: str) -> Tensor:
+def rgb(colour: str) -> Tensor:
     return torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
 
 
@@ -724,14 +800,14 @@ def _outline(axis: Any, canvas: _Canvas, is_shared: Tensor) -> None:
 
 def _shade(axis: Any, canvas: _Canvas, is_shared: Tensor) -> None:
     inside = canvas.shown & canvas.of(is_shared)
-    cells = torch.where(inside[..., None], _rgb(SHADE), 1.0)
+    cells = torch.where(inside[..., None], rgb(SHADE), 1.0)
     axis.imshow(cells.numpy(), interpolation="nearest", aspect="equal")
 
 
 def _cell_colours(picture: MethodPicture, layer: LayerPicture) -> Tensor:
     """Tiles in their colours; shared cells grey, or half so where they also belong to a tile."""
     colours = torch.tensor(_tile_colours(picture.num_tiles))[layer.tile]
-    mixed = _rgb(SHARED) if picture.shared_reads_all else (colours + _rgb(SHARED)) / 2
+    mixed = rgb(SHARED) if picture.shared_reads_all else (colours + rgb(SHARED)) / 2
     return torch.where(picture.is_shared[:, None], mixed, colours)
 
 
@@ -742,10 +818,10 @@ def _draw_reads(axis: Any, picture: MethodPicture, layer: LayerPicture) -> None:
     _, column_kind = _in_sequence(picture, layer, picture.k_block)
     colours = torch.tensor(_tile_colours(picture.num_tiles))[row_tile]
     reads_all = (row_kind == 0) | ((row_kind == 1) & picture.shared_reads_all)
-    colours[reads_all] = _rgb(SHARED)
+    colours[reads_all] = rgb(SHARED)
     cells = colours[:, None].expand(-1, len(column_kind), -1).clone()
-    cells[:, column_kind == 0] = _rgb(SHARED)
-    cells[(~reads_all)[:, None] & (column_kind == 1)[None]] = _rgb(SHARED_KEYS)
+    cells[:, column_kind == 0] = rgb(SHARED)
+    cells[(~reads_all)[:, None] & (column_kind == 1)[None]] = rgb(SHARED_KEYS)
     cells[~layer.reads] = 1.0
     height = len(row_kind) * picture.q_block
     box = (0, len(column_kind) * picture.k_block, height, 0)
@@ -754,7 +830,7 @@ def _draw_reads(axis: Any, picture: MethodPicture, layer: LayerPicture) -> None:
     if layer.reads_far is not None:
         gap = 0.02 * num_tokens
         end = num_tokens + gap + layer.reads_far.shape[1]
-        far = torch.where(layer.reads_far[..., None], _rgb(FAR), 1.0)
+        far = torch.where(layer.reads_far[..., None], rgb(FAR), 1.0)
         axis.imshow(
             far.numpy(), interpolation="nearest", aspect="auto", extent=(num_tokens + gap, end, height, 0)
         )
