@@ -6,6 +6,7 @@ Built without network, by the build backend itself. `make package` installs both
 import configparser
 import email
 import importlib.util
+import re
 import subprocess
 import sys
 import tarfile
@@ -69,6 +70,28 @@ def test_wheel_says_what_it_is(wheel: Path) -> None:
     always = [line for line in facts.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert always == ["torch>=2.11"], "torch is all that is always needed"
     assert {"diffusers", "triton", "studio"} <= set(facts.get_all("Provides-Extra", []))
+
+
+def test_extras_that_messages_and_pages_name_are_the_wheels(wheel: Path) -> None:
+    """`pip install 'nearfield[extra]'` adds one to what is installed; a name that is none would be ignored by pip."""
+    facts = email.message_from_bytes(contents(wheel)[f"{INFO}/METADATA"])
+    extras = set(facts.get_all("Provides-Extra", []))
+    texts = [
+        *SOURCE.rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "comfy" / "README.md",
+    ]
+    named = {
+        extra
+        for path in texts
+        for names in re.findall(
+            r"pip install '(?:nearfield|\.)\[([\w,]+)\]'", path.read_text(encoding="utf-8")
+        )
+        for extra in names.split(",")
+    }
+    assert {"bench", "diffusers", "studio", "triton"} <= named
+    assert named - {"extra"} <= extras  # "extra" stands for any
 
 
 def test_lower_bounds_are_what_is_tried() -> None:
