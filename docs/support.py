@@ -142,8 +142,8 @@ picture, the commands.
 - peft: 0.17 cannot be imported beside transformers 5.
 - Triton: the Hopper kernels compile under 3.6.0 and 3.9.0.
 - Python: 3.10 is allowed, and nothing was run under it but its compiler (3.10.13), which takes every file; types are
-  checked for 3.10, and no name of a later standard library is used. pip finds no newer diffusers for it than 0.41, no newer
-  transformers than 5.20 and no newer Triton than 3.8.
+  checked for 3.10, and no name of a later standard library is used. pip finds no newer diffusers for it than 0.41, no
+  newer transformers than 5.20 and no newer Triton than 3.8.
 """
 
 

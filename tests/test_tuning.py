@@ -411,3 +411,23 @@ def test_the_embedded_lora_is_for_the_recipe_that_says_so() -> None:
     for name in recipes.names():
         recipe = recipes.read(name)
         assert suits(method_of_lora(EMBEDDED_LORA), recipe.method) == (recipe.lora == "embedded")
+
+
+def test_the_model_may_stand_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`nearfield tune MODEL` is `nearfield tune --model MODEL`; both at once are refused."""
+    asked: list[Any] = []
+
+    def opened(arguments: Any) -> Any:
+        asked.append((arguments.model, arguments.prompt))
+        raise OSError("no such pipeline")
+
+    monkeypatch.setattr("nearfield.commands.tuning.prepared", opened)
+    for call in (["nobody/nothing"], ["--model", "nobody/nothing"]):
+        assert cli.main(["tune", *call, "--prompt", "a cat"]) == 1
+    assert asked == [("nobody/nothing", "a cat")] * 2
+    assert cli.main(["tune", "one", "--model", "two", "--prompt", "a cat"]) == 2
+    assert "`--model` must be left out where MODEL is given; got 'two'." in capsys.readouterr().err
+    assert cli.main(["tune", "one"]) == 2
+    assert "`--prompt` must be given with `--model`" in capsys.readouterr().err

@@ -32,7 +32,10 @@ def add_commands(commands: Any) -> None:
         _tune,
         "find the boldest fields that keep a model's pictures close to its dense ones, and write them as a recipe",
         "  nearfield tune --max-lpips 0.1 --out recipe.json\n"
-        "  nearfield tune --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 2048 --minutes 60",
+        "  nearfield tune black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 2048 --minutes 60",
+    )
+    parser.add_argument(
+        "pipeline", nargs="?", metavar="MODEL", help="the same as --model (default: the embedded model)"
     )
     add_pictures(parser, steps=12, num=2)
     add_model(parser)
@@ -60,6 +63,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    if arguments.pipeline and arguments.model:
+        wrong("--model", "be left out where MODEL is given", repr(arguments.model))
+    arguments.model = arguments.pipeline or arguments.model
     check_model(arguments)
     if arguments.plot:
         require_drawing("--plot")
