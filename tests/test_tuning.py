@@ -425,9 +425,9 @@ def test_the_model_may_stand_first(
 
     monkeypatch.setattr("nearfield.commands.tuning.prepared", opened)
     for call in (["nobody/nothing"], ["--model", "nobody/nothing"]):
-        assert cli.main(["tune", *call, "--prompt", "a cat"]) == 1
+        assert main(["tune", *call, "--prompt", "a cat"]) == 1
     assert asked == [("nobody/nothing", "a cat")] * 2
-    assert cli.main(["tune", "one", "--model", "two", "--prompt", "a cat"]) == 2
+    assert main(["tune", "one", "--model", "two", "--prompt", "a cat"]) == 2
     assert "`--model` must be left out where MODEL is given; got 'two'." in capsys.readouterr().err
-    assert cli.main(["tune", "one"]) == 2
+    assert main(["tune", "one"]) == 2
     assert "`--prompt` must be given with `--model`" in capsys.readouterr().err
