@@ -1,11 +1,13 @@
 """The pages show code that runs and print what they say, and the examples run."""
 
 import argparse
+import ast
 import contextlib
 import io
 import json
 import re
 import runpy
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,6 +168,23 @@ def test_blocks_are_read_and_checked() -> None:
         run_blocks([blocks[0], blocks[1]._replace(expected="4\n")], "page")
     with pytest.raises(NameError):
         run_blocks(blocks[1:], "page")
+
+
+def test_a_model_is_few_lines() -> None:
+    """The entry on the page of models is the table's own."""
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (entry,) = (fence[2] for fence in FENCE.finditer(page) if fence[2].startswith("Spec("))
+    table = (ROOT / "src" / "nearfield" / "adapters" / "specs.py").read_text(encoding="utf-8")
+    assert textwrap.indent(entry.rstrip("\n"), "    ") + "," in table
+    assert len(entry.splitlines()) <= 20
+
+
+def test_a_method_is_few_lines() -> None:
+    """The reader and the method of the example, without what tries them."""
+    example = (ROOT / "examples" / "own_method.py").read_text(encoding="utf-8")
+    classes = [node for node in ast.parse(example).body if isinstance(node, ast.ClassDef)]
+    lines = [line for node in classes for line in ast.unparse(node).splitlines() if line.strip()]
+    assert len(lines) <= 40
 
 
 METHOD_PAGES = ("hilbert.md", "loglinear.md", "fine.md", "merging.md", "retrieval.md")
