@@ -125,7 +125,7 @@ def test_masks_have_the_colours_of_text_shared_tokens_and_tiles() -> None:
     near, far = images
     assert near.shape == (18, 18, 3)
     assert far.shape == (18, shown.layers[1].far.plan.num_keys, 3)
-    dark, keys = plots._rgb(plots.SHARED), plots._rgb(plots.SHARED_KEYS)
+    dark, keys = plots.rgb(plots.SHARED), plots.rgb(plots.SHARED_KEYS)
     assert (near[:4] == dark).all()
     assert (near[:, :2] == dark).all()
     assert (near[4:, 2:4] == keys).all()
