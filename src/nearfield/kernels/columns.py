@@ -15,7 +15,7 @@ from nearfield.kernels.launch import LOG2_E, padded, tile_sources
 from nearfield.kernels.walk import INF, LOG2E, copy_rows, dot, load_rows
 
 _TILE_Q, _TILE_K = 128, 64
-_WARPS, _STAGES = 4, 2
+_WARPS = 4
 _STRETCH = 4096
 """Keys of one program."""
 
@@ -142,7 +142,7 @@ def column_statistics(
         heads, heads // key.shape[1], rows, columns, num_queries, num_keys, scale * LOG2_E,
         Q_BLOCK=q_block, K_BLOCK=k_block, TILE_Q=tile_q, MORE_Q=more_q, TILE_K=tile_k, STEPS=steps,
         COPY_ENGINE=by_engine, DIM=dim, PAD=padded(dim),
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=_WARPS, num_stages=_STAGES,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=_WARPS, num_stages=_stages(more_q),
     )  # fmt: skip
     return maxima, masses
 
@@ -154,3 +154,8 @@ def _query_tiles(q_block: int) -> tuple[int, int]:
     if 16 <= largest <= _TILE_Q and (rest == 0 or (rest >= 16 and rest & (rest - 1) == 0)):
         return largest, rest
     return max(16, min(_TILE_Q, q_block & -q_block)), 0
+
+
+def _stages(more_q: int) -> int:
+    """Loads that overlap. One tile of queries leaves room for four programs on a processor, which hide them as well."""
+    return 3 if more_q else 1
