@@ -1,4 +1,4 @@
-"""Compile kernels for sm_90 without a GPU: `python -m nearfield.kernels.compile_check`.
+"""Compile kernels for sm_90 without a GPU: `python -m nearfield.kernels.compile_check [--all]`.
 
 Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes every variant
 of the Hopper kernel. Of the plain kernels it takes those of LogLinear and FineGrained, in which much is decided while
@@ -147,15 +147,19 @@ _PLAIN_POINTERS = (
 )
 
 
-def plain_variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Kernels over lists of 16 queries and 16 keys, as LogLinear has them, and what each is compiled for."""
+def plain_variants(every: bool) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Kernels over lists of 16 queries and 16 keys, as LogLinear has them, and what each is compiled for.
+
+    Without `every`, extras (which differ little from kernel to kernel) are left to one variant of each.
+    """
     for name, packed in (("rows", {}), ("packed rows", _PACKED)):
-        for extras in ({}, _EXTRAS | {"HAS_ORDER": not packed}):
+        extras_of_rows = {} if packed else _EXTRAS
+        for extras in ({}, _EXTRAS | {"HAS_ORDER": not packed}) if every else (extras_of_rows,):
             yield f"forward, {name}", forward._forward_kernel, packed | extras
             yield f"query gradient, {name}", backward._query_gradient_kernel, packed | extras
     by_engine: dict[str, Any] = {"COPY_ENGINE": True, "Q_BLOCK": 128, "CHUNK": 32, "HAS_BIAS": True}
     for name, packed in (("rows", {"TILE_K": 16, "TILE_Q": 64}), ("packed rows", _PACKED_KEYS)):
-        for extras in ({}, _EXTRAS | {"CHUNK": 32}, by_engine):
+        for extras in ({}, _EXTRAS | {"CHUNK": 32}, by_engine) if every else (by_engine,):
             yield f"key gradients, {name}", backward._key_gradient_kernel, packed | extras
         yield "chunks", backward._join_chunks_kernel, packed | by_engine
     far = {"FAR_Q_BLOCK": 128, "FAR_K_BLOCK": 16, "FAR_RAGGED": False, "HAS_FAR_BIAS": True}
@@ -195,11 +199,26 @@ def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, s
     return str(compiled.asm["ptx"])
 
 
-def main() -> int:
+def hopper_variants(every: bool) -> Iterator[tuple[int, int, int, bool, bool]]:
+    """Head dimension, blocks of queries and of keys, bias, and ragged ends; without `every`, each way once."""
+    if every:
+        for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64, 128)):
+            for has_bias, is_ragged in ((False, False), (True, True)) if q_block == 192 else ((False, True),):
+                yield dim, q_block, k_block, has_bias, is_ragged
+        return
+    yield 128, 64, 16, False, True
+    yield 128, 128, 128, False, True
+    yield 128, 192, 1, False, False
+    yield 128, 192, 64, True, True
+    yield 64, 128, 64, False, True
+    yield 64, 192, 1, True, True
+
+
+def main(every: bool) -> int:
     # Triton 3.9 wants this said; it is what every earlier version did.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     print(f"Triton {triton.__version__}: compiling for sm_90; the plain kernels")
-    for first, second in product((False, True), repeat=2):
+    for first, second in product((False, True), repeat=2) if every else ((True, True),):
         if "ld.global.v4" not in compile_pool(64, first, second):
             print(f"no 16-byte loads in pooling: {first=} {second=}", file=sys.stderr)
             return 1
@@ -212,12 +231,13 @@ def main() -> int:
     for name, ptx in merging.items():
         if "st.global.v4" not in ptx:
             print(f"no 16-byte stores in a kernel of merged blocks: {name}", file=sys.stderr)
+            return 1
     for size in (64, 128):
         if "ld.global.v4" not in compile_turn(128, size):
             print(f"no 16-byte loads in turning: {size=}", file=sys.stderr)
             return 1
     compile_partials(128)
-    for name, kernel, wanted in plain_variants():
+    for name, kernel, wanted in plain_variants(every):
         ptx = compile_plain(kernel, wanted)
         multiplies = name not in ("chunks", "packing", "transposing")
         if multiplies and not any(instruction in ptx for instruction in ("mma.sync", "wgmma")):
@@ -225,20 +245,19 @@ def main() -> int:
             return 1
         print(f"  {name}, {'with' if wanted.get('HAS_BIAS') else 'without'} extras")
     print("the Hopper kernels")
-    for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64, 128)):
-        for has_bias, is_ragged in ((False, False), (True, True)) if q_block == 192 else ((False, True),):
-            ptx = compile_forward(dim, q_block, k_block, has_bias, is_ragged)
-            copies = "cp.async.cg" if k_block == 1 else "cp.async.bulk.tensor"
-            if "wgmma.mma_async" not in ptx or copies not in ptx:
-                print(f"missing wgmma or {copies}: {dim=} {q_block=} {k_block=}", file=sys.stderr)
-                return 1
-            if (q_block, k_block) in ((128, 128), (192, 64)):  # and with keys in two places
-                compile_forward(dim, q_block, k_block, has_bias, is_ragged, has_more=True)
-            print(
-                f"  head dim {dim:3d}, blocks {q_block:3d} x {k_block:2d}, bias {has_bias!s:5}, ragged {is_ragged}"
-            )
+    for dim, q_block, k_block, has_bias, is_ragged in hopper_variants(every):
+        ptx = compile_forward(dim, q_block, k_block, has_bias, is_ragged)
+        copies = "cp.async.cg" if k_block == 1 else "cp.async.bulk.tensor"
+        if "wgmma.mma_async" not in ptx or copies not in ptx:
+            print(f"missing wgmma or {copies}: {dim=} {q_block=} {k_block=}", file=sys.stderr)
+            return 1
+        if (q_block, k_block) == (128, 128):  # and with keys in two places
+            compile_forward(dim, q_block, k_block, has_bias, is_ragged, has_more=True)
+        print(
+            f"  head dim {dim:3d}, blocks {q_block:3d} x {k_block:2d}, bias {has_bias!s:5}, ragged {is_ragged}"
+        )
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(every="--all" in sys.argv[1:]))
