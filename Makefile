@@ -20,6 +20,8 @@ GPU_PACKAGES := accelerate annotated-doc annotated-types anyio certifi charset-n
 GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py
 SHARDS ?= 12
 GPU_ENV := PYTHONPATH=src:$(GPU_TOOLS)
+# The sanitizer looks at these alone: torch's own, which compute what is compared with, would take most of the time.
+KERNELS = $(shell sed -nE 's/^ *(\w+_kernel)\[.*/\1/p' src/nearfield/kernels/*.py | sort -u)
 GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --require-gpu $(GPU_TESTS)
 
 GLUON_TRITONS ?= 3.6.0 3.9.0
@@ -135,7 +137,7 @@ test-gpu: ## run the GPU tests under the machine's own python3
 # itself: so there are several, each with its share of the tests.
 sanitize-gpu: ## run the GPU tests under compute-sanitizer, in SHARDS processes
 	seq 0 $$(($(SHARDS) - 1)) | $(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs --max-procs=$(SHARDS) -I{} \
-		compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTEST) --quiet --shard {}/$(SHARDS)
+		compute-sanitizer --tool memcheck --error-exitcode 1 $(KERNELS:%=--kernel-name kns=%) $(GPU_PYTEST) --quiet --shard {}/$(SHARDS)
 
 gpu-wheels: $(STAMP) ## fetch what a GPU machine without network may lack, as wheels to carry there
 	rm -rf $(GPU_WHEELS)

@@ -5,8 +5,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tests.cats import CATS, lively_model
 from torch import Tensor, nn
 
@@ -211,7 +213,12 @@ def test_the_command(
     out, plot = tmp_path / "new" / "rows.json", tmp_path / "rows.png"
     words = ["bench", "quality", "--photographs", str(CATS), "--weights", str(task.weights), "--num", "4"]
     words += ["--patterns", str(tmp_path / "mine.json"), "--size", "64", "--steps", "1", "--out", str(out)]
-    assert cli.main([*words, "--plot", str(plot)]) == 0
+    strips = tmp_path / "strips"
+    assert cli.main([*words, "--plot", str(plot), "--strips", str(strips)]) == 0
+    first = {strip.name: np.asarray(Image.open(strip)) for strip in strips.iterdir()}
+    assert first.keys() == {"dense.png", "a.png"}
+    assert first["dense.png"].shape == first["a.png"].shape == (64, 4 * 64 + 3 * 4, 3)
+    assert (first["dense.png"] != first["a.png"]).any()
     printed = capsys.readouterr().out
     assert "| pattern | pairs kept |" in printed
     assert printed.endswith(f"wrote {plot}\nwrote {out}\n")

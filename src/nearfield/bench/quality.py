@@ -4,6 +4,7 @@ One process for many patterns: the networks are loaded once, pictures stay in me
 every pattern, so that a sweep that is stopped goes on with the next.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,10 @@ from nearfield import quality
 from nearfield.bench import machine, picture_runs
 from nearfield.bench.picture_runs import DENSE, Facts, PictureMaker, Task
 from nearfield.bench.quality_cases import Pattern
+from nearfield.demo.pictures import grid_of, write_picture
 from nearfield.quality.results import QualityRow, as_document, read_rows, write_json
+
+_ON_A_STRIP = 4
 
 
 class Sweep:
@@ -27,6 +31,7 @@ class Sweep:
         network: what gives features of pictures.
         networks: others, for the distance to the dense pictures alone, by the names `QualityRow` has.
         on_picture: called with the number of pictures made and what they are.
+        strips: a folder for the first pictures of every pattern, side by side in one file.
     """
 
     def __init__(
@@ -39,11 +44,12 @@ class Sweep:
         networks: Mapping[str, nn.Module] | None = None,
         device: torch.device | str = "cpu",
         on_picture: Callable[[int, str], None] | None = None,
+        strips: Path | None = None,
     ) -> None:
         self.task, self.references, self.network, self.out = task, references, network, out
         self.networks, self.device = networks or {}, torch.device(device)
         self.rows = read_rows(out) if out.exists() else []
-        self._on_picture = on_picture
+        self._on_picture, self._strips = on_picture, strips
         self._maker = PictureMaker(task, self.device)
         self._dense: Tensor | None = None
         self._dense_features: Tensor | None = None
@@ -114,7 +120,16 @@ class Sweep:
                     self._on_picture(numbers.start, pattern.name if pattern else DENSE)
                 parts.append(drawing.draw(numbers).images)
             facts = drawing.facts()
-        return torch.cat(parts), facts
+        images = torch.cat(parts)
+        if self._strips is not None:
+            write_picture(strip_file(self._strips, pattern), grid_of(images[:_ON_A_STRIP], _ON_A_STRIP))
+        return images, facts
+
+
+def strip_file(folder: Path, pattern: Pattern | None) -> Path:
+    """Where the first pictures of a pattern stand: its name, as far as files may be called so."""
+    name = pattern.name if pattern else DENSE
+    return folder / f"{re.sub('[^a-z0-9.]+', '-', name.lower()).strip('-')}.png"
 
 
 def photograph_statistics(

@@ -668,6 +668,12 @@ def _add_bench_quality(benchmarks: Any) -> None:
         metavar="FILE",
         help="the results; what stands there already is not measured again (default quality.json)",
     )
+    parser.add_argument(
+        "--strips",
+        type=Path,
+        metavar="DIR",
+        help="keep the first four pictures of every pattern, side by side, one file each",
+    )
     add_plot(parser, "draw pairs against FID")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
@@ -727,6 +733,7 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
             networks=pareto_benchmark.second_network(device),
             device=device,
             on_picture=bar.show,
+            strips=arguments.strips,
         )
         try:
             done = sweep.run(
