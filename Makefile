@@ -18,10 +18,14 @@ GPU_PACKAGES := accelerate annotated-doc annotated-types anyio certifi charset-n
 	pytest-timeout pytest-xdist pyyaml regex requests rich safetensors shellingham sortedcontainers tokenizers tqdm \
 	transformers truststore typer typing-extensions typing-inspection urllib3 zipp
 GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py
-SHARDS ?= 12
+SHARDS ?= 10
 GPU_ENV := PYTHONPATH=src:$(GPU_TOOLS)
 # The sanitizer looks at these alone: torch's own, which compute what is compared with, would take most of the time.
 KERNELS = $(shell sed -nE 's/^ *(\w+_kernel)\[.*/\1/p' src/nearfield/kernels/*.py | sort -u)
+MEMCHECK = compute-sanitizer --tool memcheck --error-exitcode 1 $(KERNELS:%=--kernel-name kns=%)
+LARGE_TESTS := long_sequences or long_map or 65536 or two_billion
+sanitized = seq 0 $$(($(1) - 1)) | $(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs --max-procs=$(1) -I{} \
+	$(MEMCHECK) $(GPU_PYTEST) --quiet -k '$(2)' --shard {}/$(1)
 GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --require-gpu $(GPU_TESTS)
 
 GLUON_TRITONS ?= 3.6.0 3.9.0
@@ -133,11 +137,13 @@ gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each suppor
 test-gpu: ## run the GPU tests under the machine's own python3
 	$(GPU_ENV) $(GPU_PYTEST)
 
-# The caching allocator would hide a read past the end of a tensor. One process takes most of an hour, waiting for
-# itself: so there are several, each with its share of the tests.
+# The caching allocator would hide a read past the end of a tensor, but graphs need it: their tests come apart. One
+# process takes most of an hour, waiting for itself: so there are several, each with its share of the tests; but few
+# for the tests that fill much of a GPU's memory.
 sanitize-gpu: ## run the GPU tests under compute-sanitizer, in SHARDS processes
-	seq 0 $$(($(SHARDS) - 1)) | $(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs --max-procs=$(SHARDS) -I{} \
-		compute-sanitizer --tool memcheck --error-exitcode 1 $(KERNELS:%=--kernel-name kns=%) $(GPU_PYTEST) --quiet --shard {}/$(SHARDS)
+	$(call sanitized,$(SHARDS),not graph and not ($(LARGE_TESTS)))
+	$(call sanitized,2,$(LARGE_TESTS))
+	$(GPU_ENV) $(MEMCHECK) $(GPU_PYTEST) --quiet -k graph
 
 gpu-wheels: $(STAMP) ## fetch what a GPU machine without network may lack, as wheels to carry there
 	rm -rf $(GPU_WHEELS)
