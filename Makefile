@@ -24,8 +24,8 @@ GPU_ENV := PYTHONPATH=src:$(GPU_TOOLS)
 KERNELS = $(shell sed -nE 's/^ *(\w+_kernel)\[.*/\1/p' src/nearfield/kernels/*.py | sort -u)
 MEMCHECK = compute-sanitizer --tool memcheck --error-exitcode 1 $(KERNELS:%=--kernel-name kns=%)
 LARGE_TESTS := long_sequences or long_map or 65536 or two_billion
-sanitized = seq 0 $$(($(1) - 1)) | $(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs --max-procs=$(1) -I{} \
-	$(MEMCHECK) $(GPU_PYTEST) --quiet -k '$(2)' --shard {}/$(1)
+sanitized = seq 0 $$(($(1) - 1)) | $(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs --max-procs=$(2) -I{} \
+	$(MEMCHECK) $(GPU_PYTEST) --quiet -k '$(3)' --shard {}/$(1)
 GPU_PYTEST := $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --require-gpu $(GPU_TESTS)
 
 GLUON_TRITONS ?= 3.6.0 3.9.0
@@ -138,11 +138,11 @@ test-gpu: ## run the GPU tests under the machine's own python3
 	$(GPU_ENV) $(GPU_PYTEST)
 
 # The caching allocator would hide a read past the end of a tensor, but graphs need it: their tests come apart. One
-# process takes most of an hour, waiting for itself: so there are several, each with its share of the tests; but few
-# for the tests that fill much of a GPU's memory.
+# process takes most of an hour, waiting for itself: so there are several, each with its share of the tests. Of the
+# tests that take gigabytes two run at a time, and few in one process: under the sanitizer its memory only grows.
 sanitize-gpu: ## run the GPU tests under compute-sanitizer, in SHARDS processes
-	$(call sanitized,$(SHARDS),not graph and not ($(LARGE_TESTS)))
-	$(call sanitized,2,$(LARGE_TESTS))
+	$(call sanitized,$(SHARDS),$(SHARDS),not graph and not ($(LARGE_TESTS)))
+	$(call sanitized,12,2,$(LARGE_TESTS))
 	$(GPU_ENV) $(MEMCHECK) $(GPU_PYTEST) --quiet -k graph
 
 gpu-wheels: $(STAMP) ## fetch what a GPU machine without network may lack, as wheels to carry there
