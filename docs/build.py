@@ -13,8 +13,10 @@ sys.path.insert(0, str(ROOT / "src"))
 import plan_pictures  # noqa: E402
 import support  # noqa: E402
 
-from nearfield import Geometry, Hilbert, plots  # noqa: E402
+from nearfield import Geometry, Hilbert  # noqa: E402
 from nearfield.bench import demo, show  # noqa: E402
+from nearfield.plots.bars import benchmark_bars, hilbert_bars, model_bars  # noqa: E402
+from nearfield.plots.lines import recall_lines, scaling_lines  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -27,7 +29,7 @@ def main() -> None:
     method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16), layers=range(4))
     show.draw(IMAGES / "hilbert.png", method)
     plan_pictures.write(IMAGES)
-    bars = {"attend": plots.benchmark_bars, "hilbert": plots.hilbert_bars, "model": plots.model_bars}
+    bars = {"attend": benchmark_bars, "hilbert": hilbert_bars, "model": model_bars}
     for benchmark, draw in bars.items():
         for path in sorted(RESULTS.glob(f"{benchmark}-*.json")):
             document = json.loads(path.read_text(encoding="utf-8"))
@@ -36,9 +38,9 @@ def main() -> None:
             draw(IMAGES / f"{path.stem}.png", document["results"], name)
     for path in sorted(RESULTS.glob("recall-*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
-        plots.recall_lines(IMAGES / f"{path.stem}.png", document["results"], document["source"]["kind"])
+        recall_lines(IMAGES / f"{path.stem}.png", document["results"], document["source"]["kind"])
     document = json.loads((RESULTS / "scaling.json").read_text(encoding="utf-8"))
-    plots.scaling_lines(IMAGES / "scaling.png", document["results"])
+    scaling_lines(IMAGES / "scaling.png", document["results"])
     support.write()
     for picture in sorted(IMAGES.glob("*.png")):
         print(f"{picture.relative_to(ROOT)}  {picture.stat().st_size / 1024:.0f} KiB")

@@ -18,16 +18,17 @@ from nearfield import (
     attend,
     curves,
     planning,
-    plots,
     predict,
 )
 from nearfield.methods import loglinear
 from nearfield.plan import Plan
-from nearfield.plots import Drawing
+from nearfield.plots.masks import draw_reads, draw_shares
+from nearfield.plots.panels import Drawing, draw_cells, draw_path, draw_weights, side_by_side
+from nearfield.plots.style import BAR_COLOURS, FAINT, FAR, SHADE, SHARED_KEYS, rgb
 from nearfield.retrieval.recomputing import plan_up_to
 
 GRID = (32, 32)
-BLUE = plots.BAR_COLOURS[0]
+BLUE = BAR_COLOURS[0]
 _GEOMETRY = Geometry(GRID)
 _INKS = ((0.1, 0.45, 0.5), (0.6, 0.35, 0.05), (0.35, 0.05, 0.5))  # what each takes of red, green and blue
 _DISCS = ((0.3, 0.3, 0.2), (0.62, 0.55, 0.26), (0.25, 0.75, 0.14))  # row, column, radius
@@ -84,18 +85,18 @@ def _reads(plan: Plan) -> Tensor:
 
 
 def _colours(kinds: Tensor, *names: str) -> Tensor:
-    return torch.stack([plots.rgb(name) for name in names])[kinds]
+    return torch.stack([rgb(name) for name in names])[kinds]
 
 
 def _mask(title: str, plan: Plan, before: str = "") -> Drawing:
     words = f"{before}{plan.density:.1%} of the pairs"
-    return Drawing(title, words, 1.0, lambda axis: plots.draw_reads(axis, _reads(plan)))
+    return Drawing(title, words, 1.0, lambda axis: draw_reads(axis, _reads(plan)))
 
 
 def _cells(title: str, subtitle: str, colours: Tensor, label: Tensor | None = None) -> Drawing:
     label = torch.zeros(len(colours)) if label is None else label
     side = round(len(colours) ** 0.5)
-    return Drawing(title, subtitle, 1.0, lambda axis: plots.draw_cells(axis, colours, label, (side, side)))
+    return Drawing(title, subtitle, 1.0, lambda axis: draw_cells(axis, colours, label, (side, side)))
 
 
 # -- the three nouns ---------------------------------------------------------------------------------------------------
@@ -111,16 +112,16 @@ def move(path: Path) -> None:
     for title, order in orders.items():
         is_run = torch.zeros(len(order), dtype=torch.long)
         is_run[order[448:576]] = 1
-        colours = _colours(is_run, plots.FAINT, plots.FAR)
+        colours = _colours(is_run, FAINT, FAR)
 
         def draw(
             axis: Any, order: Tensor = order, colours: Tensor = colours, is_run: Tensor = is_run
         ) -> None:
-            plots.draw_cells(axis, colours, is_run, GRID)
-            plots.draw_path(axis, order, GRID)
+            draw_cells(axis, colours, is_run, GRID)
+            draw_path(axis, order, GRID)
 
         drawings.append(Drawing(title, "tokens 448 to 575 of 1,024", 1.0, draw))
-    plots.side_by_side(path, drawings)
+    side_by_side(path, drawings)
 
 
 def choose(path: Path, scene: Tensor) -> None:
@@ -132,7 +133,7 @@ def choose(path: Path, scene: Tensor) -> None:
         _mask("LogLinear: chosen blocks", _chosen(tokens).near),
         _mask("FineGrained: single keys", _fine_plan(tokens)),
     ]
-    plots.side_by_side(path, drawings)
+    side_by_side(path, drawings)
 
 
 def sum_up(path: Path, scene: Tensor) -> None:
@@ -146,16 +147,16 @@ def sum_up(path: Path, scene: Tensor) -> None:
     out, _ = attend(tokens, tokens, tokens, plan)
     assert torch.allclose(out[0, 0, picked * 16 + 8], sparse @ tokens[0, 0], atol=1e-4)
     rows = _reads(plan)
-    colours = _colours((torch.arange(len(rows)) == picked).long(), plots.SHADE, plots.FAR)
+    colours = _colours((torch.arange(len(rows)) == picked).long(), SHADE, FAR)
 
     def weights(axis: Any) -> None:
-        plots.draw_weights(axis, dense, sparse, keys)
+        draw_weights(axis, dense, sparse, keys)
 
-    plots.side_by_side(
+    side_by_side(
         path,
         [
             Drawing("A plan, and one row of it", f"row {picked}: a list of {int(rows[picked].sum())} blocks of keys",
-                    1.0, lambda axis: plots.draw_reads(axis, rows, colours)),
+                    1.0, lambda axis: draw_reads(axis, rows, colours)),
             Drawing("The sum over that list", "weights of one query; grey: what dense attention gives", 2.2, weights),
         ],
     )  # fmt: skip
@@ -183,8 +184,8 @@ def log_linear(path: Path) -> None:
     kinds = far[: 4096 // 16].long().repeat_interleave(16)  # level 1 stands first, and the top is read whole
     kinds[exact] = 2
     kinds[16 * picked : 16 * picked + 16] = 3
-    colours = _colours(_on_grid(kinds, grid), plots.FAINT, plots.SHARED_KEYS, BLUE, plots.FAR)
-    plots.side_by_side(
+    colours = _colours(_on_grid(kinds, grid), FAINT, SHARED_KEYS, BLUE, FAR)
+    side_by_side(
         path,
         [
             _mask("Read exactly", chosen.near),
@@ -199,8 +200,8 @@ def fine(path: Path, scene: Tensor) -> None:
     row = _picked() * 16 // plan.q_block
     kinds = _reads(plan)[row].long().repeat_interleave(plan.k_block)
     kinds[row * plan.q_block : (row + 1) * plan.q_block] += 2
-    colours = _colours(_on_grid(kinds), "#ffffff", BLUE, "#e7c3c5", plots.FAR)
-    plots.side_by_side(
+    colours = _colours(_on_grid(kinds), "#ffffff", BLUE, "#e7c3c5", FAR)
+    side_by_side(
         path,
         [
             _mask("Lists of 32 queries", plan),
@@ -220,13 +221,13 @@ def merging(path: Path, scene: Tensor) -> None:
     before = 0.95 - 0.25 * picture[:, :1] - picture[:, 2:] @ torch.tensor(_INKS)
     after = ordering.leave(made.leave(made.enter(ordering.enter(before[None]))))[0]
     regions = ordering.leave((torch.arange(1024) // 64)[None])[0]
-    plots.side_by_side(
+    side_by_side(
         path,
         [
             _cells("1,024 tokens", "runs of 64 tokens of a curve", before, regions),
             _cells("Merged and parted", "into 256, 16 of each run", after, regions),
             Drawing("The map of one run", "64 tokens into 16; dark: a large share", 1.0,
-                    lambda axis: plots.draw_shares(axis, shares[:16, :64])),
+                    lambda axis: draw_shares(axis, shares[:16, :64])),
         ],
     )  # fmt: skip
 
@@ -239,15 +240,15 @@ def retrieval(path: Path) -> None:
     rows = (160 + torch.randperm(num - 160, generator=generator)[: num * 15 // 100]).sort().values
     plan = plan_up_to(rows, num)
     visible = plan.to_mask()[0, 0] & (torch.arange(num)[None] <= rows[:, None])
-    colours = _colours(rows // 160, "#ffffff", *plots.BAR_COLOURS[:3])
-    plots.side_by_side(
+    colours = _colours(rows // 160, "#ffffff", *BAR_COLOURS[:3])
+    side_by_side(
         path,
         [
             Drawing(
                 f"{len(rows)} rows computed again read the cache",
                 "four chunks of 160 tokens; colour: the chunk of the row; here rows are drawn by lot",
                 2.0,
-                lambda axis: plots.draw_reads(axis, visible, colours, borders=(160, 320, 480)),
+                lambda axis: draw_reads(axis, visible, colours, borders=(160, 320, 480)),
             )
         ],
     )

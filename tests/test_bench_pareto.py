@@ -9,13 +9,14 @@ import torch
 from tests.cats import SIZE, lively_model
 from tests.test_bench_quality import Features
 
-from nearfield import Hilbert, apply, cli, plots, quality
+from nearfield import Hilbert, apply, cli, quality
 from nearfield.bench import pareto, pareto_report
 from nearfield.bench.pareto_report import PANELS, Point, files_in, points_of, read_points, with_fronts
 from nearfield.bench.picture_runs import Task
 from nearfield.bench.quality_cases import ALL_METHODS, Pattern, read_patterns
 from nearfield.bench.report import COMMITTED
 from nearfield.demo.model import save_model
+from nearfield.plots.fronts import pareto_panels
 from nearfield.quality.results import QualityRow, as_document, read_rows, write_json
 from nearfield.studio import results as studio_results
 
@@ -180,7 +181,7 @@ def test_panels_are_drawn_for_what_is_known(tmp_path: Path, suffix: str) -> None
     sizes = []
     for number, points in enumerate([[speed], [whole], [whole, speed]]):
         path = tmp_path / f"{number}{suffix}"
-        plots.pareto_panels(path, with_fronts(points), "title")
+        pareto_panels(path, with_fronts(points), "title")
         sizes.append(path.stat().st_size)
     assert sizes == sorted(sizes)
     assert len(set(sizes)) == 3

@@ -239,7 +239,7 @@ ALLOWED = {
     ),
     "the top reads the top": ("cli.py", "def run():\n    from nearfield import bench, plots"),
     "diffusers in the benchmarks": ("bench/a.py", "def build():\n    from diffusers import Model"),
-    "matplotlib in plots": ("plots.py", "def draw():\n    import matplotlib.pyplot as plt"),
+    "matplotlib in plots": ("plots/bars.py", "def draw():\n    import matplotlib.pyplot as plt"),
     "other packages above": ("quality/fid.py", "import numpy as np"),
     "standard library": ("curves.py", "from __future__ import annotations\nimport math, torch"),
 }

@@ -353,11 +353,11 @@ def test_wrong_rows_are_refused() -> None:
 
 def test_front_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from nearfield import plots
+    from nearfield.plots.fronts import quality_front
 
-    plots.quality_front(tmp_path / "front.png", ROWS, "Pairs against FID")
+    quality_front(tmp_path / "front.png", ROWS, "Pairs against FID")
     assert (tmp_path / "front.png").stat().st_size > 10_000
-    plots.quality_front(tmp_path / "one.svg", ROWS[:1], "One")
+    quality_front(tmp_path / "one.svg", ROWS[:1], "One")
     assert (
         "dense" in (tmp_path / "one.svg").read_text(encoding="utf-8") or (tmp_path / "one.svg").stat().st_size
     )

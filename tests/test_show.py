@@ -10,10 +10,13 @@ import pytest
 import torch
 from tests.tiles import paper
 
-from nearfield import Geometry, Hilbert, cli, plots
+from nearfield import Geometry, Hilbert, cli
 from nearfield.bench import show
 from nearfield.commands import arguments as choices
 from nearfield.methods.hilbert import Share, Summary
+from nearfield.plots.cells import canvas_of, draw_curve_lines
+from nearfield.plots.method import draw_layer
+from nearfield.plots.style import SHARED, SHARED_KEYS, rgb
 from nearfield.tiling import Curve, Shared
 
 
@@ -70,15 +73,15 @@ def test_more_tokens_are_drawn_in_larger_blocks_but_counted_in_fine_ones() -> No
 
 
 def test_frames_of_a_video_are_shown_side_by_side() -> None:
-    canvas = plots._canvas((9, 4, 6))
+    canvas = canvas_of((9, 4, 6))
     assert canvas.frames == [0, 3, 5, 8]
     assert canvas.cells.shape == (2 * 4 + 1, 2 * 6 + 1)
     assert canvas.cells[0, 0] == 0
     assert canvas.cells[0, 7] == 3 * 24
     assert canvas.cells[-1, -1] == 9 * 24 - 1
     assert canvas.cells[4].eq(-1).all()
-    assert plots._canvas((2, 4, 6)).frames == [0, 1]
-    assert torch.equal(plots._canvas((4, 6)).cells, torch.arange(24).view(4, 6))
+    assert canvas_of((2, 4, 6)).frames == [0, 1]
+    assert torch.equal(canvas_of((4, 6)).cells, torch.arange(24).view(4, 6))
 
 
 class Recorder:
@@ -94,9 +97,9 @@ class Recorder:
 def test_the_curve_is_drawn_step_by_step_inside_frames() -> None:
     axis, grid = Recorder(), (2, 4, 4)
     order = torch.cat([torch.arange(16), torch.arange(16) + 16])
-    assert not plots._draw_curve_lines(axis, order, plots._canvas(grid))
+    assert not draw_curve_lines(axis, order, canvas_of(grid))
     assert len(axis.lines) == 15 + 15
-    assert plots._draw_curve_lines(axis, torch.tensor([0, 1, 3, 2]), plots._canvas((2, 2)))
+    assert draw_curve_lines(axis, torch.tensor([0, 1, 3, 2]), canvas_of((2, 2)))
     assert [line.tolist() for line in axis.lines] == [
         [[0, 0], [1, 0]],
         [[1, 0], [1, 1]],
@@ -121,11 +124,11 @@ def test_masks_have_the_colours_of_text_shared_tokens_and_tiles() -> None:
 
     shown = show.examine(Geometry((16, 16), text=32), paper(tiles=4, shared_tokens=32, far=16), [1])
     picture = show.picture(shown)
-    plots._draw_reads(Axis(), picture, picture.layers[0])
+    draw_layer(Axis(), picture, picture.layers[0])
     near, far = images
     assert near.shape == (18, 18, 3)
     assert far.shape == (18, shown.layers[1].far.plan.num_keys, 3)
-    dark, keys = plots.rgb(plots.SHARED), plots.rgb(plots.SHARED_KEYS)
+    dark, keys = rgb(SHARED), rgb(SHARED_KEYS)
     assert (near[:4] == dark).all()
     assert (near[:, :2] == dark).all()
     assert (near[4:, 2:4] == keys).all()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from nearfield import curves, plots
+from nearfield import curves
 from nearfield.attend import attend
 from nearfield.bench import layouts, machine
 from nearfield.bench.attend import dense_attention, random_inputs
@@ -14,6 +14,7 @@ from nearfield.bench.report import table, too_small_note
 from nearfield.bench.timing import Effort, Timing, measure
 from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
+from nearfield.plots.tiles import overview
 
 LAYERS = 2
 
@@ -36,7 +37,7 @@ def draw(path: Path, preset: Preset, tiles: int) -> None:
         for layer in range(LAYERS)
     ]
     height, width = preset.grid
-    plots.overview(path, curves.hilbert(preset.grid), (height, width), preset.text, run, layers)
+    overview(path, curves.hilbert(preset.grid), (height, width), preset.text, run, layers)
 
 
 def speed_table(preset: Preset, tiles: int) -> tuple[str, bool]:

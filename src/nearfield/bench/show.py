@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nearfield import Geometry, Hilbert, curves, plots, tiling
+from nearfield import Geometry, Hilbert, curves, tiling
 from nearfield.methods.hilbert import HilbertReader
+from nearfield.plots.method import LayerPicture, MethodPicture, method_overview
 from nearfield.tiling import Segment
 
 _DEFAULT_TILES = 16
@@ -61,14 +62,14 @@ def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block:
 
 
 def draw(path: Path, shown: Shown) -> None:
-    plots.method_overview(path, picture(shown))
+    method_overview(path, picture(shown))
 
 
-def picture(shown: Shown) -> plots.MethodPicture:
+def picture(shown: Shown) -> MethodPicture:
     geometry, method = shown.geometry, shown.method
     is_shared = torch.zeros(len(shown.segment.order), dtype=torch.bool)
     is_shared[shown.segment.order[: shown.segment.num_shared]] = True
-    return plots.MethodPicture(
+    return MethodPicture(
         grid=geometry.grid,
         text=geometry.text,
         curve=tiling.curve_order(geometry.grid, method.curve),
@@ -84,10 +85,10 @@ def picture(shown: Shown) -> plots.MethodPicture:
     )
 
 
-def _layer_picture(shown: Shown, layer: int) -> plots.LayerPicture:
+def _layer_picture(shown: Shown, layer: int) -> LayerPicture:
     near, far = shown.layers[layer].near, shown.layers[layer].far
     head = "head 0: " if shown.method.interleave else ""
-    return plots.LayerPicture(
+    return LayerPicture(
         layer,
         shown.tile_of_cell(layer),
         near.block_counts()[0, 0] > 0,

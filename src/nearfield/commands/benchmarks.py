@@ -68,11 +68,11 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
     require_reports("--plot", arguments.plot, arguments.json)
     import torch
 
-    from nearfield import plots
     from nearfield.bench import attend, machine, report
     from nearfield.bench.cases import cases as all_cases
     from nearfield.bench.progress import Progress
     from nearfield.bench.timing import Effort
+    from nearfield.plots.bars import benchmark_bars
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = [
@@ -98,7 +98,7 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
         print(note)
     document = report.as_json(results, machine.facts())
     written = write_reports(
-        document, arguments.json, arguments.plot, plots.benchmark_bars, machine.device_name(device)
+        document, arguments.json, arguments.plot, benchmark_bars, machine.device_name(device)
     )
     return verdict(results, written)
 
@@ -107,10 +107,10 @@ def _bench_hilbert(arguments: argparse.Namespace) -> int:
     require_reports("--plot", arguments.plot, arguments.json)
     import torch
 
-    from nearfield import plots
     from nearfield.bench import hilbert, hilbert_report, machine
     from nearfield.bench.progress import Progress
     from nearfield.bench.timing import Effort
+    from nearfield.plots.bars import hilbert_bars
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = arguments.cases or _default_cases(device.type, arguments.quick)
@@ -129,7 +129,7 @@ def _bench_hilbert(arguments: argparse.Namespace) -> int:
     print(hilbert_report.results_table(results))
     document = hilbert_report.as_json(results, machine.facts())
     written = write_reports(
-        document, arguments.json, arguments.plot, plots.hilbert_bars, machine.device_name(device)
+        document, arguments.json, arguments.plot, hilbert_bars, machine.device_name(device)
     )
     return verdict(results, written)
 
@@ -743,8 +743,8 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
             raise UsageError(str(error)) from None
     print(table(sweep.rows))
     if arguments.plot:
-        from nearfield import plots
+        from nearfield.plots.fronts import quality_front
 
-        plots.quality_front(arguments.plot, sweep.rows, f"{arguments.num:,} pictures at {arguments.size} px")
+        quality_front(arguments.plot, sweep.rows, f"{arguments.num:,} pictures at {arguments.size} px")
         print(f"wrote {arguments.plot}")
     return done

@@ -119,8 +119,8 @@ def _bench_pareto(arguments: argparse.Namespace) -> int:
             return _show_plan(arguments, patterns, files)
         points = _read(files)
         sweep, is_done = _swept(arguments, patterns)
-    from nearfield import plots
     from nearfield.bench import machine, pareto_report
+    from nearfield.plots.fronts import pareto_panels
 
     own = pareto_report.points_of(sweep.rows, arguments.out.stem) if sweep else []
     if not own + points:
@@ -131,7 +131,7 @@ def _bench_pareto(arguments: argparse.Namespace) -> int:
     title = (
         f"Methods of nearfield, on {machine.device_name(chosen_device(arguments.device))} where measured here"
     )
-    written = write_reports(document, arguments.json, arguments.plot, plots.pareto_panels, title)
+    written = write_reports(document, arguments.json, arguments.plot, pareto_panels, title)
     for name, reason in sweep.broken.items() if sweep else ():
         print(f"{name}: not measured: {reason}", file=sys.stderr)
     if not is_done:

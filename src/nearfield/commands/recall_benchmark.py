@@ -95,9 +95,9 @@ def _bench_recall(arguments: argparse.Namespace) -> int:
     require_reports("--plot", arguments.plot, arguments.json)
     device = chosen_device(arguments.device)
     with missing_extras_told():
-        from nearfield import plots
         from nearfield.bench import machine, recall
         from nearfield.demo.storage import BadFile
+        from nearfield.plots.lines import recall_lines
 
         try:
             samples = list(_latents(arguments) if arguments.latents else _layers(arguments, device))
@@ -118,7 +118,7 @@ def _bench_recall(arguments: argparse.Namespace) -> int:
     print(f"{source['kind']}: {source['geometry']}, {len(samples)} samples")
     print(recall.results_table(results))
     document = recall.as_json(results, machine.facts(), source)
-    written = write_reports(document, arguments.json, arguments.plot, plots.recall_lines, source["kind"])
+    written = write_reports(document, arguments.json, arguments.plot, recall_lines, source["kind"])
     return OK if written else 1
 
 

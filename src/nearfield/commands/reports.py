@@ -75,23 +75,23 @@ def require_reports(argument: str, picture: Path | None, json_path: Path | None)
 
 def picture_path(given: Path | None, default: Path) -> Path | None:
     """Where to draw what `--out` names; without it at its default, or, where nothing can be drawn, nowhere."""
-    from nearfield import plots
+    from nearfield.plots.figures import MissingExtra, require_matplotlib
 
     if given is not None:
         require_drawing("--out")
         return given
     try:
-        plots.require_matplotlib()
-    except plots.MissingExtra as error:
+        require_matplotlib()
+    except MissingExtra as error:
         print(f"no picture: {error}", file=sys.stderr)
         return None
     return default
 
 
 def require_drawing(argument: str) -> None:
-    from nearfield import plots
+    from nearfield.plots.figures import MissingExtra, require_matplotlib
 
     try:
-        plots.require_matplotlib()
-    except plots.MissingExtra as error:
+        require_matplotlib()
+    except MissingExtra as error:
         raise UsageError(f"`{argument}` needs a picture. {error}") from None

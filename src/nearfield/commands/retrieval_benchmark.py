@@ -207,10 +207,10 @@ def _ask(arguments: argparse.Namespace) -> int:
     if not done:
         print("time is up; the same command goes on", file=sys.stderr)
     if arguments.plot:
-        from nearfield import plots
+        from nearfield.plots.lines import fidelity_lines
 
         title = f"{name}, {len(document['questions'])} questions"
-        plots.fidelity_lines(arguments.plot, document["results"], title)
+        fidelity_lines(arguments.plot, document["results"], title)
         print(f"wrote {arguments.plot}")
     print(f"wrote {arguments.out}")
     return OK

@@ -123,9 +123,9 @@ def _rag(arguments: argparse.Namespace) -> int:
     print(f"{answer.report}\n\n{table(teacher.seconds, rows)}")
     document = _document(arguments, answer, teacher, rows, names)
     if arguments.plot:
-        from nearfield import plots
+        from nearfield.plots.lines import fidelity_lines
 
-        plots.fidelity_lines(arguments.plot, document["compared"], arguments.ask)
+        fidelity_lines(arguments.plot, document["compared"], arguments.ask)
         print(f"wrote {arguments.plot}")
     return OK if write_reports(document, arguments.json) else 1
 

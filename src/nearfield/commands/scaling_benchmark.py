@@ -71,9 +71,9 @@ def _bench_scaling(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name):
             wrong(f"--{name}", "be given with `--kernel-time` only", getattr(arguments, name))
     require_reports("--plot", arguments.plot, arguments.json)
-    from nearfield import plots
     from nearfield.bench import machine, scaling
     from nearfield.bench.progress import Progress
+    from nearfield.plots.lines import scaling_lines
 
     checks = [scaling.check(cases.TINY, number) for number in arguments.processes]
     for one in checks:
@@ -86,7 +86,7 @@ def _bench_scaling(arguments: argparse.Namespace) -> int:
     print(scaling.results_table(results))
     print("sent: by the busiest rank, per layer, forward. Step times are computed, not measured.")
     document = scaling.as_json(results, checks, machine.facts())
-    written = write_reports(document, arguments.json, arguments.plot, plots.scaling_lines)
+    written = write_reports(document, arguments.json, arguments.plot, scaling_lines)
     return OK if written and all(one.passed for one in checks) else FAILED
 
 

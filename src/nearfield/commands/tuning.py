@@ -75,9 +75,9 @@ def _tune(arguments: argparse.Namespace) -> int:
         is_done = search.run(lambda: ends is None or time.monotonic() < ends)
     _show_front(search)
     if arguments.plot:
-        from nearfield import plots
+        from nearfield.plots.fronts import tuning_front
 
-        plots.tuning_front(Path(arguments.plot), search.trials, arguments.max_lpips)
+        tuning_front(Path(arguments.plot), search.trials, arguments.max_lpips)
         print(f"wrote {arguments.plot}")
     if not is_done:
         print("time is up; run the same command again to go on")

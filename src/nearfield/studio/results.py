@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nearfield import plots
 from nearfield.bench.report import COMMITTED
+from nearfield.plots.bars import benchmark_bars, hilbert_bars, model_bars
+from nearfield.plots.fronts import pareto_panels, quality_front
+from nearfield.plots.lines import fidelity_lines, recall_lines, scaling_lines
 from nearfield.quality.results import QualityRow, read_rows
 
 RESULTS = COMMITTED
@@ -114,17 +116,17 @@ def _drawing(kind: str, path: Path, document: dict[str, Any], machine: str) -> C
     """What draws the picture that the library has for this kind."""
     records = document["results"]
     known: dict[str, Callable[[Path], None]] = {
-        "attend": lambda out: plots.benchmark_bars(out, records, machine),
-        "hilbert": lambda out: plots.hilbert_bars(out, records, machine),
-        "model": lambda out: plots.model_bars(out, records, machine),
-        "pareto": lambda out: plots.pareto_panels(out, records, f"Methods of nearfield on {machine}"),
-        "recall": lambda out: plots.recall_lines(out, records, document["source"]["kind"]),
-        "scaling": lambda out: plots.scaling_lines(out, records),
+        "attend": lambda out: benchmark_bars(out, records, machine),
+        "hilbert": lambda out: hilbert_bars(out, records, machine),
+        "model": lambda out: model_bars(out, records, machine),
+        "pareto": lambda out: pareto_panels(out, records, f"Methods of nearfield on {machine}"),
+        "recall": lambda out: recall_lines(out, records, document["source"]["kind"]),
+        "scaling": lambda out: scaling_lines(out, records),
     }
     if kind == "quality":
         rows: list[QualityRow] = read_rows(path)
         if any(row.fid is not None for row in rows):
-            return lambda out: plots.quality_front(out, rows, document.get("about") or path.stem)
+            return lambda out: quality_front(out, rows, document.get("about") or path.stem)
     if records and all({"selector", "ratio", "divergence"} <= set(record) for record in records):
-        return lambda out: plots.fidelity_lines(out, records, path.stem)
+        return lambda out: fidelity_lines(out, records, path.stem)
     return known.get(kind)

@@ -1,0 +1,1 @@
+"""Pictures: who reads whom, and what benchmarks measured. The only importer of matplotlib."""

@@ -1,0 +1,189 @@
+"""Points of cost and quality, and the front of those that nothing beats: `bench quality`, `bench pareto`, `tune`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nearfield.bench.pareto_report import PANELS, Panel
+from nearfield.plots.figures import require_matplotlib, save
+from nearfield.plots.style import BAR_COLOURS, FAINT, INK, MUTED, legend, thin_spines, wheel
+from nearfield.quality.results import QualityRow, pareto_front
+from nearfield.tuning import Trial, front
+
+
+def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
+    """Pairs kept against FID: every pattern a point, those that none beats in both joined by a line.
+
+    Points take their colour from `settings["tuning"]` ("none" if it is not there).
+    """
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    measured = [row for row in rows if row.fid is not None]
+    front = pareto_front(measured)
+    kinds = list(dict.fromkeys(str(row.settings.get("tuning", "none")) for row in measured))
+    colours = dict(zip(kinds, BAR_COLOURS * len(kinds), strict=False))
+    figure, axis = pyplot.subplots(figsize=(8.6, 5.2))
+    axis.step(
+        [row.pairs_kept for row in front], [row.fid for row in front], where="post", color=MUTED, linewidth=1
+    )
+    for row in measured:
+        is_best = row in front
+        colour = colours[str(row.settings.get("tuning", "none"))]
+        axis.plot(row.pairs_kept, row.fid, "o", color=colour, markersize=7 if is_best else 4.5)
+        axis.annotate(row.pattern, (row.pairs_kept, row.fid), (6, 3), textcoords="offset points",
+                      fontsize=8.5 if is_best else 7, color=INK if is_best else MUTED)  # fmt: skip
+    _front_axes(axis, [row.fid or 0.0 for row in measured], {row.samples for row in measured})
+    legend(pyplot, axis, colours, [f"tuning: {kind}" for kind in kinds])
+    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    save(figure, path)
+
+
+def _front_axes(axis: Any, distances: Sequence[float], samples: set[int]) -> None:
+    """Logarithmic in both directions: a pattern with half the pairs is as far as one with half the FID."""
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_ylim(max(1e-3, 0.8 * min(distances, default=1.0)), 1.25 * max(distances, default=1.0))
+    axis.set_xlim(right=1.6)  # room for the name of the dense model
+    for direction, ticks in (
+        (axis.xaxis, (0.02, 0.05, 0.1, 0.2, 0.5, 1)),
+        (axis.yaxis, (5, 10, 20, 50, 100, 200)),
+    ):
+        low, high = direction.get_view_interval()
+        direction.set_ticks([tick for tick in ticks if low <= tick <= high])
+        direction.set_major_formatter("{x:g}")
+        direction.set_ticks([], minor=True)
+    counts = " or ".join(f"{count:,}" for count in sorted(samples))
+    axis.set_xlabel("pairs kept (1 is dense)", color=MUTED)
+    axis.set_ylabel(f"FID of {counts} images" if counts else "FID", color=MUTED)
+    axis.grid(color=FAINT, linewidth=0.8)
+    axis.set_axisbelow(True)
+    thin_spines(axis)
+
+
+def pareto_panels(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
+    """Methods as points of speed, pairs and distance to dense, a panel for every two figures that some points have.
+
+    Records are those of `bench pareto`. Colours tell methods, marks tell groups, and those that nothing in their group
+    beats are joined by a line.
+    """
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    panels = [panel for panel in PANELS if _drawn_in(panel, records)]
+    columns = min(2, len(panels)) or 1
+    rows = -(-len(panels) // columns) or 1
+    figure, grid = pyplot.subplots(rows, columns, figsize=(6.6 * columns, 4.9 * rows + 0.9), squeeze=False)
+    families = list(dict.fromkeys(record["family"] for record in records))
+    colours = {
+        family: INK if family == "dense" else wheel(place / len(families), lightness=0.42)
+        for place, family in enumerate(families)
+    }
+    groups = list(dict.fromkeys(record["group"] for record in records))
+    marks = dict(zip(groups, "os^DvPX*" * len(groups), strict=False))
+    for axis, panel in zip(grid.flat, panels, strict=False):
+        _draw_panel(axis, panel, _drawn_in(panel, records), colours, marks)
+    for axis in grid.flat[len(panels) :]:
+        axis.set_visible(False)
+    handles = [pyplot.Line2D([], [], color=colour, marker="o", linestyle="", label=family)
+               for family, colour in colours.items()]  # fmt: skip
+    handles += [pyplot.Line2D([], [], color=MUTED, marker=mark, linestyle="", label=group)
+                for group, mark in marks.items()]  # fmt: skip
+    figure.suptitle(title, x=0.02, ha="left", fontsize=12, color=INK, fontweight="bold")
+    lines = -(-len(handles) // 4)
+    figure.legend(handles=handles, loc="lower left", ncols=4, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, min(0.4, (0.15 + 0.2 * lines) / figure.get_figheight()), 1, 0.98))
+    save(figure, path)
+
+
+def _drawn_in(panel: Panel, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that have both figures. Where only speed was measured pairs say how well it was done; else they repeat."""
+    shown = [record for record in records if panel.value_of(record)]
+    return shown if panel.has_front else [record for record in shown if record["lpips"] is None]
+
+
+def _draw_panel(
+    axis: Any,
+    panel: Panel,
+    records: Sequence[dict[str, Any]],
+    colours: dict[str, Any],
+    marks: dict[str, str],
+) -> None:
+    _panel_axes(axis, panel)
+    fronts: dict[str, list[tuple[float, float]]] = {}
+    names: list[tuple[tuple[float, float], str, bool]] = []
+    for record in records:
+        place = panel.value_of(record)
+        assert place is not None  # others are not drawn here
+        is_best = panel.title in record["front"]
+        if is_best:
+            fronts.setdefault(record["group"], []).append(place)
+        mark, colour = marks[record["group"]], colours[record["family"]]
+        axis.plot(*place, mark, color=colour, markersize=7 if is_best else 4.5)
+        names.append((place, record["name"], is_best))
+    where = "pre" if panel.is_more_better else "post"
+    for places in fronts.values():
+        axis.step(*zip(*sorted(places), strict=True), where=where, color=MUTED, linewidth=1)
+    _write_names(axis, names)
+
+
+def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
+    """Names beside points, of the best first; where another stands already a point goes without."""
+    axis.autoscale_view()  # now, and not when it is drawn: places depend on it
+    taken: set[tuple[int, int]] = set()
+    for place, name, is_best in sorted(names, key=lambda each: not each[2]):
+        across, up = axis.transAxes.inverted().transform(axis.transData.transform(place))
+        cells = {(column + int(8 * across), round(40 * up)) for column in (0, 1)}
+        if taken & cells and not is_best:
+            continue
+        taken |= cells
+        axis.annotate(name, place, (5, 3), textcoords="offset points",
+                      fontsize=7.5 if is_best else 6, color=INK if is_best else MUTED)  # fmt: skip
+
+
+def _panel_axes(axis: Any, panel: Panel) -> None:
+    words = {
+        "speed_up": "speed-up over dense",
+        "pairs_kept": "pairs kept, over all layers and steps",
+        "lpips": "LPIPS to dense",
+        "fid": "FID",
+    }
+    axis.set_xlabel(words[panel.across], color=MUTED)
+    axis.set_ylabel(words[panel.up], color=MUTED)
+    if panel.up == "speed_up":
+        axis.set_yscale("log", base=2)
+    if panel.across == "pairs_kept":
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    for name, direction in ((panel.across, axis.xaxis), (panel.up, axis.yaxis)):
+        if name == "speed_up":
+            direction.set_major_formatter(lambda value, _: f"{value:g}x")
+    axis.margins(x=0.16, y=0.08)  # room for names
+    axis.grid(color=FAINT, linewidth=0.8)
+    axis.set_axisbelow(True)
+    thin_spines(axis)
+    axis.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
+
+
+def tuning_front(path: Path, trials: Sequence[Trial], limit: float) -> None:
+    """Pairs kept against distance to dense pictures: every trial a point, those that none beats joined by a line."""
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    searched = [trial for trial in trials if trial.purpose == "search"]
+    best = front(searched)
+    figure, axis = pyplot.subplots(figsize=(7.2, 4.6))
+    axis.step([t.lpips for t in best], [t.pairs_kept for t in best], where="post", color=MUTED, linewidth=1)
+    for trial in searched:
+        colour = BAR_COLOURS[0] if trial.lpips <= limit else MUTED
+        axis.plot(trial.lpips, trial.pairs_kept, "o", color=colour, markersize=7 if trial in best else 4.5)
+    axis.axvline(limit, color=INK, linewidth=1, linestyle="--")
+    axis.set_xlabel("LPIPS to dense (dashed: the limit)", color=MUTED)
+    axis.set_ylabel("pairs kept, over all layers and steps", color=MUTED)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.grid(color=FAINT, linewidth=0.8)
+    axis.set_axisbelow(True)
+    thin_spines(axis)
+    axis.set_title("What was tried", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    save(figure, path)

@@ -1,0 +1,141 @@
+"""A method on one image: its curve, the tiles of some layers, and what each layer reads; of `nearfield show`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield.plots.cells import canvas_of, draw_cells, draw_curve_lines, outline, picture_frame, shade
+from nearfield.plots.figures import require_matplotlib, save, two_rows_of_axes
+from nearfield.plots.masks import mask_frame
+from nearfield.plots.style import FAR, MUTED, SHARED, SHARED_KEYS, heading, rgb, tile_colours
+
+
+class LayerPicture(NamedTuple):
+    """What one layer of a method reads.
+
+    Args:
+        tile: `[n]` the tile of every token in raster order.
+        reads: `[rows, columns]` bool, which block of queries reads which block of keys.
+        reads_far: `[rows, summaries]` bool, or None where there is no far field.
+        subtitle: what to say below the layer's name.
+    """
+
+    layer: int
+    tile: Tensor
+    reads: Tensor
+    reads_far: Tensor | None
+    subtitle: str
+
+
+class MethodPicture(NamedTuple):
+    """A method on one image, ready to be drawn.
+
+    Args:
+        curve: `[n]` raster index of each token along the curve.
+        sequence: `[n]` raster index of each image token as they stand after the text.
+        is_shared: `[n]` bool in raster order.
+        shared_reads_all: whether shared tokens belong to no tile, as they read everything.
+        q_block, k_block: tokens per row and column of the masks.
+        facts: lines to print beside the masks.
+    """
+
+    grid: tuple[int, ...]
+    text: int
+    curve: Tensor
+    curve_name: str
+    sequence: Tensor
+    is_shared: Tensor
+    shared_reads_all: bool
+    num_tiles: int
+    q_block: int
+    k_block: int
+    layers: Sequence[LayerPicture]
+    facts: Sequence[str]
+
+
+def method_overview(path: Path, picture: MethodPicture) -> None:
+    """The curve and the tiles of each layer above, who reads whom in each layer below."""
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    canvas = canvas_of(picture.grid)
+    height, width = canvas.cells.shape
+    figure, above, below = two_rows_of_axes(pyplot, width / height, 1 + len(picture.layers))
+    shade(above[0], canvas, picture.is_shared)
+    draw_curve_lines(above[0], picture.curve, canvas)
+    picture_frame(above[0], height, width)
+    slices = f"; frames {', '.join(map(str, canvas.frames))}" if len(picture.grid) == 3 else ""
+    heading(above[0], picture.curve_name, "x".join(map(str, picture.grid)) + slices)
+    _write_facts(pyplot, below[0], picture)
+    for layer, tiles_axis, mask_axis in zip(picture.layers, above[1:], below[1:], strict=True):
+        label = torch.where(picture.is_shared & picture.shared_reads_all, -2, layer.tile)
+        draw_cells(tiles_axis, _cell_colours(picture, layer), label, canvas)
+        outline(tiles_axis, canvas, picture.is_shared)
+        heading(tiles_axis, f"Tiles of layer {layer.layer}", layer.subtitle)
+        draw_layer(mask_axis, picture, layer)
+    save(figure, path)
+
+
+def _cell_colours(picture: MethodPicture, layer: LayerPicture) -> Tensor:
+    """Tiles in their colours; shared cells grey, or half so where they also belong to a tile."""
+    colours = torch.tensor(tile_colours(picture.num_tiles))[layer.tile]
+    mixed = rgb(SHARED) if picture.shared_reads_all else (colours + rgb(SHARED)) / 2
+    return torch.where(picture.is_shared[:, None], mixed, colours)
+
+
+def draw_layer(axis: Any, picture: MethodPicture, layer: LayerPicture) -> None:
+    """Blocks that are read, in the colour of the query's tile; text and shared keys grey; summaries at the right."""
+    num_tokens = picture.text + len(picture.sequence)
+    row_tile, row_kind = _in_sequence(picture, layer, picture.q_block)
+    _, column_kind = _in_sequence(picture, layer, picture.k_block)
+    colours = torch.tensor(tile_colours(picture.num_tiles))[row_tile]
+    reads_all = (row_kind == 0) | ((row_kind == 1) & picture.shared_reads_all)
+    colours[reads_all] = rgb(SHARED)
+    cells = colours[:, None].expand(-1, len(column_kind), -1).clone()
+    cells[:, column_kind == 0] = rgb(SHARED)
+    cells[(~reads_all)[:, None] & (column_kind == 1)[None]] = rgb(SHARED_KEYS)
+    cells[~layer.reads] = 1.0
+    height = len(row_kind) * picture.q_block
+    box = (0, len(column_kind) * picture.k_block, height, 0)
+    axis.imshow(cells.numpy(), interpolation="nearest", aspect="auto", extent=box)
+    end = float(num_tokens)
+    if layer.reads_far is not None:
+        gap = 0.02 * num_tokens
+        end = num_tokens + gap + layer.reads_far.shape[1]
+        far = torch.where(layer.reads_far[..., None], rgb(FAR), 1.0)
+        axis.imshow(
+            far.numpy(), interpolation="nearest", aspect="auto", extent=(num_tokens + gap, end, height, 0)
+        )
+    mask_frame(axis, num_tokens, end)
+
+
+def _in_sequence(picture: MethodPicture, layer: LayerPicture, block: int) -> tuple[Tensor, Tensor]:
+    """The tile of the token in the middle of each block, and its kind: 0 text, 1 shared, 2 of a tile only."""
+    count = -(-(picture.text + len(picture.sequence)) // block)
+    middle = torch.arange(count) * block + block // 2 - picture.text
+    token = picture.sequence[middle.clamp(0, len(picture.sequence) - 1)]
+    kind = torch.where(picture.is_shared[token], 1, 2)
+    return layer.tile[token], torch.where(middle < 0, 0, kind)
+
+
+def _write_facts(pyplot: Any, axis: Any, picture: MethodPicture) -> None:
+    """A legend, and below it what the method comes to."""
+    axis.set_axis_off()
+    kinds = {}
+    is_any_shared = bool(picture.is_shared.any())
+    names = ["text"] * bool(picture.text) + ["shared queries"] * (is_any_shared and picture.shared_reads_all)
+    if names:
+        kinds[" and ".join(names)] = SHARED
+    if is_any_shared:
+        kinds["shared keys"] = SHARED_KEYS
+    if any(layer.reads_far is not None for layer in picture.layers):
+        kinds["far field: summaries"] = FAR
+    swatches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
+    if swatches:
+        axis.legend(swatches, kinds, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, 1.02),
+                    borderaxespad=0, handlelength=1, handleheight=1)  # fmt: skip
+    axis.annotate("\n".join(picture.facts), (0, 0), xycoords="axes fraction", fontsize=8.5, color=MUTED,
+                  va="bottom", linespacing=1.45)  # fmt: skip
