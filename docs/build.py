@@ -15,7 +15,7 @@ import support  # noqa: E402
 
 from nearfield import Geometry, Hilbert  # noqa: E402
 from nearfield.bench import demo, show  # noqa: E402
-from nearfield.plots.bars import benchmark_bars, hilbert_bars, model_bars  # noqa: E402
+from nearfield.plots.bars import attend_bars, hilbert_bars, model_bars  # noqa: E402
 from nearfield.plots.lines import recall_lines, scaling_lines  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -29,7 +29,7 @@ def main() -> None:
     method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16), layers=range(4))
     show.draw(IMAGES / "hilbert.png", method)
     plan_pictures.write(IMAGES)
-    bars = {"attend": benchmark_bars, "hilbert": hilbert_bars, "model": model_bars}
+    bars = {"attend": attend_bars, "hilbert": hilbert_bars, "model": model_bars}
     for benchmark, draw in bars.items():
         for path in sorted(RESULTS.glob(f"{benchmark}-*.json")):
             document = json.loads(path.read_text(encoding="utf-8"))

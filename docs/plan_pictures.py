@@ -22,8 +22,9 @@ from nearfield import (
 )
 from nearfield.methods import loglinear
 from nearfield.plan import Plan
+from nearfield.plots.cells import canvas_of, draw_cells, draw_curve_lines
 from nearfield.plots.masks import draw_reads, draw_shares
-from nearfield.plots.panels import Drawing, draw_cells, draw_path, draw_weights, side_by_side
+from nearfield.plots.panels import Drawing, draw_weights, side_by_side
 from nearfield.plots.style import BAR_COLOURS, FAINT, FAR, SHADE, SHARED_KEYS, rgb
 from nearfield.retrieval.recomputing import plan_up_to
 
@@ -96,7 +97,8 @@ def _mask(title: str, plan: Plan, before: str = "") -> Drawing:
 def _cells(title: str, subtitle: str, colours: Tensor, label: Tensor | None = None) -> Drawing:
     label = torch.zeros(len(colours)) if label is None else label
     side = round(len(colours) ** 0.5)
-    return Drawing(title, subtitle, 1.0, lambda axis: draw_cells(axis, colours, label, (side, side)))
+    canvas = canvas_of((side, side))
+    return Drawing(title, subtitle, 1.0, lambda axis: draw_cells(axis, colours, label, canvas))
 
 
 # -- the three nouns ---------------------------------------------------------------------------------------------------
@@ -117,8 +119,8 @@ def move(path: Path) -> None:
         def draw(
             axis: Any, order: Tensor = order, colours: Tensor = colours, is_run: Tensor = is_run
         ) -> None:
-            draw_cells(axis, colours, is_run, GRID)
-            draw_path(axis, order, GRID)
+            draw_cells(axis, colours, is_run, canvas_of(GRID))
+            draw_curve_lines(axis, order, canvas_of(GRID))
 
         drawings.append(Drawing(title, "tokens 448 to 575 of 1,024", 1.0, draw))
     side_by_side(path, drawings)

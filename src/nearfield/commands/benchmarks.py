@@ -72,7 +72,7 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
     from nearfield.bench.cases import cases as all_cases
     from nearfield.bench.progress import Progress
     from nearfield.bench.timing import Effort
-    from nearfield.plots.bars import benchmark_bars
+    from nearfield.plots.bars import attend_bars
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = [
@@ -98,7 +98,7 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
         print(note)
     document = report.as_json(results, machine.facts())
     written = write_reports(
-        document, arguments.json, arguments.plot, benchmark_bars, machine.device_name(device)
+        document, arguments.json, arguments.plot, attend_bars, machine.device_name(device)
     )
     return verdict(results, written)
 

@@ -5,18 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nearfield.plots.figures import require_matplotlib, save
-from nearfield.plots.style import BAR_COLOURS, FAINT, INK, MUTED, legend
+from nearfield.plots.figures import require_pyplot, save_titled
+from nearfield.plots.style import FAINT, INK, MUTED, colours_of, legend
 
 
-def benchmark_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
+def attend_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
     """One bar per measured result: its rate on the kept pairs over the dense rate, and in it the speed-up."""
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
+    pyplot = require_pyplot()
     measured = [record for record in records if record["status"] == "ok"]
     impls = list(dict.fromkeys(record["impl"] for record in measured))
-    colours = {impl: BAR_COLOURS[index % len(BAR_COLOURS)] for index, impl in enumerate(impls)}
+    colours = colours_of(impls)
     places = _bar_places(measured)
     figure, axis = pyplot.subplots(figsize=(8.6, 1.3 + 0.3 * (max(places, default=0) + 1)))
     for place, record in zip(places, measured, strict=True):
@@ -29,10 +27,8 @@ def benchmark_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) 
     axis.axvline(1, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0.9)
     axis.set_xlabel("rate on the kept pairs / dense rate on the same tensors;  figures: speed-up over dense")
     _plain_bars(axis)
-    legend(pyplot, axis, colours, impls)
-    axis.set_title(f"attend on {machine}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
-    figure.tight_layout()
-    save(figure, path)
+    legend(axis, colours, impls)
+    save_titled(figure, axis, f"attend on {machine}", path)
 
 
 def _draw_bar(axis: Any, place: float, record: dict[str, Any], colour: str) -> None:
@@ -79,11 +75,9 @@ def model_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> N
 
 
 def _speed_up_bars(path: Path, records: dict[str, dict[str, Any]], title: str, words: str) -> None:
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
+    pyplot = require_pyplot()
     others = list(dict.fromkeys(name for record in records.values() for name in record["speed_ups"]))
-    colours = dict(zip(others, BAR_COLOURS, strict=False))
+    colours = colours_of(others)
     figure, axis = pyplot.subplots(figsize=(8.6, 1.3 + 0.62 * len(records)))
     shown = [
         figure for record in records.values() for figure in (*record["speed_ups"].values(), record["bound"])
@@ -95,17 +89,15 @@ def _speed_up_bars(path: Path, records: dict[str, dict[str, Any]], title: str, w
             if (speed_up := record["speed_ups"].get(name)) is not None:
                 height = place - 0.4 + (index + 0.5) * thickness
                 _draw_speed_up(axis, height, speed_up, 0.92 * thickness, colours[name])
-        _mark(axis, record["bound"], place, INK)
+        _mark(axis, record["bound"], place, "-")
         if record["target"]:
-            _mark(axis, record["target"], place, INK, dashed=True)
+            _mark(axis, record["target"], place, ":")
     axis.set_yticks(range(len(records)), list(records))
     axis.set_ylim(len(records) - 0.45, -0.55)
     axis.set_xlabel(words)
     _plain_bars(axis)
-    legend(pyplot, axis, colours, [f"over {name}" for name in others])
-    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
-    figure.tight_layout()
-    save(figure, path)
+    legend(axis, colours, [f"over {name}" for name in others])
+    save_titled(figure, axis, title, path)
 
 
 def _times_axis(axis: Any, figures: Sequence[float]) -> None:
@@ -127,10 +119,8 @@ def _draw_speed_up(axis: Any, place: float, value: float, height: float, colour:
               color="white" if fits else INK)  # fmt: skip
 
 
-def _mark(axis: Any, value: float, place: float, colour: str, dashed: bool = False) -> None:
-    axis.vlines(
-        value, place - 0.44, place + 0.44, color=colour, linewidth=1.2, linestyle=":" if dashed else "-"
-    )
+def _mark(axis: Any, value: float, place: float, line: str) -> None:
+    axis.vlines(value, place - 0.44, place + 0.44, color=INK, linewidth=1.2, linestyle=line)
 
 
 def _plain_bars(axis: Any) -> None:

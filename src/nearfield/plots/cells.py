@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield.plots.style import INK, SHADE, rgb, thin_spines, wheel
+from nearfield.plots.style import INK, SHADE, frame_without_ticks, rgb, wheel
 
 _MOST_VECTORS = 4096
 """Lines that a vector picture holds as such; more of them are drawn as points."""
@@ -102,6 +102,4 @@ def picture_frame(axis: Any, height: int, width: int) -> None:
     axis.set_xlim(-0.5, width - 0.5)
     axis.set_ylim(height - 0.5, -0.5)
     axis.set_aspect("equal")
-    axis.set_xticks([])
-    axis.set_yticks([])
-    thin_spines(axis)
+    frame_without_ticks(axis)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nearfield.plots.style import INK
+
 
 class MissingExtra(ImportError):
     """Drawing was asked for and matplotlib is not installed."""
@@ -22,13 +24,21 @@ def require_matplotlib() -> None:
     matplotlib.use("Agg")
 
 
-def row_of_axes(pyplot: Any, shapes: Sequence[float]) -> tuple[Any, list[Any]]:
+def require_pyplot() -> Any:
+    """What figures are made with."""
+    require_matplotlib()
+    import matplotlib.pyplot as pyplot
+
+    return pyplot
+
+
+def row_of_axes(shapes: Sequence[float]) -> tuple[Any, list[Any]]:
     """Axes of one height side by side, as wide as their shapes (width over height) ask, within reason."""
-    shapes = [min(2.5, max(0.62, shape)) for shape in shapes]
+    shapes = [_within_reason(shape) for shape in shapes]
     gap, above, below = 0.42, 0.62, 0.30
     height = min(3.0, 15.0 / sum(shapes))
     size = sum(shapes) * height + gap * (len(shapes) + 1), height + above + below
-    figure = pyplot.figure(figsize=size)
+    figure = require_pyplot().figure(figsize=size)
     axes, left = [], gap
     for shape in shapes:
         box = (left / size[0], below / size[1], shape * height / size[0], height / size[1])
@@ -37,15 +47,15 @@ def row_of_axes(pyplot: Any, shapes: Sequence[float]) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def two_rows_of_axes(pyplot: Any, shape: float, columns: int) -> tuple[Any, list[Any], list[Any]]:
+def two_rows_of_axes(shape: float, columns: int) -> tuple[Any, list[Any], list[Any]]:
     """Pictures of one shape (width over height) side by side above, a square below each."""
-    shape = min(2.5, max(0.62, shape))
+    shape = _within_reason(shape)
     gap, head, foot = 0.42, 0.62, 0.34
     height = min(3.0, 17.0 / (columns * shape))
     width = shape * height
     square = min(width, 3.0)
     size = columns * (width + gap) + gap, head + height + gap + square + foot
-    figure = pyplot.figure(figsize=size)
+    figure = require_pyplot().figure(figsize=size)
     above, below = [], []
     for column in range(columns):
         left = (gap + column * (width + gap)) / size[0]
@@ -54,6 +64,17 @@ def two_rows_of_axes(pyplot: Any, shape: float, columns: int) -> tuple[Any, list
         wide = width if column == 0 else square
         below.append(figure.add_axes((left, foot / size[1], wide / size[0], square / size[1]), anchor="NW"))
     return figure, above, below
+
+
+def _within_reason(shape: float) -> float:
+    return min(2.5, max(0.62, shape))
+
+
+def save_titled(figure: Any, axis: Any, title: str, path: Path) -> None:
+    """Write a figure of one axis below its title."""
+    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
+    figure.tight_layout()
+    save(figure, path)
 
 
 def save(figure: Any, path: Path) -> None:

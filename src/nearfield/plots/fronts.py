@@ -5,8 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from nearfield.bench.pareto_report import PANELS, Panel
-from nearfield.plots.figures import require_matplotlib, save
-from nearfield.plots.style import BAR_COLOURS, FAINT, INK, MUTED, legend, thin_spines, wheel
+from nearfield.plots.figures import require_pyplot, save, save_titled
+from nearfield.plots.style import (
+    BAR_COLOURS,
+    INK,
+    MUTED,
+    colours_of,
+    label_axes,
+    legend,
+    light_grid,
+    percent,
+    wheel,
+)
 from nearfield.quality.results import QualityRow, pareto_front
 from nearfield.tuning import Trial, front
 
@@ -16,28 +26,21 @@ def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
 
     Points take their colour from `settings["tuning"]` ("none" if it is not there).
     """
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
+    pyplot = require_pyplot()
     measured = [row for row in rows if row.fid is not None]
-    front = pareto_front(measured)
+    best = pareto_front(measured)
     kinds = list(dict.fromkeys(str(row.settings.get("tuning", "none")) for row in measured))
-    colours = dict(zip(kinds, BAR_COLOURS * len(kinds), strict=False))
+    colours = colours_of(kinds)
     figure, axis = pyplot.subplots(figsize=(8.6, 5.2))
-    axis.step(
-        [row.pairs_kept for row in front], [row.fid for row in front], where="post", color=MUTED, linewidth=1
-    )
+    _draw_front(axis, [(row.pairs_kept, row.fid) for row in best])
     for row in measured:
-        is_best = row in front
-        colour = colours[str(row.settings.get("tuning", "none"))]
-        axis.plot(row.pairs_kept, row.fid, "o", color=colour, markersize=7 if is_best else 4.5)
-        axis.annotate(row.pattern, (row.pairs_kept, row.fid), (6, 3), textcoords="offset points",
+        place, is_best = (row.pairs_kept, row.fid), row in best
+        _draw_point(axis, place, colours[str(row.settings.get("tuning", "none"))], is_best)
+        axis.annotate(row.pattern, place, (6, 3), textcoords="offset points",
                       fontsize=8.5 if is_best else 7, color=INK if is_best else MUTED)  # fmt: skip
     _front_axes(axis, [row.fid or 0.0 for row in measured], {row.samples for row in measured})
-    legend(pyplot, axis, colours, [f"tuning: {kind}" for kind in kinds])
-    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
-    figure.tight_layout()
-    save(figure, path)
+    legend(axis, colours, [f"tuning: {kind}" for kind in kinds])
+    save_titled(figure, axis, title, path)
 
 
 def _front_axes(axis: Any, distances: Sequence[float], samples: set[int]) -> None:
@@ -55,11 +58,8 @@ def _front_axes(axis: Any, distances: Sequence[float], samples: set[int]) -> Non
         direction.set_major_formatter("{x:g}")
         direction.set_ticks([], minor=True)
     counts = " or ".join(f"{count:,}" for count in sorted(samples))
-    axis.set_xlabel("pairs kept (1 is dense)", color=MUTED)
-    axis.set_ylabel(f"FID of {counts} images" if counts else "FID", color=MUTED)
-    axis.grid(color=FAINT, linewidth=0.8)
-    axis.set_axisbelow(True)
-    thin_spines(axis)
+    label_axes(axis, "pairs kept (1 is dense)", f"FID of {counts} images" if counts else "FID")
+    light_grid(axis)
 
 
 def pareto_panels(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
@@ -68,9 +68,7 @@ def pareto_panels(path: Path, records: Sequence[dict[str, Any]], title: str) -> 
     Records are those of `bench pareto`. Colours tell methods, marks tell groups, and those that nothing in their group
     beats are joined by a line.
     """
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
+    pyplot = require_pyplot()
     panels = [panel for panel in PANELS if _drawn_in(panel, records)]
     columns = min(2, len(panels)) or 1
     rows = -(-len(panels) // columns) or 1
@@ -120,11 +118,11 @@ def _draw_panel(
         if is_best:
             fronts.setdefault(record["group"], []).append(place)
         mark, colour = marks[record["group"]], colours[record["family"]]
-        axis.plot(*place, mark, color=colour, markersize=7 if is_best else 4.5)
+        _draw_point(axis, place, colour, is_best, mark)
         names.append((place, record["name"], is_best))
     where = "pre" if panel.is_more_better else "post"
     for places in fronts.values():
-        axis.step(*zip(*sorted(places), strict=True), where=where, color=MUTED, linewidth=1)
+        _draw_front(axis, sorted(places), where)
     _write_names(axis, names)
 
 
@@ -149,41 +147,41 @@ def _panel_axes(axis: Any, panel: Panel) -> None:
         "lpips": "LPIPS to dense",
         "fid": "FID",
     }
-    axis.set_xlabel(words[panel.across], color=MUTED)
-    axis.set_ylabel(words[panel.up], color=MUTED)
+    label_axes(axis, words[panel.across], words[panel.up])
     if panel.up == "speed_up":
         axis.set_yscale("log", base=2)
     if panel.across == "pairs_kept":
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axis.xaxis.set_major_formatter(percent)
     for name, direction in ((panel.across, axis.xaxis), (panel.up, axis.yaxis)):
         if name == "speed_up":
             direction.set_major_formatter(lambda value, _: f"{value:g}x")
     axis.margins(x=0.16, y=0.08)  # room for names
-    axis.grid(color=FAINT, linewidth=0.8)
-    axis.set_axisbelow(True)
-    thin_spines(axis)
+    light_grid(axis)
     axis.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
 
 
 def tuning_front(path: Path, trials: Sequence[Trial], limit: float) -> None:
     """Pairs kept against distance to dense pictures: every trial a point, those that none beats joined by a line."""
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
+    pyplot = require_pyplot()
     searched = [trial for trial in trials if trial.purpose == "search"]
     best = front(searched)
     figure, axis = pyplot.subplots(figsize=(7.2, 4.6))
-    axis.step([t.lpips for t in best], [t.pairs_kept for t in best], where="post", color=MUTED, linewidth=1)
+    _draw_front(axis, [(trial.lpips, trial.pairs_kept) for trial in best])
     for trial in searched:
         colour = BAR_COLOURS[0] if trial.lpips <= limit else MUTED
-        axis.plot(trial.lpips, trial.pairs_kept, "o", color=colour, markersize=7 if trial in best else 4.5)
+        _draw_point(axis, (trial.lpips, trial.pairs_kept), colour, trial in best)
     axis.axvline(limit, color=INK, linewidth=1, linestyle="--")
-    axis.set_xlabel("LPIPS to dense (dashed: the limit)", color=MUTED)
-    axis.set_ylabel("pairs kept, over all layers and steps", color=MUTED)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.grid(color=FAINT, linewidth=0.8)
-    axis.set_axisbelow(True)
-    thin_spines(axis)
-    axis.set_title("What was tried", loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
-    figure.tight_layout()
-    save(figure, path)
+    label_axes(axis, "LPIPS to dense (dashed: the limit)", "pairs kept, over all layers and steps")
+    axis.yaxis.set_major_formatter(percent)
+    light_grid(axis)
+    save_titled(figure, axis, "What was tried", path)
+
+
+def _draw_front(axis: Any, places: Sequence[tuple[Any, Any]], where: str = "post") -> None:
+    axis.step(
+        [across for across, _ in places], [up for _, up in places], where=where, color=MUTED, linewidth=1
+    )
+
+
+def _draw_point(axis: Any, place: tuple[Any, Any], colour: Any, is_best: bool, mark: str = "o") -> None:
+    axis.plot(*place, mark, color=colour, markersize=7 if is_best else 4.5)

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nearfield.plots.figures import require_matplotlib, save
-from nearfield.plots.style import BAR_COLOURS, INK, MUTED, thin_spines, wheel
+from nearfield.plots.figures import require_pyplot, save, save_titled
+from nearfield.plots.style import INK, MUTED, colours_of, label_axes, percent, thin_spines, wheel
+
+# What ranks send, by the name of a way and the field of its records.
+_SENT = {"nearfield": "sent", "ring": "ring", "ulysses": "ulysses"}
+_LINK_STYLES = ("solid", "dashed", "dotted")
 
 
 def fidelity_lines(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
@@ -13,12 +17,10 @@ def fidelity_lines(path: Path, records: Sequence[dict[str, Any]], title: str) ->
 
     Records hold `selector`, `ratio` and either `fidelity` of one question or `divergence` with an interval.
     """
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
+    pyplot = require_pyplot()
     figure, axis = pyplot.subplots(figsize=(7.2, 4.6))
     names = list(dict.fromkeys(record["selector"] for record in records))
-    colours = dict(zip(names, BAR_COLOURS * len(names), strict=False))
+    colours = colours_of(names)
     for name in names:
         points = sorted(
             (record["ratio"], *_divergence(record)) for record in records if record["selector"] == name
@@ -30,14 +32,11 @@ def fidelity_lines(path: Path, records: Sequence[dict[str, Any]], title: str) ->
         axis.plot(ratios, means, "o-", color=colours[name], linewidth=1.4, markersize=4.5, label=name)
         axis.fill_between(ratios, lows, highs, color=colours[name], alpha=0.12, linewidth=0)
     axis.set_ylim(bottom=0)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.set_xlabel("tokens computed again", color=MUTED)
-    axis.set_ylabel("KL to full prefill, nats per token", color=MUTED)
+    axis.xaxis.set_major_formatter(percent)
+    label_axes(axis, "tokens computed again", "KL to full prefill, nats per token")
     axis.legend(frameon=False, fontsize=9)
     thin_spines(axis)
-    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
-    figure.tight_layout()
-    save(figure, path)
+    save_titled(figure, axis, title, path)
 
 
 def _divergence(record: dict[str, Any]) -> tuple[float, float, float]:
@@ -49,44 +48,38 @@ def _divergence(record: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def recall_lines(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
-    """The share of weights that is kept against the share of pairs, a line for each pattern; chosen by means dashed.
+    """The share of weights that is kept against the share of pairs, a line for each pattern; chosen by means dotted.
 
     Records hold `pattern`, `by`, `tiles`, `kept` and `recall`; those of several samples are averaged.
     """
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
+    pyplot = require_pyplot()
     figure, axis = pyplot.subplots(figsize=(7.2, 5.0))
     names = list(dict.fromkeys(record["pattern"] for record in records))
     for place, name in enumerate(names):
         colour = INK if place == 0 else wheel((place - 1) / max(1, len(names) - 1) * 0.75)
         for by in dict.fromkeys(record["by"] for record in records if record["pattern"] == name):
-            groups: dict[int, list[dict[str, Any]]] = {}
-            for record in records:
-                if (record["pattern"], record["by"]) == (name, by):
-                    groups.setdefault(record["tiles"], []).append(record)
-            points = sorted((_mean_of(group, "kept"), _mean_of(group, "recall")) for group in groups.values())
-            is_estimate = by == "means"
-            axis.plot(
-                *zip(*points, strict=True),
-                marker="o",
-                markersize=3.5,
-                color=colour,
-                linestyle=":" if is_estimate else "-",
-                linewidth=1.0 if is_estimate else 1.5,
-                label=None if is_estimate else name,
+            mine = [record for record in records if (record["pattern"], record["by"]) == (name, by)]
+            style = (
+                {"linestyle": ":", "linewidth": 1.0} if by == "means" else {"linewidth": 1.5, "label": name}
             )
+            axis.plot(*_mean_recall(mine), marker="o", markersize=3.5, color=colour, **style)
     axis.set_xscale("log", base=2)
     for each in (axis.xaxis, axis.yaxis):
         each.set_major_formatter(lambda value, _: f"{value:.0%}" if value >= 0.1 else f"{value:.1%}")
-    axis.set_xlabel("pairs read", color=MUTED)
-    axis.set_ylabel("weight of full attention that is kept", color=MUTED)
+    label_axes(axis, "pairs read", "weight of full attention that is kept")
     axis.plot([], [], color=MUTED, linestyle=":", label="chosen by means")
     axis.legend(frameon=False, fontsize=9)
     thin_spines(axis)
-    axis.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold", pad=9)
-    figure.tight_layout()
-    save(figure, path)
+    save_titled(figure, axis, title, path)
+
+
+def _mean_recall(records: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Pairs and weights kept with each number of tiles, over all samples."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["tiles"], []).append(record)
+    points = sorted((_mean_of(group, "kept"), _mean_of(group, "recall")) for group in groups.values())
+    return [kept for kept, _ in points], [recall for _, recall in points]
 
 
 def _mean_of(records: Sequence[dict[str, Any]], name: str) -> float:
@@ -95,30 +88,15 @@ def _mean_of(records: Sequence[dict[str, Any]], name: str) -> float:
 
 def scaling_lines(path: Path, records: Sequence[dict[str, Any]], machine: str = "") -> None:
     """Bytes per layer and rank against ranks, of nearfield, ring attention and Ulysses; below, computed step times."""
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
+    pyplot = require_pyplot()
     cases = list(dict.fromkeys(record["case"] for record in records))
     figure, axes = pyplot.subplots(2, len(cases), figsize=(3.1 * len(cases), 6), squeeze=False, sharey="row")
-    colours = dict(zip(("nearfield", "ring", "ulysses"), BAR_COLOURS, strict=False))
+    colours = colours_of(_SENT)
     for (upper, lower), case in zip(axes.T, cases, strict=True):
         mine = [record for record in records if record["case"] == case]
-        for name, field in (("nearfield", "sent"), ("ring", "ring"), ("ulysses", "ulysses")):
-            points = [
-                (record["ranks"], record[field] / 2**20) for record in mine if record[field] is not None
-            ]
-            upper.plot(*zip(*points, strict=True), "o-", color=colours[name], markersize=3.5, linewidth=1.4)
-        for link, style in zip(mine[0]["step_seconds"], ("-", "--", ":"), strict=False):
-            for name, colour in colours.items():
-                times = [(record["ranks"], record["step_seconds"][link].get(name)) for record in mine]
-                drawn = [point for point in times if point[1] is not None]
-                if drawn:
-                    lower.plot(*zip(*drawn, strict=True), style, color=colour, linewidth=1.3)
+        _draw_bytes(upper, mine, colours)
+        _draw_step_times(lower, mine, colours)
         upper.set_title(case, loc="left", fontsize=10, color=INK, fontweight="bold")
-        if not lower.lines:
-            lower.text(
-                0.5, 0.5, "no kernel times\nmeasured", ha="center", transform=lower.transAxes, color=MUTED
-            )
         for axis in (upper, lower):
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
@@ -127,12 +105,29 @@ def scaling_lines(path: Path, records: Sequence[dict[str, Any]], machine: str = 
         lower.set_xlabel("ranks", color=MUTED)
     axes[0][0].set_ylabel("MiB sent per layer by the busiest rank (counted)", color=MUTED, fontsize=8)
     axes[1][0].set_ylabel("seconds per step (computed)", color=MUTED, fontsize=8)
-    links = list(records[0]["step_seconds"])
     words = "; ".join(
-        f"{style}: {link}" for link, style in zip(links, ("solid", "dashed", "dotted"), strict=False)
+        f"{style}: {link}" for link, style in zip(records[0]["step_seconds"], _LINK_STYLES, strict=False)
     )
     handles = [pyplot.Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="lower left", ncols=3, frameon=False, fontsize=9)
     figure.text(0.99, 0.015, words, ha="right", fontsize=8, color=MUTED)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     save(figure, path)
+
+
+def _draw_bytes(axis: Any, records: Sequence[dict[str, Any]], colours: dict[str, str]) -> None:
+    for name, field in _SENT.items():
+        points = [(record["ranks"], record[field] / 2**20) for record in records if record[field] is not None]
+        axis.plot(*zip(*points, strict=True), "o-", color=colours[name], markersize=3.5, linewidth=1.4)
+
+
+def _draw_step_times(axis: Any, records: Sequence[dict[str, Any]], colours: dict[str, str]) -> None:
+    """A style of line for each link between ranks, where kernels were timed."""
+    for link, style in zip(records[0]["step_seconds"], _LINK_STYLES, strict=False):
+        for name, colour in colours.items():
+            times = [(record["ranks"], record["step_seconds"][link].get(name)) for record in records]
+            drawn = [point for point in times if point[1] is not None]
+            if drawn:
+                axis.plot(*zip(*drawn, strict=True), linestyle=style, color=colour, linewidth=1.3)
+    if not axis.lines:
+        axis.text(0.5, 0.5, "no kernel times\nmeasured", ha="center", transform=axis.transAxes, color=MUTED)

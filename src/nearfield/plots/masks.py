@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.plots.style import BAR_COLOURS, MUTED, rgb, thin_spines
+from nearfield.plots.style import BAR_COLOURS, MUTED, frame_without_ticks, label_beside, rgb
 
 
 def draw_reads(
@@ -14,34 +14,35 @@ def draw_reads(
 ) -> None:
     """Which columns each row reads, `[rows, columns]` bool, in the row's colour; with lines between columns."""
     colours = rgb(BAR_COLOURS[0]).expand(len(reads), 3) if colours is None else colours
-    cells = torch.where(reads[..., None], colours[:, None], 1.0)
-    axis.imshow(
-        cells.numpy(), interpolation="nearest", aspect="auto", extent=(0, reads.shape[1], len(reads), 0)
-    )
+    _draw_matrix(axis, torch.where(reads[..., None], colours[:, None], 1.0))
     for border in borders:
         axis.axvline(border, color=MUTED, linewidth=0.8)
-    mask_frame(axis, len(reads), reads.shape[1])
-    axis.set_box_aspect(None)
 
 
 def draw_shares(axis: Any, shares: Tensor) -> None:
     """A matrix of shares from 0, white, to 1."""
-    cells = 1 - shares[..., None] * (1 - rgb(BAR_COLOURS[0]))
-    axis.imshow(
-        cells.numpy(), interpolation="nearest", aspect="auto", extent=(0, shares.shape[1], len(shares), 0)
-    )
-    mask_frame(axis, len(shares), shares.shape[1])
+    _draw_matrix(axis, 1 - shares[..., None] * (1 - rgb(BAR_COLOURS[0])), "tokens", "merged tokens")
+
+
+def _draw_matrix(axis: Any, cells: Tensor, across: str = "keys", down: str = "queries") -> None:
+    """All of an axis in colours `[rows, columns, 3]`."""
+    rows, columns, _ = cells.shape
+    paint(axis, cells, columns, rows)
+    mask_frame(axis, rows, columns, across, down)
     axis.set_box_aspect(None)
-    axis.set_xlabel("tokens", color=MUTED, fontsize=9, labelpad=3)
-    axis.set_ylabel("merged tokens", color=MUTED, fontsize=9, labelpad=3)
 
 
-def mask_frame(axis: Any, num_queries: int, num_keys: float) -> None:
+def paint(axis: Any, cells: Tensor, right: float, bottom: float, left: float = 0) -> None:
+    """Colours `[rows, columns, 3]` from the top of an axis down to `bottom`."""
+    extent = (left, right, bottom, 0)
+    axis.imshow(cells.numpy(), interpolation="nearest", aspect="auto", extent=extent)
+
+
+def mask_frame(
+    axis: Any, num_queries: int, num_keys: float, across: str = "keys", down: str = "queries"
+) -> None:
     axis.set_xlim(0, num_keys)
     axis.set_ylim(num_queries, 0)
     axis.set_box_aspect(1)
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.set_xlabel("keys", color=MUTED, fontsize=9, labelpad=3)
-    axis.set_ylabel("queries", color=MUTED, fontsize=9, labelpad=3)
-    thin_spines(axis)
+    label_beside(axis, across, down)
+    frame_without_ticks(axis)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from nearfield.plots.cells import canvas_of, draw_cells, draw_curve_lines, outline, picture_frame, shade
-from nearfield.plots.figures import require_matplotlib, save, two_rows_of_axes
-from nearfield.plots.masks import mask_frame
-from nearfield.plots.style import FAR, MUTED, SHARED, SHARED_KEYS, heading, rgb, tile_colours
+from nearfield.plots.figures import save, two_rows_of_axes
+from nearfield.plots.masks import mask_frame, paint
+from nearfield.plots.style import FAR, MUTED, SHARED, SHARED_KEYS, heading, rgb, swatches, tile_colours
 
 
 class LayerPicture(NamedTuple):
@@ -58,18 +58,15 @@ class MethodPicture(NamedTuple):
 
 def method_overview(path: Path, picture: MethodPicture) -> None:
     """The curve and the tiles of each layer above, who reads whom in each layer below."""
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
     canvas = canvas_of(picture.grid)
     height, width = canvas.cells.shape
-    figure, above, below = two_rows_of_axes(pyplot, width / height, 1 + len(picture.layers))
+    figure, above, below = two_rows_of_axes(width / height, 1 + len(picture.layers))
     shade(above[0], canvas, picture.is_shared)
     draw_curve_lines(above[0], picture.curve, canvas)
     picture_frame(above[0], height, width)
     slices = f"; frames {', '.join(map(str, canvas.frames))}" if len(picture.grid) == 3 else ""
     heading(above[0], picture.curve_name, "x".join(map(str, picture.grid)) + slices)
-    _write_facts(pyplot, below[0], picture)
+    _write_facts(below[0], picture)
     for layer, tiles_axis, mask_axis in zip(picture.layers, above[1:], below[1:], strict=True):
         label = torch.where(picture.is_shared & picture.shared_reads_all, -2, layer.tile)
         draw_cells(tiles_axis, _cell_colours(picture, layer), label, canvas)
@@ -81,7 +78,7 @@ def method_overview(path: Path, picture: MethodPicture) -> None:
 
 def _cell_colours(picture: MethodPicture, layer: LayerPicture) -> Tensor:
     """Tiles in their colours; shared cells grey, or half so where they also belong to a tile."""
-    colours = torch.tensor(tile_colours(picture.num_tiles))[layer.tile]
+    colours = tile_colours(picture.num_tiles)[layer.tile]
     mixed = rgb(SHARED) if picture.shared_reads_all else (colours + rgb(SHARED)) / 2
     return torch.where(picture.is_shared[:, None], mixed, colours)
 
@@ -91,7 +88,7 @@ def draw_layer(axis: Any, picture: MethodPicture, layer: LayerPicture) -> None:
     num_tokens = picture.text + len(picture.sequence)
     row_tile, row_kind = _in_sequence(picture, layer, picture.q_block)
     _, column_kind = _in_sequence(picture, layer, picture.k_block)
-    colours = torch.tensor(tile_colours(picture.num_tiles))[row_tile]
+    colours = tile_colours(picture.num_tiles)[row_tile]
     reads_all = (row_kind == 0) | ((row_kind == 1) & picture.shared_reads_all)
     colours[reads_all] = rgb(SHARED)
     cells = colours[:, None].expand(-1, len(column_kind), -1).clone()
@@ -99,16 +96,13 @@ def draw_layer(axis: Any, picture: MethodPicture, layer: LayerPicture) -> None:
     cells[(~reads_all)[:, None] & (column_kind == 1)[None]] = rgb(SHARED_KEYS)
     cells[~layer.reads] = 1.0
     height = len(row_kind) * picture.q_block
-    box = (0, len(column_kind) * picture.k_block, height, 0)
-    axis.imshow(cells.numpy(), interpolation="nearest", aspect="auto", extent=box)
+    paint(axis, cells, len(column_kind) * picture.k_block, height)
     end = float(num_tokens)
     if layer.reads_far is not None:
         gap = 0.02 * num_tokens
         end = num_tokens + gap + layer.reads_far.shape[1]
         far = torch.where(layer.reads_far[..., None], rgb(FAR), 1.0)
-        axis.imshow(
-            far.numpy(), interpolation="nearest", aspect="auto", extent=(num_tokens + gap, end, height, 0)
-        )
+        paint(axis, far, end, height, left=num_tokens + gap)
     mask_frame(axis, num_tokens, end)
 
 
@@ -121,7 +115,7 @@ def _in_sequence(picture: MethodPicture, layer: LayerPicture, block: int) -> tup
     return layer.tile[token], torch.where(middle < 0, 0, kind)
 
 
-def _write_facts(pyplot: Any, axis: Any, picture: MethodPicture) -> None:
+def _write_facts(axis: Any, picture: MethodPicture) -> None:
     """A legend, and below it what the method comes to."""
     axis.set_axis_off()
     kinds = {}
@@ -133,9 +127,8 @@ def _write_facts(pyplot: Any, axis: Any, picture: MethodPicture) -> None:
         kinds["shared keys"] = SHARED_KEYS
     if any(layer.reads_far is not None for layer in picture.layers):
         kinds["far field: summaries"] = FAR
-    swatches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
-    if swatches:
-        axis.legend(swatches, kinds, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, 1.02),
-                    borderaxespad=0, handlelength=1, handleheight=1)  # fmt: skip
+    if kinds:
+        axis.legend(swatches(kinds.values()), kinds, frameon=False, fontsize=9, loc="upper left",
+                    bbox_to_anchor=(-0.02, 1.02), borderaxespad=0, handlelength=1, handleheight=1)  # fmt: skip
     axis.annotate("\n".join(picture.facts), (0, 0), xycoords="axes fraction", fontsize=8.5, color=MUTED,
                   va="bottom", linespacing=1.45)  # fmt: skip

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield.plots import cells
-from nearfield.plots.cells import canvas_of, draw_curve_lines
-from nearfield.plots.figures import require_matplotlib, row_of_axes, save
-from nearfield.plots.style import BAR_COLOURS, FAR, MUTED, SHADE, heading, thin_spines
+from nearfield.plots.figures import row_of_axes, save
+from nearfield.plots.style import BAR_COLOURS, FAR, SHADE, frame_without_ticks, heading, label_beside
 
 
 class Drawing(NamedTuple):
@@ -24,24 +22,11 @@ class Drawing(NamedTuple):
 
 def side_by_side(path: Path, drawings: Sequence[Drawing]) -> None:
     """One picture of several panels."""
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
-    figure, axes = row_of_axes(pyplot, [drawing.shape for drawing in drawings])
+    figure, axes = row_of_axes([drawing.shape for drawing in drawings])
     for axis, drawing in zip(axes, drawings, strict=True):
         drawing.draw(axis)
         heading(axis, drawing.title, drawing.subtitle)
     save(figure, path)
-
-
-def draw_cells(axis: Any, colours: Tensor, label: Tensor, grid: tuple[int, int]) -> None:
-    """Cells of an image in colours, both in raster order, with lines where labels differ."""
-    cells.draw_cells(axis, colours, label, canvas_of(grid))
-
-
-def draw_path(axis: Any, order: Tensor, grid: tuple[int, int]) -> None:
-    """The way of a sequence through the cells of an image."""
-    draw_curve_lines(axis, order, canvas_of(grid))
 
 
 def draw_weights(axis: Any, dense: Tensor, sparse: Tensor, is_read: Tensor) -> None:
@@ -55,8 +40,5 @@ def draw_weights(axis: Any, dense: Tensor, sparse: Tensor, is_read: Tensor) -> N
     )
     axis.set_xlim(0, len(dense))
     axis.set_ylim(-0.11 * top, top)
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.set_xlabel("keys; blue: in the list", color=MUTED, fontsize=9, labelpad=3)
-    axis.set_ylabel("weight", color=MUTED, fontsize=9, labelpad=3)
-    thin_spines(axis)
+    label_beside(axis, "keys; blue: in the list", "weight")
+    frame_without_ticks(axis)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nearfield.plan import Plan
 from nearfield.plots.cells import canvas_of, draw_cells, draw_curve_lines, picture_frame
-from nearfield.plots.figures import require_matplotlib, row_of_axes, save
-from nearfield.plots.masks import mask_frame
+from nearfield.plots.figures import row_of_axes, save
+from nearfield.plots.masks import mask_frame, paint
 from nearfield.plots.style import SHARED, heading, rgb, tile_colours
 
 
@@ -19,10 +19,7 @@ def overview(
     path: Path, order: Tensor, grid: tuple[int, int], text: int, run: int, layers: Sequence[tuple[int, Plan]]
 ) -> None:
     """One picture: the curve, the tiles of each layer (given as its shift and plan), and the last layer's mask."""
-    require_matplotlib()
-    import matplotlib.pyplot as pyplot
-
-    figure, axes = row_of_axes(pyplot, [grid[1] / grid[0]] * (1 + len(layers)) + [1.0])
+    figure, axes = row_of_axes([grid[1] / grid[0]] * (1 + len(layers)) + [1.0])
     draw_curve(axes[0], order, grid)
     for index, (axis, (shift, _)) in enumerate(zip(axes[1:-1], layers, strict=True)):
         draw_tiles(axis, order, grid, run, shift)
@@ -50,7 +47,7 @@ def draw_tiles(axis: Any, order: Tensor, grid: tuple[int, int], run: int, shift:
     """Every cell in the colour of its tile, with lines where tiles meet."""
     tile_of_cell = torch.empty(len(order), dtype=torch.long)
     tile_of_cell[order] = _tile_of_position(len(order), run, shift)
-    colours = torch.tensor(tile_colours(math.ceil(len(order) / run)))
+    colours = tile_colours(math.ceil(len(order) / run))
     draw_cells(axis, colours[tile_of_cell], tile_of_cell, canvas_of(grid))
 
 
@@ -61,12 +58,11 @@ def draw_mask(axis: Any, plan: Plan, text: int, run: int, shift: int) -> None:
     columns = torch.arange(plan.num_columns) * plan.k_block + plan.k_block // 2
     image = plan.num_queries - text
     tile = _tile_of_position(image, run, shift)[(rows - text).clamp(0, image - 1)]
-    colours = torch.tensor(tile_colours(math.ceil(image / run)))
+    colours = tile_colours(math.ceil(image / run))
     cells = colours[tile][:, None].expand(-1, plan.num_columns, -1).clone()
     cells[(rows < text)[:, None] | (columns < text)[None]] = rgb(SHARED)
     cells[~reads] = 1.0
-    extent = (0, plan.num_columns * plan.k_block, plan.num_rows * plan.q_block, 0)
-    axis.imshow(cells.numpy(), interpolation="nearest", aspect="auto", extent=extent)
+    paint(axis, cells, plan.num_columns * plan.k_block, plan.num_rows * plan.q_block)
     mask_frame(axis, plan.num_queries, plan.num_keys)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearfield.bench.report import COMMITTED
-from nearfield.plots.bars import benchmark_bars, hilbert_bars, model_bars
+from nearfield.plots.bars import attend_bars, hilbert_bars, model_bars
 from nearfield.plots.fronts import pareto_panels, quality_front
 from nearfield.plots.lines import fidelity_lines, recall_lines, scaling_lines
 from nearfield.quality.results import QualityRow, read_rows
@@ -116,7 +116,7 @@ def _drawing(kind: str, path: Path, document: dict[str, Any], machine: str) -> C
     """What draws the picture that the library has for this kind."""
     records = document["results"]
     known: dict[str, Callable[[Path], None]] = {
-        "attend": lambda out: benchmark_bars(out, records, machine),
+        "attend": lambda out: attend_bars(out, records, machine),
         "hilbert": lambda out: hilbert_bars(out, records, machine),
         "model": lambda out: model_bars(out, records, machine),
         "pareto": lambda out: pareto_panels(out, records, f"Methods of nearfield on {machine}"),
