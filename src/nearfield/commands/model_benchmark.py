@@ -1,0 +1,205 @@
+"""`nearfield bench model`: a denoising step of a real architecture."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from nearfield.bench import model_cases
+from nearfield.commands.arguments import (
+    FAILED,
+    GRAINS,
+    IMPLS,
+    INTERRUPTED,
+    PLACEMENTS,
+    QUERY_BLOCKS,
+    UsageError,
+    add_method_fields,
+    block_counts,
+    comma_list,
+    command,
+    integer,
+    member,
+    output_file,
+    pixels,
+    share,
+    wrong,
+)
+from nearfield.commands.reports import verdict, write_reports, write_so_far
+
+_HILBERT_FIELDS = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
+_MERGE_FIELDS = ("ratio", "region_size", "placement")
+_FINE_FIELDS = ("query_block", "grain")
+
+
+def add_command(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "model",
+        _bench_model,
+        "time one denoising step of a real architecture with random weights: dense, with a method, and with no"
+        " attention at all",
+        "  nearfield bench model --tiny\n  nearfield bench model --sizes 1024,2048,4096 --json model.json\n"
+        "  nearfield bench model --layers 2+4 --sizes 1024 --share two-way --tiles 4\n"
+        "  nearfield bench model --sizes 2048 --method merge+hilbert --ratio 0.5\n"
+        "  nearfield bench model --model wan21-1.3b --sizes 480p,720p --method fine --skipped 0.7,0.9",
+    )
+    parser.add_argument(
+        "--model",
+        type=member("--model", model_cases.MODELS),
+        default=model_cases.MODELS[0],
+        metavar="NAME",
+        help=f"one of {', '.join(model_cases.MODELS)} (default {model_cases.MODELS[0]})",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=comma_list(pixels("--sizes")),
+        metavar="N,HxW",
+        help="pixels of the images or videos (default 1024,2048,4096; of Wan 480p,720p)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=block_counts,
+        metavar="N+N",
+        help="fewer layers: double-stream + single-stream blocks; of Wan one number",
+    )
+    parser.add_argument("--tiny", action="store_true", help="a few narrow layers and a small image")
+    parser.add_argument(
+        "--method",
+        type=member("--method", model_cases.METHODS),
+        metavar="NAME",
+        help=f"one of {', '.join(model_cases.METHODS)} (default hilbert; of Wan fine)",
+    )
+    parser.add_argument(
+        "--ratio",
+        type=share("--ratio"),
+        metavar="X",
+        help="share of the image tokens that is merged away (default 0.5)",
+    )
+    parser.add_argument(
+        "--region-size",
+        type=integer("--region-size", 1),
+        metavar="N",
+        help="tokens that merge among themselves",
+    )
+    parser.add_argument(
+        "--placement",
+        type=member("--placement", PLACEMENTS),
+        metavar="WHERE",
+        help=f"around what tokens are merged: {' or '.join(PLACEMENTS)} (default block)",
+    )
+    parser.add_argument(
+        "--skipped",
+        type=comma_list(share("--skipped")),
+        metavar="X,X",
+        help=f"shares of the keys that fine skips (default {model_cases.SKIPPED})",
+    )
+    parser.add_argument(
+        "--query-block",
+        type=member("--query-block", QUERY_BLOCKS),
+        metavar="N",
+        help="queries that share a list of keys (default 128)",
+    )
+    parser.add_argument(
+        "--grain",
+        type=member("--grain", GRAINS),
+        metavar="N",
+        help="keys that are kept or skipped together (default 4)",
+    )
+    add_method_fields(parser)
+    parser.add_argument(
+        "--impl",
+        type=member("--impl", IMPLS),
+        default="auto",
+        metavar="A",
+        help=f"one of {', '.join(IMPLS)} (default auto)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=integer("--rounds", 2, 1000),
+        default=5,
+        metavar="N",
+        help="turns in which everything is timed (default 5)",
+    )
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
+    )
+
+
+def _model_case(arguments: argparse.Namespace) -> model_cases.ModelCase:
+    """What was asked for; fields that the method, or the model, does not have are refused."""
+    known = model_cases.ARCHITECTURES[arguments.model]
+    method = arguments.method or known.methods[0]
+    if method not in known.methods:
+        hint = f"Methods for {arguments.model}: {', '.join(known.methods)}."
+        wrong("--method", f"go with `--model {arguments.model}`", repr(method), hint)
+    if arguments.layers and len(arguments.layers) != len(known.layers):
+        count, example = ("two numbers of blocks joined by +", "2+4")
+        if len(known.layers) == 1:
+            count, example = ("one number of blocks", "4")
+        got = repr("+".join(map(str, arguments.layers)))
+        wrong("--layers", f"be {count}", got, f"Example: --layers {example}")
+
+    def given(names: Sequence[str], is_allowed: bool) -> dict[str, Any]:
+        found = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+        if found and not is_allowed:
+            name = next(iter(found))
+            wrong(f"--{name.replace('_', '-')}", f"be left out with `--method {method}`", found[name])
+        return found
+
+    shares = given(("skipped",), method == "fine").get("skipped", (model_cases.SKIPPED,))
+    return model_cases.ModelCase(
+        arguments.model,
+        arguments.layers,
+        arguments.tiny,
+        given(_HILBERT_FIELDS, "hilbert" in method),
+        method,
+        given(_MERGE_FIELDS, "merge" in method),
+        given(_FINE_FIELDS, method == "fine"),
+        tuple(shares),
+    )
+
+
+def _bench_model(arguments: argparse.Namespace) -> int:
+    case = _model_case(arguments)
+    sizes = [case.size(*size) for size in arguments.sizes or ()] or case.sizes
+    import torch
+
+    from nearfield.bench import machine, model, model_report, random_model
+    from nearfield.bench.progress import Progress
+    from nearfield.bench.timing import Effort
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
+    results: list[Any] = []
+    is_whole = True
+    with Progress(len(sizes) + 2) as progress:
+        try:
+            progress.step(f"making {arguments.model} with random weights")
+            bench = model.ModelBench(case, device, effort, arguments.impl)
+        except random_model.MissingDiffusers as error:
+            raise UsageError(str(error)) from None
+        except random_model.TooLarge as error:
+            fewer = "+".join(map(str, case.architecture.tiny_layers))
+            wrong("--model", "fit into memory", error, f"Use --layers {fewer} for fewer layers, or --tiny.")
+        progress.step("checking outputs")
+        checked = bench.check(model.check_size(sizes))
+        if not checked.passed:
+            print(f"no figures: {checked}")
+            return FAILED
+        parameters, facts = random_model.num_parameters(bench.model), machine.facts()
+        try:
+            for size in sizes:
+                progress.step(f"{size}: {size.tokens + case.text:,} tokens")
+                results += bench.run(size)
+                write_so_far(model_report.as_json(results, checked, parameters, facts), arguments.json)
+        except KeyboardInterrupt:  # what was measured until then has taken minutes
+            if not results:
+                raise
+            is_whole = False
+            print("interrupted; what was measured until then:")
+    print(model_report.heading(case, parameters, machine.device_name(device), bench.dtype))
+    print(model_report.results_table(results))
+    print(f"checked: {checked}")
+    document = model_report.as_json(results, checked, parameters, facts)
+    written = write_reports(document, arguments.json)
+    return verdict(results, written) if is_whole else INTERRUPTED

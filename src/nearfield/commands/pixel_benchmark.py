@@ -1,0 +1,94 @@
+"""`nearfield bench pixel`: training steps of a transformer on pixels."""
+
+import argparse
+from typing import Any
+
+from nearfield.bench import pixel_cases
+from nearfield.commands.arguments import OK, UsageError, comma_list, command, integer, output_file
+from nearfield.commands.generating import chosen_device, missing_extras_told
+from nearfield.commands.reports import note_load, verdict, write_reports
+
+
+def add_command(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "pixel",
+        _bench_pixel,
+        "time whole training steps on pixels, for every attention in turns",
+        "  nearfield bench pixel --tiny --size 32 --batch 2\n"
+        "  nearfield bench pixel --size 128 --batch 16 --compile --json pixel128.json\n"
+        "  nearfield bench pixel --size 256 --batch 4 --attention full,loglinear:levels=2,gated:topk=32 --compile",
+    )
+    parser.add_argument(
+        "--attention",
+        type=comma_list(_variant_name),
+        default=list(pixel_cases.ATTENTION),
+        metavar="A,B",
+        help="any of "
+        + ", ".join(pixel_cases.ATTENTION)
+        + ", with fields as in loglinear:levels=2 (default all)",
+    )
+    for name, least, most, default, words in (
+        ("--size", 8, 1024, 128, "pixels per side"),
+        ("--batch", 1, 4096, 16, "pictures per step"),
+        ("--rounds", 2, 1000, 5, "turns in which everything is timed"),
+    ):
+        parser.add_argument(
+            name,
+            type=integer(name, least, most),
+            default=default,
+            metavar="N",
+            help=f"{words} (default {default})",
+        )
+    parser.add_argument("--compile", action="store_true", help="let torch.compile make the models faster")
+    parser.add_argument("--tiny", action="store_true", help="two narrow layers")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    parser.add_argument(
+        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
+
+
+def _variant_name(text: str) -> str:
+    try:
+        return pixel_cases.read_variant(text).name
+    except ValueError as error:
+        raise UsageError(f"`--attention` must {error}.") from None
+
+
+def _bench_pixel(arguments: argparse.Namespace) -> int:
+    from nearfield.bench import machine
+    from nearfield.commands.training import TINY_PIXEL
+
+    device = chosen_device(arguments.device)
+    variants = [pixel_cases.read_variant(name) for name in arguments.attention]
+    sizes: dict[str, int] = TINY_PIXEL if arguments.tiny else {}
+    words = f"{arguments.size} px, {arguments.size**2:,} tokens x {arguments.batch}"
+    words += ", compiled" if arguments.compile else ""
+    with missing_extras_told():
+        from nearfield.bench import pixel
+        from nearfield.bench.progress import Progress
+        from nearfield.bench.timing import Effort
+
+        task = pixel.PixelTask(arguments.size, arguments.batch, arguments.compile, sizes)
+        try:
+            for variant in variants:
+                task.config(variant)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from None
+        if arguments.dry_run:
+            print(
+                f"training steps at {words} on {machine.device_name(device)}:",
+                *(variant.name for variant in variants),
+                sep="\n  ",
+            )
+            return OK
+        note_load(device.type)
+        effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
+        bench = pixel.PixelBench(task, device, effort)
+        with Progress(len(bench.lines(variants)) + 1) as progress:
+            results = bench.run(variants, progress.step)
+    print(f"{machine.device_name(device)}, {words}")
+    print(pixel.results_table(results, task))
+    document = pixel.as_json(results, task, machine.facts())
+    return verdict(results, write_reports(document, arguments.json))

@@ -1,0 +1,160 @@
+"""`nearfield bench quality`: the embedded model's pictures with many patterns of attention, beside the dense ones."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nearfield.bench import quality_cases
+from nearfield.commands import pareto_benchmark
+from nearfield.commands.arguments import (
+    OK,
+    UsageError,
+    add_plot,
+    command,
+    integer,
+    output_file,
+    wrong,
+)
+from nearfield.commands.generating import chosen_device, missing_extras_told
+from nearfield.commands.progress import Bar
+from nearfield.commands.reports import require_reports
+
+
+def add_command(benchmarks: Any) -> None:
+    parser = command(
+        benchmarks,
+        "quality",
+        _bench_quality,
+        "make the embedded model's pictures with many patterns of attention, and measure them beside the dense ones",
+        "  nearfield bench quality --photographs cats512 --weights run512/model.safetensors --patterns tiles,steps\n"
+        "  nearfield bench quality --photographs cats512 --patterns mine.json --num 5000 --minutes 9 --out mine.json",
+    )
+    parser.add_argument(
+        "--photographs",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="what FID compares with: tar files or pictures",
+    )
+    parser.add_argument(
+        "--patterns",
+        default="tiles",
+        metavar="A,B",
+        help=f"groups ({', '.join(quality_cases.GROUPS)}), or a .json file with a list of patterns (default tiles)",
+    )
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="a model of `nearfield train demo` (default: the embedded one)",
+    )
+    parser.add_argument(
+        "--inception", type=Path, metavar="FILE", help="the FID network (default: the installed package's)"
+    )
+    for name, least, default, words in (
+        ("--num", 4, 1500, "pictures of each pattern"),
+        ("--steps", 1, 16, "denoising steps"),
+        ("--size", 64, 512, "pixels per side"),
+        ("--seed", 0, 0, "of the noise"),
+        ("--batch", 1, 64, "pictures at a time"),
+    ):
+        parser.add_argument(
+            name, type=integer(name, least), default=default, metavar="N", help=f"{words} (default {default})"
+        )
+    parser.add_argument(
+        "--minutes",
+        type=integer("--minutes", 1),
+        metavar="N",
+        help="begin no further pattern after this time",
+    )
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    parser.add_argument(
+        "--out",
+        type=output_file("--out", ".json"),
+        default="quality.json",
+        metavar="FILE",
+        help="the results; what stands there already is not measured again (default quality.json)",
+    )
+    parser.add_argument(
+        "--strips",
+        type=Path,
+        metavar="DIR",
+        help="keep the first four pictures of every pattern, side by side, one file each",
+    )
+    add_plot(parser, "draw pairs against FID")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
+
+
+def _bench_quality(arguments: argparse.Namespace) -> int:
+    try:
+        patterns = quality_cases.read_patterns(arguments.patterns)
+    except ValueError as error:
+        raise UsageError(f"`--patterns` must {error}.") from None
+    if arguments.dry_run:
+        print(f"dense and {len(patterns)} patterns:", *(pattern.name for pattern in patterns), sep="\n  ")
+        return OK
+    if arguments.size % 8:
+        wrong("--size", "be a multiple of 8 pixels", arguments.size)
+    require_reports("--plot", arguments.plot, arguments.out)
+    with missing_extras_told():
+        done = _swept(arguments, patterns)
+    print(f"wrote {arguments.out}")
+    if not done:
+        print("time is up; the same command goes on", file=sys.stderr)
+    return OK
+
+
+def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Pattern]) -> bool:
+    from nearfield import quality as measures
+    from nearfield.bench import quality
+    from nearfield.bench.picture_runs import Task
+    from nearfield.demo.generate import embedded_weights
+    from nearfield.quality.inception import MissingWeights
+    from nearfield.quality.results import table
+    from nearfield.training import data
+
+    started, device = time.monotonic(), chosen_device(arguments.device)
+    try:
+        network = measures.load_inception(arguments.inception, device)
+    except MissingWeights as error:
+        raise UsageError(str(error)) from None
+    source = data.pictures(arguments.photographs)
+    kept = arguments.out.with_name(
+        f"photographs-{arguments.size}-{data.fingerprint(source)[:12]}.safetensors"
+    )
+    with Bar(len(source), "photographs") as bar:
+        batches = data.batches(
+            source, arguments.size, on_progress=lambda done, total, words: bar.show(done, words)
+        )
+        references = quality.photograph_statistics(batches, network, arguments.size, kept)
+    task = Task(
+        arguments.weights or embedded_weights(),
+        *(arguments.num, arguments.steps, arguments.size, arguments.seed, arguments.batch),
+    )
+    with Bar(arguments.num, "pictures") as bar:
+        sweep = quality.Sweep(
+            task,
+            references,
+            network,
+            arguments.out,
+            networks=pareto_benchmark.second_network(device),
+            device=device,
+            on_picture=bar.show,
+            strips=arguments.strips,
+        )
+        try:
+            done = sweep.run(
+                patterns, lambda: not arguments.minutes or time.monotonic() - started < 60 * arguments.minutes
+            )
+        except ValueError as error:  # fields that do not go together, or not with this size
+            raise UsageError(str(error)) from None
+    print(table(sweep.rows))
+    if arguments.plot:
+        from nearfield.plots.fronts import quality_front
+
+        quality_front(arguments.plot, sweep.rows, f"{arguments.num:,} pictures at {arguments.size} px")
+        print(f"wrote {arguments.plot}")
+    return done
