@@ -63,61 +63,6 @@ def show_help_without_command(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=show_help)
 
 
-def add_method_fields(parser: argparse.ArgumentParser, most_tiles: int = 2**24) -> None:
-    """Fields of the Hilbert method; what is not given is left to the method or the size."""
-    parser.add_argument(
-        "--tiles", type=integer("--tiles", 1, most_tiles), metavar="N", help="tiles per image (default 16)"
-    )
-    parser.add_argument(
-        "--share",
-        type=member("--share", SHARES),
-        metavar="HOW",
-        help="whether shared tokens read everything, too (two-way), or are only read (keys)",
-    )
-    parser.add_argument(
-        "--shared-tokens", type=integer("--shared-tokens", 1), metavar="N", help="how many tokens are shared"
-    )
-    parser.add_argument(
-        "--far",
-        type=integer("--far", 0),
-        metavar="N",
-        help="tokens per summary of what lies outside the tile; 0: it is not read (default 16)",
-    )
-    parser.add_argument(
-        "--shared",
-        type=member("--shared", SHARED),
-        metavar="WHERE",
-        help=f"image tokens that everyone reads: {', '.join(SHARED)} (default none)",
-    )
-    parser.add_argument(
-        "--curve",
-        type=member("--curve", CURVES),
-        metavar="NAME",
-        help=f"one of {', '.join(CURVES)} (default auto)",
-    )
-    parser.add_argument(
-        "--summary",
-        type=member("--summary", SUMMARIES),
-        metavar="HOW",
-        help="of a window: its mean, or weighted by what its tokens are to the mean query (default mean)",
-    )
-    parser.add_argument(
-        "--interleave", action="store_const", const=True, help="tiles differ between heads, too"
-    )
-
-
-def add_plot(parser: argparse.ArgumentParser, words: str, *suffixes: str) -> None:
-    """`--plot FILE`. Some commands called it `--png` at first: that works in all of them, and is not listed."""
-    endings = suffixes or (".png",)
-    parser.add_argument(
-        "--plot",
-        type=output_file("--plot", *endings),
-        metavar="FILE",
-        help=f"{words} ({' or '.join(endings)})",
-    )
-    parser.add_argument("--png", dest="plot", type=output_file("--png", *endings), help=argparse.SUPPRESS)
-
-
 def wrong(argument: str, rule: str, got: object, hint: str = "") -> NoReturn:
     # Not a ValueError: argparse would replace the message with its own.
     raise UsageError(f"`{argument}` must {rule}; got {got}." + (f" {hint}" if hint else ""))
@@ -147,6 +92,21 @@ def integer(argument: str, least: int, most: int = 2**24) -> Callable[[str], int
             wrong(argument, f"be an integer of at least {least}", repr(text))
         if value > most:
             wrong(argument, f"be at most {most:,}", f"{value:,}")
+        return value
+
+    return parse
+
+
+def number(argument: str, *, least: float, is_above: bool = False) -> Callable[[str], float]:
+    """A number of at least `least`, or above it."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (value > least if is_above else value >= least) or value == float("inf"):
+            wrong(argument, f"be a number {'above' if is_above else 'of at least'} {least:g}", repr(text))
         return value
 
     return parse

@@ -9,13 +9,12 @@ from nearfield.commands.arguments import (
     IMPLS,
     OK,
     QUERY_BLOCKS,
-    add_plot,
     comma_list,
     command,
     member,
-    output_file,
     preset_name,
 )
+from nearfield.commands.options import add_json, add_plot
 from nearfield.commands.reports import note_load, require_reports, verdict, write_reports
 
 
@@ -62,9 +61,7 @@ def add_command(benchmarks: Any) -> None:
         help="instead of the tile row, time it and its parts, to see what mixing them costs",
     )
     parser.add_argument("--quick", action="store_true", help="one small preset and few repetitions")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
-    )
+    add_json(parser)
     add_plot(parser, "draw the results")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from nearfield.bench import fine_cases, loglinear_cases
-from nearfield.commands.arguments import IMPLS, INTERRUPTED, comma_list, command, member, output_file
+from nearfield.commands.arguments import INTERRUPTED, comma_list, command, member
+from nearfield.commands.options import add_impl, add_json
 from nearfield.commands.reports import verdict, write_reports, write_so_far
 
 
@@ -41,17 +42,9 @@ def _add_call_options(parser: argparse.ArgumentParser, cases: Any, meaning: str)
         metavar="A,B",
         help=f"{meaning}: any of {', '.join(names)}",
     )
-    parser.add_argument(
-        "--impl",
-        type=member("--impl", IMPLS),
-        default="auto",
-        metavar="A",
-        help=f"one of {', '.join(IMPLS)} (default auto)",
-    )
+    add_impl(parser)
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few repetitions")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
-    )
+    add_json(parser)
 
 
 def _bench_fine(arguments: argparse.Namespace) -> int:

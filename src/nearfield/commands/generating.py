@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nearfield.commands.arguments import OK, UsageError, command, integer, member, output_file, wrong
 from nearfield.commands.launched import local_rank, mesh_of_ranks, num_ranks
 from nearfield.commands.methods import add_method, add_recipe, recipe_of
+from nearfield.commands.options import add_device, add_integer, add_json, add_weights
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import note_load, write_reports
 
@@ -65,9 +66,7 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="the sheet of pictures (default cats.png)",
     )
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write figures and machine facts"
-    )
+    add_json(parser, "write figures and machine facts")
     _add_engine(parser)
 
 
@@ -103,20 +102,11 @@ def add_pictures(parser: argparse.ArgumentParser, *, steps: int, num: int) -> No
     parser.add_argument(
         "--size", type=_size, metavar="N", help="pixels: N or HxW (default: what the model was trained at)"
     )
-    for name, least, most, default, words in (
-        ("--steps", 1, 1000, steps, "denoising steps"),
-        ("--seed", 0, 2**31, 0, "of the noise"),
-        ("--num", 1, 10**6, num, "pictures"),
-        ("--first", 0, 10**6, 0, "number of the first picture of the seed"),
-        ("--batch", 1, 4096, 4, "pictures at a time"),
-    ):
-        parser.add_argument(
-            name,
-            type=integer(name, least, most),
-            default=default,
-            metavar="N",
-            help=f"{words} (default {default})",
-        )
+    add_integer(parser, "--steps", steps, "denoising steps", most=1000)
+    add_integer(parser, "--seed", 0, "of the noise", least=0, most=2**31)
+    add_integer(parser, "--num", num, "pictures", most=10**6)
+    add_integer(parser, "--first", 0, "number of the first picture of the seed", least=0, most=10**6)
+    add_integer(parser, "--batch", 4, "pictures at a time", most=4096)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -125,13 +115,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
     )
     parser.add_argument("--prompt", metavar="TEXT", help="what to draw; for --model")
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FILE",
-        help="a model of `nearfield train demo` (default: the embedded one)",
-    )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    add_weights(parser)
+    add_device(parser)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -5,18 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nearfield.bench import hilbert_cases
-from nearfield.commands.arguments import (
-    GRAINS,
-    IMPLS,
-    OK,
-    QUERY_BLOCKS,
-    add_plot,
-    comma_list,
-    command,
-    layer_numbers,
-    member,
-    output_file,
-)
+from nearfield.commands.arguments import GRAINS, OK, QUERY_BLOCKS, comma_list, command, layer_numbers, member
+from nearfield.commands.options import add_impl, add_json, add_plot
 from nearfield.commands.reports import note_load, require_reports, verdict, write_reports
 
 
@@ -54,20 +44,12 @@ def add_command(benchmarks: Any) -> None:
         metavar="N",
         help="keys per id (default: what suits the device)",
     )
-    parser.add_argument(
-        "--impl",
-        type=member("--impl", IMPLS),
-        default="auto",
-        metavar="A",
-        help=f"one of {', '.join(IMPLS)} (default auto)",
-    )
+    add_impl(parser)
     parser.add_argument(
         "--flex", action="store_true", help="also time torch's flex_attention, compiled, with the same mask"
     )
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few repetitions")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
-    )
+    add_json(parser)
     add_plot(parser, "draw the results")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 

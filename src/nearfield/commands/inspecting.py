@@ -12,17 +12,16 @@ from nearfield.commands.arguments import (
     OK,
     QUERY_BLOCKS,
     UsageError,
-    add_method_fields,
     command,
     grid_name,
     grid_sides,
-    integer,
     layer_numbers,
     member,
     output_file,
     preset_name,
     wrong,
 )
+from nearfield.commands.options import add_integer, add_method_fields
 from nearfield.commands.reports import picture_path
 
 # What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
@@ -143,26 +142,10 @@ def _add_explain(commands: Any) -> None:
     parser.add_argument(
         "--grid", type=grid_sides, metavar="HxW", help="image tokens per side, or frames x height x width"
     )
-    parser.add_argument(
-        "--tiles",
-        type=integer("--tiles", 1),
-        default=16,
-        metavar="N",
-        help="tiles along the curve (default 16)",
-    )
-    parser.add_argument(
-        "--text", type=integer("--text", 0), metavar="N", help="text tokens (default: the preset's)"
-    )
-    parser.add_argument(
-        "--heads", type=integer("--heads", 1, 2**16), metavar="N", help="heads (default: the preset's)"
-    )
-    parser.add_argument(
-        "--layer",
-        type=integer("--layer", 0),
-        default=0,
-        metavar="N",
-        help="layer, which slides the tiles (default 0)",
-    )
+    add_integer(parser, "--tiles", 16, "tiles along the curve")
+    add_integer(parser, "--text", None, "text tokens (default: the preset's)", least=0)
+    add_integer(parser, "--heads", None, "heads (default: the preset's)", most=2**16)
+    add_integer(parser, "--layer", 0, "layer, which slides the tiles", least=0)
     parser.add_argument(
         "--q-block",
         type=member("--q-block", QUERY_BLOCKS),
@@ -195,13 +178,7 @@ def _add_demo(commands: Any) -> None:
         metavar="HxW",
         help="image tokens per side (default 64x64)",
     )
-    parser.add_argument(
-        "--tiles",
-        type=integer("--tiles", 1),
-        default=16,
-        metavar="N",
-        help="tiles along the curve (default 16)",
-    )
+    add_integer(parser, "--tiles", 16, "tiles along the curve")
     parser.add_argument(
         "--out",
         type=output_file("--out", ".png"),
@@ -227,13 +204,7 @@ def _add_show(commands: Any) -> None:
         metavar="HxW",
         help="image tokens per side, or frames x height x width, of which some frames are drawn (default 64x64)",
     )
-    parser.add_argument(
-        "--text",
-        type=integer("--text", 0, 2**13),
-        default=512,
-        metavar="N",
-        help="text tokens (default 512)",
-    )
+    add_integer(parser, "--text", 512, "text tokens", least=0, most=2**13)
     parser.add_argument(
         "--layer",
         type=layer_numbers("--layer"),

@@ -1,19 +1,11 @@
 """Fields of a method on the command line, and the method they make."""
 
 import argparse
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench.pixel_cases import ATTENTION
-from nearfield.commands.arguments import (
-    ORDERS,
-    RECIPES,
-    UsageError,
-    add_method_fields,
-    integer,
-    member,
-    wrong,
-)
+from nearfield.commands.arguments import ORDERS, RECIPES, UsageError, integer, member, number, wrong
+from nearfield.commands.options import add_method_fields
 
 if TYPE_CHECKING:
     from nearfield.recipes import Recipe
@@ -190,18 +182,3 @@ def dense_layers(text: str, argument: str = "--dense-layers") -> int | tuple[int
 def dense_steps(text: str, argument: str = "--dense-steps") -> int | float:
     value = number(argument, least=0.0)(text)
     return int(value) if value >= 1 or value == 0 else value
-
-
-def number(argument: str, *, least: float, is_above: bool = False) -> Callable[[str], float]:
-    """A number of at least `least`, or above it."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not (value > least if is_above else value >= least) or value == float("inf"):
-            wrong(argument, f"be a number {'above' if is_above else 'of at least'} {least:g}", repr(text))
-        return value
-
-    return parse

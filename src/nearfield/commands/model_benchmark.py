@@ -8,22 +8,19 @@ from nearfield.bench import model_cases
 from nearfield.commands.arguments import (
     FAILED,
     GRAINS,
-    IMPLS,
     INTERRUPTED,
     PLACEMENTS,
     QUERY_BLOCKS,
     UsageError,
-    add_method_fields,
     block_counts,
     comma_list,
     command,
-    integer,
     member,
-    output_file,
     pixels,
     share,
     wrong,
 )
+from nearfield.commands.options import add_impl, add_integer, add_json, add_method_fields
 from nearfield.commands.reports import verdict, write_reports, write_so_far
 
 _HILBERT_FIELDS = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
@@ -75,12 +72,7 @@ def add_command(benchmarks: Any) -> None:
         metavar="X",
         help="share of the image tokens that is merged away (default 0.5)",
     )
-    parser.add_argument(
-        "--region-size",
-        type=integer("--region-size", 1),
-        metavar="N",
-        help="tokens that merge among themselves",
-    )
+    add_integer(parser, "--region-size", None, "tokens that merge among themselves")
     parser.add_argument(
         "--placement",
         type=member("--placement", PLACEMENTS),
@@ -106,23 +98,9 @@ def add_command(benchmarks: Any) -> None:
         help="keys that are kept or skipped together (default 4)",
     )
     add_method_fields(parser)
-    parser.add_argument(
-        "--impl",
-        type=member("--impl", IMPLS),
-        default="auto",
-        metavar="A",
-        help=f"one of {', '.join(IMPLS)} (default auto)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=integer("--rounds", 2, 1000),
-        default=5,
-        metavar="N",
-        help="turns in which everything is timed (default 5)",
-    )
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
-    )
+    add_impl(parser)
+    add_integer(parser, "--rounds", 5, "turns in which everything is timed", least=2, most=1000)
+    add_json(parser)
 
 
 def _model_case(arguments: argparse.Namespace) -> model_cases.ModelCase:

@@ -8,18 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench import quality_cases
-from nearfield.commands.arguments import (
-    FAILED,
-    OK,
-    UsageError,
-    add_plot,
-    command,
-    integer,
-    output_file,
-    wrong,
-)
+from nearfield.commands.arguments import FAILED, OK, UsageError, command, output_file, wrong
 from nearfield.commands.generating import chosen_device, missing_extras_told
-from nearfield.commands.methods import number
+from nearfield.commands.options import add_device, add_integer, add_json, add_number, add_plot, add_weights
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import note_load, require_reports, write_reports
 
@@ -50,12 +41,7 @@ def add_command(benchmarks: Any) -> None:
         help=f"what to measure: groups ({', '.join(quality_cases.GROUPS)}), a .json file with a list of patterns, or"
         f" {_NONE} (default {','.join(quality_cases.ALL_METHODS)})",
     )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FILE",
-        help="a model of `nearfield train demo` (default: the embedded one)",
-    )
+    add_weights(parser)
     parser.add_argument("--tiny", action="store_true", help="an untrained model of a few narrow layers")
     parser.add_argument(
         "--results",
@@ -65,34 +51,19 @@ def add_command(benchmarks: Any) -> None:
         help="also show these results of bench quality, hilbert or model: files, or folders of them"
         " (default: the committed ones of a checkout)",
     )
-    for name, least, default, words in (
-        ("--num", 1, 4, "pictures of each pattern"),
-        ("--steps", 1, 20, "denoising steps"),
-        ("--seed", 0, 0, "of the noise"),
-        ("--batch", 1, 1, "pictures at a time; each batch is one timing"),
-    ):
-        parser.add_argument(
-            name, type=integer(name, least), default=default, metavar="N", help=f"{words} (default {default})"
-        )
-    parser.add_argument(
-        "--size",
-        type=integer("--size", 64),
-        metavar="N",
-        help="pixels per side (default: what the model was trained at)",
-    )
+    add_integer(parser, "--num", 4, "pictures of each pattern")
+    add_integer(parser, "--steps", 20, "denoising steps")
+    add_integer(parser, "--seed", 0, "of the noise", least=0)
+    add_integer(parser, "--batch", 1, "pictures at a time; each batch is one timing")
+    add_integer(parser, "--size", None, "pixels per side (default: what the model was trained at)", least=64)
     parser.add_argument(
         "--inception",
         type=Path,
         metavar="FILE",
         help="the FID network, for distances of features (default: the installed package's, if there is one)",
     )
-    parser.add_argument(
-        "--minutes",
-        type=number("--minutes", least=0.0, is_above=True),
-        metavar="X",
-        help="begin no further pattern after this time",
-    )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    add_number(parser, "--minutes", None, "begin no further pattern after this time", is_above=True)
+    add_device(parser)
     parser.add_argument(
         "--out",
         type=output_file("--out", ".json"),
@@ -100,9 +71,7 @@ def add_command(benchmarks: Any) -> None:
         metavar="FILE",
         help="what is measured; what stands there already is not measured again (default pareto.json)",
     )
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write all points, and which nothing beats"
-    )
+    add_json(parser, "write all points, and which nothing beats")
     add_plot(parser, "draw them", ".png", ".svg")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured and read")
 

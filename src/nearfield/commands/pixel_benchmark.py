@@ -4,8 +4,9 @@ import argparse
 from typing import Any
 
 from nearfield.bench import pixel_cases
-from nearfield.commands.arguments import OK, UsageError, comma_list, command, integer, output_file
+from nearfield.commands.arguments import OK, UsageError, comma_list, command
 from nearfield.commands.generating import chosen_device, missing_extras_told
+from nearfield.commands.options import add_device, add_integer, add_json
 from nearfield.commands.reports import note_load, verdict, write_reports
 
 
@@ -28,24 +29,13 @@ def add_command(benchmarks: Any) -> None:
         + ", ".join(pixel_cases.ATTENTION)
         + ", with fields as in loglinear:levels=2 (default all)",
     )
-    for name, least, most, default, words in (
-        ("--size", 8, 1024, 128, "pixels per side"),
-        ("--batch", 1, 4096, 16, "pictures per step"),
-        ("--rounds", 2, 1000, 5, "turns in which everything is timed"),
-    ):
-        parser.add_argument(
-            name,
-            type=integer(name, least, most),
-            default=default,
-            metavar="N",
-            help=f"{words} (default {default})",
-        )
+    add_integer(parser, "--size", 128, "pixels per side", least=8, most=1024)
+    add_integer(parser, "--batch", 16, "pictures per step", most=4096)
+    add_integer(parser, "--rounds", 5, "turns in which everything is timed", least=2, most=1000)
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the models faster")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
-    )
+    add_device(parser)
+    add_json(parser)
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 

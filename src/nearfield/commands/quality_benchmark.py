@@ -9,16 +9,9 @@ from typing import Any
 
 from nearfield.bench import quality_cases
 from nearfield.commands import pareto_benchmark
-from nearfield.commands.arguments import (
-    OK,
-    UsageError,
-    add_plot,
-    command,
-    integer,
-    output_file,
-    wrong,
-)
+from nearfield.commands.arguments import OK, UsageError, command, output_file, wrong
 from nearfield.commands.generating import chosen_device, missing_extras_told
+from nearfield.commands.options import add_device, add_integer, add_plot, add_weights
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import require_reports
 
@@ -45,32 +38,17 @@ def add_command(benchmarks: Any) -> None:
         metavar="A,B",
         help=f"groups ({', '.join(quality_cases.GROUPS)}), or a .json file with a list of patterns (default tiles)",
     )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FILE",
-        help="a model of `nearfield train demo` (default: the embedded one)",
-    )
+    add_weights(parser)
     parser.add_argument(
         "--inception", type=Path, metavar="FILE", help="the FID network (default: the installed package's)"
     )
-    for name, least, default, words in (
-        ("--num", 4, 1500, "pictures of each pattern"),
-        ("--steps", 1, 16, "denoising steps"),
-        ("--size", 64, 512, "pixels per side"),
-        ("--seed", 0, 0, "of the noise"),
-        ("--batch", 1, 64, "pictures at a time"),
-    ):
-        parser.add_argument(
-            name, type=integer(name, least), default=default, metavar="N", help=f"{words} (default {default})"
-        )
-    parser.add_argument(
-        "--minutes",
-        type=integer("--minutes", 1),
-        metavar="N",
-        help="begin no further pattern after this time",
-    )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    add_integer(parser, "--num", 1500, "pictures of each pattern", least=4)
+    add_integer(parser, "--steps", 16, "denoising steps")
+    add_integer(parser, "--size", 512, "pixels per side", least=64)
+    add_integer(parser, "--seed", 0, "of the noise", least=0)
+    add_integer(parser, "--batch", 64, "pictures at a time")
+    add_integer(parser, "--minutes", None, "begin no further pattern after this time")
+    add_device(parser)
     parser.add_argument(
         "--out",
         type=output_file("--out", ".json"),

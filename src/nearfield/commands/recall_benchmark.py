@@ -6,18 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.commands.arguments import (
-    OK,
-    UsageError,
-    add_plot,
-    comma_list,
-    command,
-    integer,
-    output_file,
-    wrong,
-)
+from nearfield.commands.arguments import OK, UsageError, comma_list, command, integer, wrong
 from nearfield.commands.generating import chosen_device, missing_extras_told
-from nearfield.commands.methods import number
+from nearfield.commands.options import add_device, add_integer, add_json, add_number, add_plot
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import require_reports, write_reports
 
@@ -50,40 +41,23 @@ def add_command(benchmarks: Any) -> None:
     parser.add_argument(
         "--images", type=Path, metavar="FOLDER", help="pictures, or tar files of them, for --weights"
     )
-    parser.add_argument(
-        "--num", type=integer("--num", 1), default=1, metavar="N", help="pictures (default 1)"
-    )
-    parser.add_argument(
-        "--noise",
-        type=number("--noise", least=0),
-        default=0.5,
-        metavar="X",
-        help="level of noise in the pictures, 0 to 1 (default 0.5)",
-    )
-    parser.add_argument(
-        "--patch",
-        type=integer("--patch", 1),
-        default=2,
-        metavar="N",
-        help="latent pixels per token side (default 2)",
-    )
+    add_integer(parser, "--num", 1, "pictures")
+    add_number(parser, "--noise", 0.5, "level of noise in the pictures, 0 to 1")
+    add_integer(parser, "--patch", 2, "latent pixels per token side")
     parser.add_argument(
         "--tiles",
         type=comma_list(integer("--tiles", 1)),
         metavar="N,N",
         help="runs that the curve is cut into: they say how many pairs are kept (default 2,4,8,16)",
     )
-    parser.add_argument(
+    add_integer(
+        parser,
         "--query-block",
-        type=integer("--query-block", 1),
-        default=128,
-        metavar="N",
-        help="queries that share a choice; small pictures want fewer, and as many as divide the text (default 128)",
+        128,
+        "queries that share a choice; small pictures want fewer, and as many as divide the text",
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
-    )
+    add_device(parser)
+    add_json(parser)
     add_plot(parser, "draw them")
 
 

@@ -12,16 +12,16 @@ from nearfield.commands.arguments import (
     INTERRUPTED,
     OK,
     UsageError,
-    add_plot,
     comma_list,
     command,
     integer,
     member,
+    number,
     output_file,
     wrong,
 )
 from nearfield.commands.generating import chosen_device
-from nearfield.commands.methods import number
+from nearfield.commands.options import add_device, add_integer, add_plot
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import note_load, require_reports, verdict, write_reports, write_so_far
 from nearfield.commands.retrieving import retrieval_told
@@ -81,23 +81,15 @@ def add_command(benchmarks: Any) -> None:
         metavar="X,X",
         help="shares of tokens to compute again (default 0.05,0.15,0.3; for --speed 0.15)",
     )
-    for name, least, default, words in (
-        ("--chunk-tokens", 16, 1024, "tokens per chunk for --speed"),
-        ("--question-tokens", 1, 64, "tokens of question for --speed"),
-        ("--answer-tokens", 1, 16, "tokens of each answer that are compared, or with --answers said"),
-        ("--rounds", 1, 5, "turns in which everything is timed"),
-    ):
-        parser.add_argument(
-            name, type=integer(name, least), default=default, metavar="N", help=f"{words} (default {default})"
-        )
-    parser.add_argument(
-        "--minutes",
-        type=integer("--minutes", 1),
-        metavar="N",
-        help="begin no further question after this time",
+    add_integer(parser, "--chunk-tokens", 1024, "tokens per chunk for --speed", least=16)
+    add_integer(parser, "--question-tokens", 64, "tokens of question for --speed")
+    add_integer(
+        parser, "--answer-tokens", 16, "tokens of each answer that are compared, or with --answers said"
     )
-    parser.add_argument("--num", type=integer("--num", 1), metavar="N", help="the first N questions only")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    add_integer(parser, "--rounds", 5, "turns in which everything is timed")
+    add_integer(parser, "--minutes", None, "begin no further question after this time")
+    add_integer(parser, "--num", None, "the first N questions only")
+    add_device(parser)
     parser.add_argument(
         "--out",
         type=output_file("--out", ".json"),

@@ -9,18 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench.retrieval_cases import SELECTORS
-from nearfield.commands.arguments import (
-    OK,
-    UsageError,
-    add_plot,
-    command,
-    integer,
-    member,
-    output_file,
-    wrong,
-)
+from nearfield.commands.arguments import OK, UsageError, command, member, wrong
 from nearfield.commands.generating import chosen_device
-from nearfield.commands.methods import number
+from nearfield.commands.options import add_device, add_integer, add_json, add_number, add_plot
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import require_reports, write_reports
 
@@ -61,21 +52,10 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--store", metavar="PLACE", help="a folder or fsspec URL to keep chunks in (default: memory)"
     )
-    for name, least, default, words in (
-        ("--chunk-tokens", 16, 512, "tokens per chunk, at most"),
-        ("--top", 1, 8, "chunks to answer from; those that share most words with the question"),
-        ("--max-new-tokens", 1, 64, "tokens of the answer, at most"),
-    ):
-        parser.add_argument(
-            name, type=integer(name, least), default=default, metavar="N", help=f"{words} (default {default})"
-        )
-    parser.add_argument(
-        "--ratio",
-        type=number("--ratio", least=0),
-        default=0.15,
-        metavar="X",
-        help="share of the tokens to compute again (default 0.15)",
-    )
+    add_integer(parser, "--chunk-tokens", 512, "tokens per chunk, at most", least=16)
+    add_integer(parser, "--top", 8, "chunks to answer from; those that share most words with the question")
+    add_integer(parser, "--max-new-tokens", 64, "tokens of the answer, at most")
+    add_number(parser, "--ratio", 0.15, "share of the tokens to compute again")
     parser.add_argument(
         "--selector",
         type=member("--selector", NAMES),
@@ -87,10 +67,8 @@ def add_commands(commands: Any) -> None:
         "--reorder", action="store_true", help="put the chunks that the question attends to most last"
     )
     parser.add_argument("--compare", action="store_true", help="all selectors beside full prefill")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write everything and machine facts"
-    )
+    add_device(parser)
+    add_json(parser, "write everything and machine facts")
     add_plot(parser, "draw fidelity against ratio for all selectors")
 
 

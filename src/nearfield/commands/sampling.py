@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nearfield.commands.arguments import FAILED, OK, UsageError, command, integer, output_file, wrong
+from nearfield.commands.arguments import FAILED, OK, UsageError, command, wrong
 from nearfield.commands.folders import check_settings, missing_pictures, run_length
 from nearfield.commands.generating import chosen_device, missing_extras_told
-from nearfield.commands.methods import number
+from nearfield.commands.options import add_device, add_integer, add_json, add_number
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import write_reports
 
@@ -26,35 +26,22 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the pictures; those that are there are kept"
     )
-    for name, least, most, default, words in (
-        ("--num", 1, 10**6, 16, "pictures"),
-        ("--steps", 1, 1000, 20, "denoising steps"),
-        ("--seed", 0, 2**31, 0, "of the noise"),
-        ("--batch", 1, 4096, 16, "pictures at a time"),
-    ):
-        parser.add_argument(
-            name,
-            type=integer(name, least, most),
-            default=default,
-            metavar="N",
-            help=f"{words} (default {default})",
-        )
-    parser.add_argument(
-        "--size",
-        type=integer("--size", 8, 4096),
-        metavar="N",
-        help="pixels per side (default: what the model was trained at)",
+    add_integer(parser, "--num", 16, "pictures", most=10**6)
+    add_integer(parser, "--steps", 20, "denoising steps", most=1000)
+    add_integer(parser, "--seed", 0, "of the noise", least=0, most=2**31)
+    add_integer(parser, "--batch", 16, "pictures at a time", most=4096)
+    add_integer(
+        parser, "--size", None, "pixels per side (default: what the model was trained at)", least=8, most=4096
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--minutes",
-        type=number("--minutes", least=0, is_above=True),
-        metavar="X",
-        help="begin no further batch after this time; the same command goes on",
+        None,
+        "begin no further batch after this time; the same command goes on",
+        is_above=True,
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write figures and machine facts"
-    )
+    add_device(parser)
+    add_json(parser, "write figures and machine facts")
 
 
 def _sample(arguments: argparse.Namespace) -> int:

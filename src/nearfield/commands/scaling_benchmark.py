@@ -4,19 +4,9 @@ import argparse
 from typing import Any
 
 from nearfield.bench import scaling_cases as cases
-from nearfield.commands.arguments import (
-    FAILED,
-    INTERRUPTED,
-    OK,
-    add_plot,
-    comma_list,
-    command,
-    integer,
-    member,
-    output_file,
-    wrong,
-)
+from nearfield.commands.arguments import FAILED, INTERRUPTED, OK, comma_list, command, integer, member, wrong
 from nearfield.commands.generating import chosen_device
+from nearfield.commands.options import add_json, add_plot
 from nearfield.commands.reports import note_load, require_reports, write_reports, write_so_far
 
 _TIMED, _TIMED_RANKS = ("flux-4096",), (8,)
@@ -58,9 +48,7 @@ def add_command(benchmarks: Any) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="with --kernel-time: a tiny case, timed shortly")
     parser.add_argument("--device", metavar="NAME", help="with --kernel-time (default: cuda if there is one)")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
-    )
+    add_json(parser)
     add_plot(parser, "draw them")
 
 

@@ -5,8 +5,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from nearfield.commands.arguments import OK, UsageError, command, integer, wrong
+from nearfield.commands.arguments import OK, UsageError, command, wrong
 from nearfield.commands.generating import chosen_device, missing_extras_told
+from nearfield.commands.options import add_device, add_integer
 from nearfield.commands.reports import require_drawing
 
 
@@ -25,9 +26,7 @@ def add_commands(commands: Any) -> None:
         metavar="ADDRESS",
         help="where to listen (default 127.0.0.1: this machine alone)",
     )
-    parser.add_argument(
-        "--port", type=integer("--port", 1, 65535), metavar="N", help="(default: the first free from 7860)"
-    )
+    add_integer(parser, "--port", None, "(default: the first free from 7860)", most=65535)
     parser.add_argument(
         "--weights",
         type=Path,
@@ -44,7 +43,7 @@ def add_commands(commands: Any) -> None:
         metavar="DIR",
         help="a folder of transformers that answers (default: SmolLM2-135M-Instruct, where its package is installed)",
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    add_device(parser)
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 

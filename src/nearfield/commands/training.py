@@ -11,14 +11,13 @@ from nearfield.commands.arguments import (
     OK,
     UsageError,
     command,
-    integer,
     member,
-    output_file,
     show_help_without_command,
     wrong,
 )
 from nearfield.commands.generating import chosen_device, missing_extras_told
-from nearfield.commands.methods import add_attention, add_method, attention_of, method_of, number
+from nearfield.commands.methods import add_attention, add_method, attention_of, method_of
+from nearfield.commands.options import add_device, add_integer, add_json, add_number, add_weights
 from nearfield.commands.progress import Bar
 from nearfield.commands.reports import write_reports
 
@@ -55,10 +54,10 @@ def _add_train_demo(models: Any) -> None:
         "  nearfield train demo --data cats512 --out try --tiny --size 64 --batch 16 --steps 300",
     )
     _add_places(parser, is_data_needed=True)
-    _add_integer(parser, "--size", 256, "pixels per side", least=32, most=4096)
-    _add_integer(parser, "--batch", 256, "pictures per step")
+    add_integer(parser, "--size", 256, "pixels per side", least=32, most=4096)
+    add_integer(parser, "--batch", 256, "pictures per step")
     _add_schedule(parser, learning_rate=4e-4, warm_up=200)
-    _add_number(parser, "--shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
+    add_number(parser, "--shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
     parser.add_argument(
         "--start", type=Path, metavar="FILE", help="start from this model, such as one of a smaller size"
     )
@@ -97,8 +96,8 @@ def _add_train_pixel(models: Any) -> None:
         "  nearfield train pixel --data cats512 --out try --tiny --size 32 --attention gated --steps 300",
     )
     _add_places(parser, is_data_needed=True, kept="pixels")
-    _add_integer(parser, "--size", 64, "pixels per side, each a token", least=8, most=1024)
-    _add_integer(parser, "--batch", 16, "pictures per step")
+    add_integer(parser, "--size", 64, "pixels per side, each a token", least=8, most=1024)
+    add_integer(parser, "--batch", 16, "pictures per step")
     _add_schedule(parser, learning_rate=1e-4, warm_up=200, average=0.9999)
     add_attention(parser)
     parser.add_argument(
@@ -130,8 +129,8 @@ def _add_train_pixel(models: Any) -> None:
 
 
 def _add_sheets(parser: argparse.ArgumentParser) -> None:
-    _add_integer(parser, "--samples", 16, "pictures on a sample sheet", least=0, most=256)
-    _add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
+    add_integer(parser, "--samples", 16, "pictures on a sample sheet", least=0, most=256)
+    add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
 
 
 def _add_distill(commands: Any) -> None:
@@ -154,13 +153,8 @@ def _add_distill(commands: Any) -> None:
         metavar="FILE",
         help="one prompt per line, whose calls are learned from; for --model",
     )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FILE",
-        help="a model of `nearfield train demo` (default: the embedded one)",
-    )
-    _add_integer(
+    add_weights(parser)
+    add_integer(
         parser,
         "--size",
         None,
@@ -168,9 +162,9 @@ def _add_distill(commands: Any) -> None:
         least=32,
         most=4096,
     )
-    _add_integer(parser, "--rank", 4, "of the LoRA", most=1024)
-    _add_integer(parser, "--batch", 8, "samples per step")
-    _add_integer(parser, "--denoising-steps", 20, "per prompt; for --model")
+    add_integer(parser, "--rank", 4, "of the LoRA", most=1024)
+    add_integer(parser, "--batch", 8, "samples per step")
+    add_integer(parser, "--denoising-steps", 20, "per prompt; for --model")
     _add_schedule(parser, learning_rate=1e-3, warm_up=50)
     parser.add_argument(
         "--save-memory", action="store_true", help="compute activations again in the backward pass"
@@ -202,42 +196,20 @@ def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool, kept: str
 def _add_schedule(
     parser: argparse.ArgumentParser, learning_rate: float, warm_up: int, average: float = 0.999
 ) -> None:
-    _add_integer(parser, "--steps", None, "to reach in all, over all runs")
-    _add_number(parser, "--minutes", None, "time for this run", is_above=True)
-    _add_number(parser, "--learning-rate", learning_rate, "after warming up", is_above=True)
-    _add_integer(parser, "--warm-up", warm_up, "steps until the full learning rate", least=0)
-    _add_integer(parser, "--cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
-    _add_number(parser, "--average", average, "decay of the moving average of the weights")
-    _add_integer(parser, "--accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
-    _add_number(parser, "--checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
+    add_integer(parser, "--steps", None, "to reach in all, over all runs")
+    add_number(parser, "--minutes", None, "time for this run", is_above=True)
+    add_number(parser, "--learning-rate", learning_rate, "after warming up", is_above=True)
+    add_integer(parser, "--warm-up", warm_up, "steps until the full learning rate", least=0)
+    add_integer(parser, "--cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
+    add_number(parser, "--average", average, "decay of the moving average of the weights")
+    add_integer(parser, "--accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
+    add_number(parser, "--checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    _add_integer(parser, "--seed", 0, "of weights, order and noise", least=0)
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    parser.add_argument(
-        "--json", type=output_file("--json"), metavar="FILE", help="write results and machine facts"
-    )
-
-
-def _add_integer(
-    parser: argparse.ArgumentParser,
-    name: str,
-    default: int | None,
-    words: str,
-    least: int = 1,
-    most: int = 2**24,
-) -> None:
-    shown = words if default is None else f"{words} (default {default})"
-    parser.add_argument(name, type=integer(name, least, most), default=default, metavar="N", help=shown)
-
-
-def _add_number(
-    parser: argparse.ArgumentParser, name: str, default: float | None, words: str, is_above: bool = False
-) -> None:
-    shown = words if default is None else f"{words} (default {default:g})"
-    parse = number(name, least=0, is_above=is_above)
-    parser.add_argument(name, type=parse, default=default, metavar="X", help=shown)
+    add_integer(parser, "--seed", 0, "of weights, order and noise", least=0)
+    add_device(parser)
+    add_json(parser)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.commands.arguments import FAILED, OK, add_plot, command, output_file, wrong
+from nearfield.commands.arguments import FAILED, OK, command, output_file, wrong
 from nearfield.commands.generating import (
     add_model,
     add_pictures,
@@ -16,7 +16,7 @@ from nearfield.commands.generating import (
     missing_extras_told,
     prepared,
 )
-from nearfield.commands.methods import number
+from nearfield.commands.options import add_number, add_plot
 from nearfield.commands.reports import require_drawing
 
 if TYPE_CHECKING:
@@ -39,19 +39,10 @@ def add_commands(commands: Any) -> None:
     )
     add_pictures(parser, steps=12, num=2)
     add_model(parser)
-    parser.add_argument(
-        "--max-lpips",
-        type=number("--max-lpips", least=0.0, is_above=True),
-        default=0.1,
-        metavar="X",
-        help="mean distance to the dense pictures that is allowed (default 0.1)",
+    add_number(
+        parser, "--max-lpips", 0.1, "mean distance to the dense pictures that is allowed", is_above=True
     )
-    parser.add_argument(
-        "--minutes",
-        type=number("--minutes", least=0.0, is_above=True),
-        metavar="X",
-        help="stop after so long; run again to go on",
-    )
+    add_number(parser, "--minutes", None, "stop after so long; run again to go on", is_above=True)
     parser.add_argument(
         "--out",
         type=output_file("--out"),
