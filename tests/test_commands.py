@@ -1,10 +1,11 @@
-"""The commands around the embedded model: generate, train demo, distill."""
+"""The commands around the embedded model: generate, train demo, distill; what long ones keep and say."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +17,8 @@ from tests.cats import CATS, lively_model
 
 from nearfield import Hilbert, cli
 from nearfield.commands import methods, training
-from nearfield.commands.progress import Bar
+from nearfield.commands.progress import Bar, time_for
+from nearfield.commands.reports import collect
 from nearfield.demo import generate
 from nearfield.demo.model import Packing, save_model
 from nearfield.training.flow import Backend
@@ -307,3 +309,32 @@ def test_the_bar_forgets_what_it_counted_before(
         "0/2 pictures, sparse",
         "1/2 pictures, sparse, 20.0 s each, 0:20 left",
     ]
+
+
+def test_time_for_some_minutes_ends_and_for_none_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("nearfield.commands.progress.time.monotonic", lambda: now)
+    short, endless = time_for(0.5), time_for(None)
+    assert short()
+    now = 130.0
+    assert not short()
+    now = 1e12
+    assert endless()
+
+
+def test_results_are_written_one_by_one_and_kept_if_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+
+    def measured(count: int) -> Iterator[int]:
+        for result in range(count):
+            yield result
+            assert json.loads(path.read_text())["results"] == list(range(result + 1))
+        raise KeyboardInterrupt
+
+    def document(results: list[int]) -> dict[str, list[int]]:
+        return {"results": results}
+
+    assert collect(measured(3), document, path) == ([0, 1, 2], False)
+    assert collect([4, 5], document, path) == ([4, 5], True)
+    with pytest.raises(KeyboardInterrupt):
+        collect(measured(0), document, path)

@@ -42,7 +42,7 @@ def draw(path: Path, preset: Preset, tiles: int) -> None:
 
 def speed_table(preset: Preset, tiles: int) -> tuple[str, bool]:
     """Dense and nearfield side by side for two layers, and whether every answer was right."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = machine.default_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q_block, k_block = (128, 64) if device.type == "cuda" else (16, 16)
     inputs = random_inputs(preset, device, dtype)

@@ -7,7 +7,6 @@ from nearfield.bench import presets
 from nearfield.commands.arguments import (
     GRAINS,
     IMPLS,
-    OK,
     QUERY_BLOCKS,
     comma_list,
     command,
@@ -15,7 +14,7 @@ from nearfield.commands.arguments import (
     preset_name,
 )
 from nearfield.commands.options import add_json, add_plot
-from nearfield.commands.reports import note_load, require_reports, verdict, write_reports
+from nearfield.commands.reports import list_measurements, note_load, require_reports, verdict, write_reports
 
 
 def add_command(benchmarks: Any) -> None:
@@ -68,15 +67,13 @@ def add_command(benchmarks: Any) -> None:
 
 def _bench_attend(arguments: argparse.Namespace) -> int:
     require_reports("--plot", arguments.plot, arguments.json)
-    import torch
-
     from nearfield.bench import attend, machine, report
     from nearfield.bench.cases import cases as all_cases
     from nearfield.bench.progress import Progress
     from nearfield.bench.timing import Effort
     from nearfield.plots.bars import attend_bars
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = machine.default_device()
     chosen = [
         presets.PRESETS[name] for name in arguments.presets or _default_presets(device.type, arguments.quick)
     ]
@@ -90,8 +87,7 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
         ragged=arguments.ragged,
     )
     if arguments.dry_run:
-        print(f"{len(cases)} measurements on {machine.device_name(device)}:", *cases, sep="\n  ")
-        return OK
+        return list_measurements(cases, device)
     note_load(device.type)
     with Progress(len(cases)) as progress:
         results = attend.run_all(cases, device, Effort.of(device, arguments.quick), progress.step)

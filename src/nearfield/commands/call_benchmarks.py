@@ -7,7 +7,7 @@ from typing import Any
 from nearfield.bench import fine_cases, loglinear_cases
 from nearfield.commands.arguments import INTERRUPTED, comma_list, command, member
 from nearfield.commands.options import add_impl, add_json
-from nearfield.commands.reports import verdict, write_reports, write_so_far
+from nearfield.commands.reports import collect, verdict, write_reports
 
 
 def add_fine(benchmarks: Any) -> None:
@@ -63,31 +63,20 @@ def _bench_loglinear(arguments: argparse.Namespace) -> int:
 def _bench_calls(
     arguments: argparse.Namespace, bench: Any, cases: Any, effort: Callable[[Any, bool], Any]
 ) -> int:
-    """Measure single calls of attention: `cases` has their tables, `bench` measures them with an `effort`.
-
-    What is measured is written at once: whatever stops the command, it has taken minutes.
-    """
-    import torch
-
+    """Measure single calls of attention: `cases` has their tables, `bench` measures them with an `effort`."""
     from nearfield.bench import machine
     from nearfield.bench.progress import Progress
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = machine.default_device()
     known = cases.QUICK | cases.CASES
     few = arguments.quick or device.type == "cpu"
     names = arguments.cases or tuple(cases.QUICK if few else cases.CASES)
-    results: list[Any] = []
-    is_whole, facts = True, machine.facts()
-    try:
-        with Progress(len(names)) as progress:
-            chosen, much = [known[name] for name in names], effort(device, arguments.quick)
-            for result in bench.run_all(chosen, device, much, arguments.impl, progress.step):
-                results.append(result)
-                write_so_far(bench.as_json(results, facts), arguments.json)
-    except KeyboardInterrupt:
-        if not results:
-            raise
-        is_whole = False
+    facts = machine.facts()
+    with Progress(len(names)) as progress:
+        chosen, much = [known[name] for name in names], effort(device, arguments.quick)
+        measured = bench.run_all(chosen, device, much, arguments.impl, progress.step)
+        results, is_whole = collect(measured, lambda some: bench.as_json(some, facts), arguments.json)
+    if not is_whole:
         print(f"interrupted; {len(results)} of {len(names)} were measured")
     print(machine.device_name(device))
     print(bench.results_table(results))

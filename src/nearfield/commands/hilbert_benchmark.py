@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nearfield.bench import hilbert_cases
-from nearfield.commands.arguments import GRAINS, OK, QUERY_BLOCKS, comma_list, command, layer_numbers, member
+from nearfield.commands.arguments import GRAINS, QUERY_BLOCKS, comma_list, command, layer_numbers, member
 from nearfield.commands.options import add_impl, add_json, add_plot
-from nearfield.commands.reports import note_load, require_reports, verdict, write_reports
+from nearfield.commands.reports import list_measurements, note_load, require_reports, verdict, write_reports
 
 
 def add_command(benchmarks: Any) -> None:
@@ -56,19 +56,16 @@ def add_command(benchmarks: Any) -> None:
 
 def _bench_hilbert(arguments: argparse.Namespace) -> int:
     require_reports("--plot", arguments.plot, arguments.json)
-    import torch
-
     from nearfield.bench import hilbert, hilbert_report, machine
     from nearfield.bench.progress import Progress
     from nearfield.bench.timing import Effort
     from nearfield.plots.bars import hilbert_bars
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = machine.default_device()
     names = arguments.cases or _default_cases(device.type, arguments.quick)
     cases = [hilbert_cases.CASES[name] for name in names]
     if arguments.dry_run:
-        print(f"{len(cases)} measurements on {machine.device_name(device)}:", *cases, sep="\n  ")
-        return OK
+        return list_measurements(cases, device)
     note_load(device.type)
     options = hilbert.Options(
         tuple(arguments.layers), arguments.q_block, arguments.k_block, arguments.impl, arguments.flex

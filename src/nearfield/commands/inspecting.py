@@ -21,7 +21,7 @@ from nearfield.commands.arguments import (
     preset_name,
     wrong,
 )
-from nearfield.commands.options import add_integer, add_method_fields
+from nearfield.commands.options import METHOD_FIELDS, add_integer, add_method_fields, given
 from nearfield.commands.reports import picture_path
 
 # What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
@@ -94,11 +94,11 @@ def _show(arguments: argparse.Namespace) -> int:
     from nearfield import Geometry, Hilbert
     from nearfield.bench import show
 
-    names = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
-    fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     try:
         geometry = Geometry(arguments.grid, text=arguments.text)
-        shown = show.examine(geometry, Hilbert(**fields), arguments.layer, arguments.q_block)
+        shown = show.examine(
+            geometry, Hilbert(**given(arguments, METHOD_FIELDS)), arguments.layer, arguments.q_block
+        )
         report = show.record(shown)
     except ValueError as error:  # fields that do not go together, or not with this grid
         raise UsageError(str(error)) from None

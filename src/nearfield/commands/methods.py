@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearfield.bench.pixel_cases import ATTENTION
 from nearfield.commands.arguments import ORDERS, RECIPES, UsageError, integer, member, number, wrong
-from nearfield.commands.options import add_method_fields
+from nearfield.commands.options import add_method_fields, given
 
 if TYPE_CHECKING:
     from nearfield.recipes import Recipe
@@ -77,10 +77,8 @@ def method_of(arguments: argparse.Namespace, **defaults: Any) -> Any:
         return None
     from nearfield import Hilbert
 
-    given = _given_fields(arguments)
-
     try:
-        return Hilbert(**(defaults | given))
+        return Hilbert(**(defaults | given(arguments, _FIELDS)))
     except (TypeError, ValueError) as error:  # fields that do not go together
         raise UsageError(str(error)) from None
 
@@ -105,12 +103,8 @@ def recipe_of(arguments: argparse.Namespace, **defaults: Any) -> "Recipe | None"
         raise UsageError(str(error).replace("`recipe`", "`--recipe`")) from None
 
 
-def _given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in _FIELDS if getattr(arguments, name) is not None}
-
-
 def _refuse_fields(arguments: argparse.Namespace, beside: str) -> None:
-    for name, value in _given_fields(arguments).items():
+    for name, value in given(arguments, _FIELDS).items():
         wrong(f"--{name.replace('_', '-')}", f"be left out with `{beside}`", value)
 
 
@@ -155,14 +149,12 @@ def attention_of(arguments: argparse.Namespace, name: str | None = None) -> tupl
     """The attention that was asked for, and its fields; a field that it does not have is refused."""
     attention = name or arguments.attention
     every = {field for fields in ATTENTION.values() for field in fields}
-    given = {
-        field: getattr(arguments, field) for field in sorted(every) if getattr(arguments, field) is not None
-    }
-    for field, value in given.items():
+    fields = given(arguments, sorted(every))
+    for field, value in fields.items():
         if field not in ATTENTION[attention]:
             option = "unweighted" if field == "weighted" else field
             wrong(f"--{option}", f"be left out with `--attention {attention}`", value)
-    return attention, given
+    return attention, fields
 
 
 def _levels(text: str) -> int | str:

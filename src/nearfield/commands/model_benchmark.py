@@ -1,8 +1,8 @@
 """`nearfield bench model`: a denoising step of a real architecture."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from nearfield.bench import model_cases
 from nearfield.commands.arguments import (
@@ -20,10 +20,19 @@ from nearfield.commands.arguments import (
     share,
     wrong,
 )
-from nearfield.commands.options import add_impl, add_integer, add_json, add_method_fields
-from nearfield.commands.reports import verdict, write_reports, write_so_far
+from nearfield.commands.options import (
+    METHOD_FIELDS,
+    add_impl,
+    add_integer,
+    add_json,
+    add_method_fields,
+    given,
+)
+from nearfield.commands.reports import collect, verdict, write_reports
 
-_HILBERT_FIELDS = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
+if TYPE_CHECKING:
+    from nearfield.bench.model import ModelBench
+
 _MERGE_FIELDS = ("ratio", "region_size", "placement")
 _FINE_FIELDS = ("query_block", "grain")
 
@@ -117,22 +126,22 @@ def _model_case(arguments: argparse.Namespace) -> model_cases.ModelCase:
         got = repr("+".join(map(str, arguments.layers)))
         wrong("--layers", f"be {count}", got, f"Example: --layers {example}")
 
-    def given(names: Sequence[str], is_allowed: bool) -> dict[str, Any]:
-        found = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    def allowed(names: Sequence[str], is_allowed: bool) -> dict[str, Any]:
+        found = given(arguments, names)
         if found and not is_allowed:
             name = next(iter(found))
             wrong(f"--{name.replace('_', '-')}", f"be left out with `--method {method}`", found[name])
         return found
 
-    shares = given(("skipped",), method == "fine").get("skipped", (model_cases.SKIPPED,))
+    shares = allowed(("skipped",), method == "fine").get("skipped", (model_cases.SKIPPED,))
     return model_cases.ModelCase(
         arguments.model,
         arguments.layers,
         arguments.tiny,
-        given(_HILBERT_FIELDS, "hilbert" in method),
+        allowed(METHOD_FIELDS, "hilbert" in method),
         method,
-        given(_MERGE_FIELDS, "merge" in method),
-        given(_FINE_FIELDS, method == "fine"),
+        allowed(_MERGE_FIELDS, "merge" in method),
+        allowed(_FINE_FIELDS, method == "fine"),
         tuple(shares),
     )
 
@@ -140,44 +149,48 @@ def _model_case(arguments: argparse.Namespace) -> model_cases.ModelCase:
 def _bench_model(arguments: argparse.Namespace) -> int:
     case = _model_case(arguments)
     sizes = [case.size(*size) for size in arguments.sizes or ()] or case.sizes
-    import torch
-
     from nearfield.bench import machine, model, model_report, random_model
     from nearfield.bench.progress import Progress
-    from nearfield.bench.timing import Effort
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
-    results: list[Any] = []
-    is_whole = True
     with Progress(len(sizes) + 2) as progress:
-        try:
-            progress.step(f"making {arguments.model} with random weights")
-            bench = model.ModelBench(case, device, effort, arguments.impl)
-        except random_model.MissingDiffusers as error:
-            raise UsageError(str(error)) from None
-        except random_model.TooLarge as error:
-            fewer = "+".join(map(str, case.architecture.tiny_layers))
-            wrong("--model", "fit into memory", error, f"Use --layers {fewer} for fewer layers, or --tiny.")
+        progress.step(f"making {arguments.model} with random weights")
+        bench = _made(arguments, case)
         progress.step("checking outputs")
         checked = bench.check(model.check_size(sizes))
         if not checked.passed:
             print(f"no figures: {checked}")
             return FAILED
         parameters, facts = random_model.num_parameters(bench.model), machine.facts()
-        try:
+
+        def document(results: list[model.ModelResult]) -> dict[str, Any]:
+            return model_report.as_json(results, checked, parameters, facts)
+
+        def measured() -> Iterator[model.ModelResult]:
             for size in sizes:
                 progress.step(f"{size}: {size.tokens + case.text:,} tokens")
-                results += bench.run(size)
-                write_so_far(model_report.as_json(results, checked, parameters, facts), arguments.json)
-        except KeyboardInterrupt:  # what was measured until then has taken minutes
-            if not results:
-                raise
-            is_whole = False
-            print("interrupted; what was measured until then:")
-    print(model_report.heading(case, parameters, machine.device_name(device), bench.dtype))
+                yield from bench.run(size)
+
+        results, is_whole = collect(measured(), document, arguments.json)
+    if not is_whole:
+        print("interrupted; what was measured until then:")
+    print(model_report.heading(case, parameters, machine.device_name(bench.device), bench.dtype))
     print(model_report.results_table(results))
     print(f"checked: {checked}")
-    document = model_report.as_json(results, checked, parameters, facts)
-    written = write_reports(document, arguments.json)
+    written = write_reports(document(results), arguments.json)
     return verdict(results, written) if is_whole else INTERRUPTED
+
+
+def _made(arguments: argparse.Namespace, case: model_cases.ModelCase) -> "ModelBench":
+    """The model, where it can be made here."""
+    from nearfield.bench import machine, random_model
+    from nearfield.bench.model import ModelBench
+    from nearfield.bench.timing import Effort
+
+    effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
+    try:
+        return ModelBench(case, machine.default_device(), effort, arguments.impl)
+    except random_model.MissingDiffusers as error:
+        raise UsageError(str(error)) from None
+    except random_model.TooLarge as error:
+        fewer = "+".join(map(str, case.architecture.tiny_layers))
+        wrong("--model", "fit into memory", error, f"Use --layers {fewer} for fewer layers, or --tiny.")

@@ -1,7 +1,9 @@
 """Options that several commands have, each added by one call."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nearfield.commands.arguments import (
     CURVES,
@@ -62,6 +64,9 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
+METHOD_FIELDS = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
+
+
 def add_method_fields(parser: argparse.ArgumentParser, most_tiles: int = 2**24) -> None:
     """Fields of the Hilbert method; what is not given is left to the method or the size."""
     parser.add_argument(
@@ -103,6 +108,11 @@ def add_method_fields(parser: argparse.ArgumentParser, most_tiles: int = 2**24) 
     parser.add_argument(
         "--interleave", action="store_const", const=True, help="tiles differ between heads, too"
     )
+
+
+def given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Those of the options that were given."""
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
 def add_json(parser: argparse.ArgumentParser, words: str = "write results and machine facts") -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,8 @@ from nearfield.bench import quality_cases
 from nearfield.commands.arguments import FAILED, OK, UsageError, command, output_file, wrong
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.options import add_device, add_integer, add_json, add_number, add_plot, add_weights
-from nearfield.commands.progress import Bar
+from nearfield.commands.progress import Bar, time_for
+from nearfield.commands.quality_benchmark import patterns_of, second_network
 from nearfield.commands.reports import note_load, require_reports, write_reports
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def add_command(benchmarks: Any) -> None:
 
 
 def _bench_pareto(arguments: argparse.Namespace) -> int:
-    patterns = _patterns(arguments)
+    patterns = [] if arguments.patterns == _NONE else patterns_of(arguments.patterns)
     _check(arguments)
     arguments.out = Path(arguments.out)
     for path in filter(None, (arguments.out, arguments.json)):
@@ -106,15 +106,6 @@ def _bench_pareto(arguments: argparse.Namespace) -> int:
     if not is_done:
         print("time is up; the same command goes on", file=sys.stderr)
     return OK if written and not (sweep and sweep.broken) else FAILED
-
-
-def _patterns(arguments: argparse.Namespace) -> list[quality_cases.Pattern]:
-    if arguments.patterns == _NONE:
-        return []
-    try:
-        return quality_cases.read_patterns(arguments.patterns)
-    except ValueError as error:
-        raise UsageError(f"`--patterns` must {error}.") from None
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -189,33 +180,20 @@ def _networks(arguments: argparse.Namespace, device: "torch.device") -> "dict[st
         return second_network(device)
 
 
-def second_network(device: "torch.device") -> "dict[str, nn.Module]":
-    """EfficientNet-Lite0, where it is installed."""
-    from nearfield import quality
-    from nearfield.quality.inception import MissingWeights
-
-    try:
-        return {"efficientnet": quality.load_efficientnet(device)}
-    except MissingWeights as error:
-        print(f"no distances of EfficientNet's features: {error}", file=sys.stderr)
-        return {}
-
-
 def _swept(
     arguments: argparse.Namespace, patterns: Sequence[quality_cases.Pattern]
 ) -> "tuple[TimedSweep | None, bool]":
     """Measures what is missing; also tells whether time was enough."""
     if not patterns:
         return None, True
-    started, device = time.monotonic(), chosen_device(arguments.device)
+    is_time, device = time_for(arguments.minutes), chosen_device(arguments.device)
     note_load(device.type)
     with Bar(arguments.num, "pictures") as bar:
         sweep = _sweep(arguments, device, bar)
         if sweep is None:
             return None, True
-        limit = float("inf") if arguments.minutes is None else 60 * arguments.minutes
         try:
-            is_done = sweep.run(patterns, lambda: time.monotonic() - started < limit)
+            is_done = sweep.run(patterns, is_time)
         except ValueError as error:  # fields that are none, or do not go together
             raise UsageError(str(error)) from None
     print(f"measured: {arguments.out}", file=sys.stderr)

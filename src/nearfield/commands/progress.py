@@ -1,9 +1,16 @@
-"""A bar on stderr for long work: rewritten in a terminal, in a log said again every few seconds."""
+"""Long work: a bar on stderr, rewritten in a terminal, in a log said again every few seconds; and when time is up."""
 
 import sys
 import time
+from collections.abc import Callable
 
 _IN_TERMINAL, _IN_LOG = 0.2, 10.0
+
+
+def time_for(minutes: float | None) -> Callable[[], bool]:
+    """Tells whether so many minutes from now are not over; None: they never are."""
+    ends = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+    return lambda: time.monotonic() < ends
 
 
 class Bar:

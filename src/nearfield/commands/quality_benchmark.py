@@ -2,18 +2,20 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nearfield.bench import quality_cases
-from nearfield.commands import pareto_benchmark
 from nearfield.commands.arguments import OK, UsageError, command, output_file, wrong
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.options import add_device, add_integer, add_plot, add_weights
-from nearfield.commands.progress import Bar
+from nearfield.commands.progress import Bar, time_for
 from nearfield.commands.reports import require_reports
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 def add_command(benchmarks: Any) -> None:
@@ -67,10 +69,7 @@ def add_command(benchmarks: Any) -> None:
 
 
 def _bench_quality(arguments: argparse.Namespace) -> int:
-    try:
-        patterns = quality_cases.read_patterns(arguments.patterns)
-    except ValueError as error:
-        raise UsageError(f"`--patterns` must {error}.") from None
+    patterns = patterns_of(arguments.patterns)
     if arguments.dry_run:
         print(f"dense and {len(patterns)} patterns:", *(pattern.name for pattern in patterns), sep="\n  ")
         return OK
@@ -94,7 +93,7 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
     from nearfield.quality.results import table
     from nearfield.training import data
 
-    started, device = time.monotonic(), chosen_device(arguments.device)
+    is_time, device = time_for(arguments.minutes), chosen_device(arguments.device)
     try:
         network = measures.load_inception(arguments.inception, device)
     except MissingWeights as error:
@@ -118,15 +117,13 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
             references,
             network,
             arguments.out,
-            networks=pareto_benchmark.second_network(device),
+            networks=second_network(device),
             device=device,
             on_picture=bar.show,
             strips=arguments.strips,
         )
         try:
-            done = sweep.run(
-                patterns, lambda: not arguments.minutes or time.monotonic() - started < 60 * arguments.minutes
-            )
+            done = sweep.run(patterns, is_time)
         except ValueError as error:  # fields that do not go together, or not with this size
             raise UsageError(str(error)) from None
     print(table(sweep.rows))
@@ -136,3 +133,23 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
         quality_front(arguments.plot, sweep.rows, f"{arguments.num:,} pictures at {arguments.size} px")
         print(f"wrote {arguments.plot}")
     return done
+
+
+def patterns_of(text: str) -> list[quality_cases.Pattern]:
+    """What `--patterns` names."""
+    try:
+        return quality_cases.read_patterns(text)
+    except ValueError as error:
+        raise UsageError(f"`--patterns` must {error}.") from None
+
+
+def second_network(device: "torch.device") -> "dict[str, nn.Module]":
+    """EfficientNet-Lite0, where it is installed."""
+    from nearfield import quality
+    from nearfield.quality.inception import MissingWeights
+
+    try:
+        return {"efficientnet": quality.load_efficientnet(device)}
+    except MissingWeights as error:
+        print(f"no distances of EfficientNet's features: {error}", file=sys.stderr)
+        return {}

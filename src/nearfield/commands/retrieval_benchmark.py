@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,15 @@ from nearfield.commands.arguments import (
 )
 from nearfield.commands.generating import chosen_device
 from nearfield.commands.options import add_device, add_integer, add_plot
-from nearfield.commands.progress import Bar
-from nearfield.commands.reports import note_load, require_reports, verdict, write_reports, write_so_far
+from nearfield.commands.progress import Bar, time_for
+from nearfield.commands.reports import (
+    collect,
+    list_measurements,
+    note_load,
+    require_reports,
+    verdict,
+    write_reports,
+)
 from nearfield.commands.retrieving import retrieval_told
 
 _MODELS = (cases.EMBEDDED, *cases.ARCHITECTURES)
@@ -133,21 +139,14 @@ def _speed(arguments: argparse.Namespace) -> int:
             for ratio in arguments.ratios or [0.15]
         ]
         if arguments.dry_run:
-            print(f"{len(wanted)} measurements on {machine.device_name(device)}:", *wanted, sep="\n  ")
-            return OK
+            return list_measurements(wanted, device)
         note_load(device.type)
-        results: list[retrieval_speed.SpeedResult] = []
-        is_whole, facts = True, machine.facts()
-        try:
-            with Bar(len(wanted), "cases") as bar:
-                for result in retrieval_speed.run_all(wanted, device, arguments.rounds, bar.show):
-                    results.append(result)
-                    write_so_far(_speed_document(results, facts), arguments.out)
-        except KeyboardInterrupt:  # what was measured until then has taken minutes
-            if not results:
-                raise
-            is_whole = False
-            print(f"interrupted; {len(results)} of {len(wanted)} were measured")
+        facts = machine.facts()
+        with Bar(len(wanted), "cases") as bar:
+            measured = retrieval_speed.run_all(wanted, device, arguments.rounds, bar.show)
+            results, is_whole = collect(measured, lambda some: _speed_document(some, facts), arguments.out)
+    if not is_whole:
+        print(f"interrupted; {len(results)} of {len(wanted)} were measured")
     print(retrieval_speed.table(results))
     written = write_reports(_speed_document(results, facts), arguments.out)
     return verdict(results, written) if is_whole else INTERRUPTED
@@ -187,13 +186,8 @@ def _ask(arguments: argparse.Namespace) -> int:
             ratios=ratios,
             num_tokens=arguments.answer_tokens,
         )
-        started = time.monotonic()
         with Bar(len(questions), "questions") as bar:
-            done = evaluation.run(
-                questions,
-                lambda: not arguments.minutes or time.monotonic() - started < 60 * arguments.minutes,
-                bar.show,
-            )
+            done = evaluation.run(questions, time_for(arguments.minutes), bar.show)
     document = evaluation.document()
     print(evaluation.table())
     if not done:

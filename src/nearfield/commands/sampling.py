@@ -9,7 +9,7 @@ from nearfield.commands.arguments import FAILED, OK, UsageError, command, wrong
 from nearfield.commands.folders import check_settings, missing_pictures, run_length
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.options import add_device, add_integer, add_json, add_number
-from nearfield.commands.progress import Bar
+from nearfield.commands.progress import Bar, time_for
 from nearfield.commands.reports import write_reports
 
 
@@ -59,10 +59,10 @@ def _sample(arguments: argparse.Namespace) -> int:
             **{name: getattr(arguments, name) for name in ("steps", "seed")},
         }
         check_settings("--out", arguments.out, settings)
-        started, made = time.monotonic(), 0
+        started, made, is_time = time.monotonic(), 0, time_for(arguments.minutes)
         missing = missing_pictures(arguments.out, range(arguments.num))
         with Bar(arguments.num, "pictures") as bar:
-            while missing and not _is_late(started, arguments.minutes):
+            while missing and is_time():
                 first, count = missing[0], run_length(missing, arguments.batch)
                 bar.show(arguments.num - len(missing))
                 try:
@@ -84,10 +84,6 @@ def _sample(arguments: argparse.Namespace) -> int:
     if missing:
         print("time is up; the same command goes on")
     return OK if write_reports(_document(settings, made, seconds, len(missing)), arguments.json) else FAILED
-
-
-def _is_late(started: float, minutes: float | None) -> bool:
-    return minutes is not None and time.monotonic() - started > 60 * minutes
 
 
 def _document(settings: dict[str, Any], made: int, seconds: float, missing: int) -> dict[str, Any]:

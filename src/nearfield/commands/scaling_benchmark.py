@@ -7,7 +7,7 @@ from nearfield.bench import scaling_cases as cases
 from nearfield.commands.arguments import FAILED, INTERRUPTED, OK, comma_list, command, integer, member, wrong
 from nearfield.commands.generating import chosen_device
 from nearfield.commands.options import add_json, add_plot
-from nearfield.commands.reports import note_load, require_reports, write_reports, write_so_far
+from nearfield.commands.reports import collect, note_load, require_reports, write_reports
 
 _TIMED, _TIMED_RANKS = ("flux-4096",), (8,)
 
@@ -97,22 +97,20 @@ def _time_kernels(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or _TIMED_RANKS
     effort = scaling_times.effort(device, arguments.quick)
     layers = sum(Hilbert(**case.fields).cycle for case in chosen)
-    results: list[scaling_times.KernelTimes] = []
-    is_whole, facts = True, machine.facts()
+    facts = machine.facts()
+
+    def document(results: list[scaling_times.KernelTimes]) -> dict[str, Any]:
+        return scaling_times.as_json(results, str(device), facts)
+
     try:
         with Progress(layers * len(ranks)) as progress:
-            for result in scaling_times.run_all(chosen, ranks, device, effort, progress.step):
-                results.append(result)
-                write_so_far(scaling_times.as_json(results, str(device), facts), arguments.json)
+            measured = scaling_times.run_all(chosen, ranks, device, effort, progress.step)
+            results, is_whole = collect(measured, document, arguments.json)
     except scaling_times.WrongAnswer as error:
         print(f"no figures: {error}")
         return FAILED
-    except KeyboardInterrupt:  # what was measured until then has taken minutes
-        if not results:
-            raise
-        is_whole = False
+    if not is_whole:
         print("interrupted; what was measured until then:")
     print(scaling_times.results_table(results))
-    document = scaling_times.as_json(results, str(device), facts)
-    written = write_reports(document, arguments.json)
+    written = write_reports(document(results), arguments.json)
     return (OK if written else FAILED) if is_whole else INTERRUPTED

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from nearfield.commands.generating import (
     prepared,
 )
 from nearfield.commands.options import add_number, add_plot
+from nearfield.commands.progress import time_for
 from nearfield.commands.reports import require_drawing
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         require_drawing("--plot")
     with missing_extras_told():
         search, model = _search(arguments)
-        ends = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-        is_done = search.run(lambda: ends is None or time.monotonic() < ends)
+        is_done = search.run(time_for(arguments.minutes))
     _show_front(search)
     if arguments.plot:
         from nearfield.plots.fronts import tuning_front
