@@ -400,12 +400,19 @@ def _read_fused(
 ) -> tuple[Tensor, Tensor]:
     # The operator takes an inner stride of 1 for granted.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    repeats, num_queries = query.shape[1:3]
+    shown = mask
+    if mask is None or mask.shape[1] == 1:
+        # The query heads of a key head as more queries of it: the operator works in larger tiles.
+        query = query.flatten(1, 2)[:, None]
+        shown = None if mask is None else mask.repeat(1, 1, repeats, 1) if mask.shape[2] > 1 else mask
     key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
     # Not every release broadcasts masks; all of them follow strides of zero.
-    shown = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+    shown = None if shown is None else shown.expand(*query.shape[:3], key.shape[2])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=shown, scale=scale
     )
+    out, lse = (x.reshape(-1, repeats, num_queries, *x.shape[3:]) for x in (out, lse))
     empty = None if mask is None else (mask == -torch.inf).all(-1)
     if empty is None or not bool(empty.any()):
         return out, lse
