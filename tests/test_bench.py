@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nearfield import planning
+from nearfield._files import write_json
 from nearfield.attend import attend
 from nearfield.bench import layouts, machine, report
 from nearfield.bench.attend import Bench, random_inputs
@@ -270,9 +271,9 @@ def test_table_names_what_did_not_run() -> None:
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.json"
-    report.write_json(path, report.as_json([measured_result()], {}))
+    write_json(path, report.as_json([measured_result()], {}))
     assert json.loads(path.read_text())["results"][0]["speed_up"] == pytest.approx(3.0)
     with pytest.raises(ValueError):
-        report.write_json(path, {"figure": math.nan})
+        write_json(path, {"figure": math.nan})
     assert json.loads(path.read_text())["format"] == 1
     assert [entry.name for entry in path.parent.iterdir()] == ["results.json"]

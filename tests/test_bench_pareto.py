@@ -10,6 +10,7 @@ from tests.cats import SIZE, lively_model
 from tests.test_bench_quality import Features
 
 from nearfield import Hilbert, apply, cli, quality
+from nearfield._files import write_json
 from nearfield.bench import pareto, pareto_report
 from nearfield.bench.pareto_report import PANELS, Point, files_in, points_of, read_points, with_fronts
 from nearfield.bench.picture_runs import Task
@@ -17,7 +18,7 @@ from nearfield.bench.quality_cases import ALL_METHODS, Pattern, read_patterns
 from nearfield.bench.report import COMMITTED
 from nearfield.demo.model import save_model
 from nearfield.plots.fronts import pareto_panels
-from nearfield.quality.results import QualityRow, as_document, read_rows, write_json
+from nearfield.quality.results import QualityRow, as_document, read_rows
 from nearfield.studio import results as studio_results
 
 SPEED, PAIRS, FID, _ = (panel.title for panel in PANELS)

@@ -490,7 +490,7 @@ def test_the_picture_is_drawn_where_the_json_fails(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nearfield.bench.report.write_json", full)
+    monkeypatch.setattr("nearfield.commands.reports.write_json", full)
     document, picture = tmp_path / "results.json", tmp_path / "results.png"
     assert cli.main([*BENCH, "--grains", "16", "--json", str(document), "--plot", str(picture)]) == 1
     captured = capsys.readouterr()

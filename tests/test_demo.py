@@ -10,7 +10,7 @@ from PIL import Image
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
 from tests.tiles import paper
 
-from nearfield import Hilbert, apply
+from nearfield import Hilbert, _files, apply
 from nearfield.demo import generate, pictures, storage
 from nearfield.demo.autoencoder import WEIGHTS
 from nearfield.demo.model import (
@@ -142,7 +142,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        storage.replace_file(path, fail)
+        _files.replace_file(path, fail)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -285,5 +285,5 @@ def test_latents_are_normalised_and_back() -> None:
 
 
 def test_facts_are_json(tmp_path: Path) -> None:
-    storage.write_json(tmp_path / "a.json", {"a": 1})
+    _files.write_json(tmp_path / "a.json", {"a": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}

@@ -12,6 +12,7 @@ from tests.tiles import paper
 from torch import Tensor, nn
 
 from nearfield import Geometry
+from nearfield._files import write_json
 from nearfield.quality import (
     QualityRow,
     Statistics,
@@ -277,7 +278,7 @@ def test_what_cannot_be_written_fails(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(results, "write_json", full)
+    monkeypatch.setattr("nearfield.quality.command.write_json", full)
     assert quality(*folders, "--size", "64", "--metrics", "fid", "--json", tmp_path / "x.json") == 1
     assert "x.json was not written: no space left" in capsys.readouterr().err
 
@@ -329,7 +330,7 @@ def test_pairs_kept_counts_dense_layers_and_steps() -> None:
 
 def test_rows_survive_a_file(tmp_path: Path) -> None:
     path = tmp_path / "quality-test.json"
-    results.write_json(path, results.as_document(ROWS, {"cpu": "a test"}, "cats"))
+    write_json(path, results.as_document(ROWS, {"cpu": "a test"}, "cats"))
     assert results.read_rows(path) == ROWS
     assert ROWS[0].psnr is None
     path.write_text('{"benchmark": "attend", "format": 1}', encoding="utf-8")

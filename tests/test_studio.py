@@ -344,7 +344,8 @@ def test_quality_results_have_the_front(tmp_path: Path) -> None:
         quality.QualityRow("dense", 1.0, 10, fid=20.0),
         quality.QualityRow("4 tiles", 0.3, 10, fid=25.0, lpips=0.1),
     ]
-    from nearfield.quality.results import as_document, write_json
+    from nearfield._files import write_json
+    from nearfield.quality.results import as_document
 
     machine = {"gpus": [], "cpu": {"name": "some CPU"}}
     write_json(tmp_path / "quality-cats.json", as_document(rows, machine, "cats"))

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from nearfield import quality
+from nearfield._files import write_json
 from nearfield.bench import machine, picture_runs
 from nearfield.bench.picture_runs import DENSE, Facts, PictureMaker, Task
 from nearfield.bench.quality_cases import Pattern
 from nearfield.demo.pictures import grid_of, write_picture
-from nearfield.quality.results import QualityRow, as_document, read_rows, write_json
+from nearfield.quality.results import QualityRow, as_document, read_rows
 
 _ON_A_STRIP = 4
 

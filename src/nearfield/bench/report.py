@@ -1,8 +1,5 @@
 """Results as a table for people and as JSON for programs."""
 
-import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -141,18 +138,3 @@ def check_record(checked: Checked | None) -> dict[str, Any] | None:
         "limit": checked.limit,
         "worst_sample": checked.where,
     }
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write the whole file or nothing: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".nearfield-", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

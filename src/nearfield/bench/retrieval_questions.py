@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearfield._files import write_json
 from nearfield.bench import machine
-from nearfield.bench.report import write_json
 from nearfield.retrieval import Context, assemble, prefill_chunk, recompute, score, select
 from nearfield.retrieval.prompt import chat_prompt, prefix_ids, question_ids, token_ids
 

@@ -13,7 +13,7 @@ _SETTINGS = "settings.json"
 
 def check_settings(argument: str, folder: Path, settings: dict[str, Any]) -> None:
     """A folder holds the pictures of one model and one way of making them."""
-    from nearfield.demo.storage import write_json
+    from nearfield._files import write_json
 
     path, rule = folder / _SETTINGS, "hold pictures of the same settings, or none"
     settings = json.loads(json.dumps(settings))

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nearfield._files import write_json
 from nearfield.commands.arguments import FAILED, OK, UsageError, wrong
 
 if TYPE_CHECKING:
@@ -59,11 +60,9 @@ def verdict(results: Sequence[Any], written: bool) -> int:
 
 def write_so_far(document: dict[str, Any], json_path: Path | None) -> None:
     """Write what is known before the end, in case there is none. Where that fails, the end will tell."""
-    from nearfield.bench import report
-
     if json_path:
         with suppress(OSError):
-            report.write_json(json_path, document)
+            write_json(json_path, document)
 
 
 def write_reports(
@@ -74,11 +73,9 @@ def write_reports(
     device_name: str = "",
 ) -> bool:
     """Write what was asked for, each whatever becomes of the other; returns whether all of it was written."""
-    from nearfield.bench import report
-
     writers: dict[Path, Callable[[], None]] = {}
     if json_path:
-        writers[json_path] = lambda: report.write_json(json_path, document)
+        writers[json_path] = lambda: write_json(json_path, document)
     if picture and draw and any(record["status"] == "ok" for record in document["results"]):
         writers[picture] = lambda: draw(picture, document["results"], device_name)
     elif picture:

@@ -141,7 +141,7 @@ def _known(path: Path, settings: dict[str, Any]) -> "list[Trial]":
 
 def _keep(path: Path, settings: dict[str, Any], search: "Search", trial: "Trial") -> None:
     from nearfield import tuning
-    from nearfield.quality.results import write_json
+    from nearfield._files import write_json
 
     write_json(path, {"settings": settings, "trials": tuning.as_records(search.trials)})
     print(_line(trial, search), flush=True)
@@ -165,7 +165,7 @@ def _show_front(search: "Search") -> None:
 
 def _write_recipe(arguments: argparse.Namespace, search: "Search", model: str) -> int:
     from nearfield import recipes
-    from nearfield.quality.results import write_json
+    from nearfield._files import write_json
 
     best = search.best
     if best is None:

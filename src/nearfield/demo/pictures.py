@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield.demo.storage import MissingExtra, replace_file
+from nearfield._files import replace_file
+from nearfield.demo.storage import MissingExtra
 
 _GAP, _MARGIN, _TEXT = 4, 12, 18
 _PAPER, _INK, _GREY = (255, 255, 255), (24, 24, 24), (96, 96, 96)

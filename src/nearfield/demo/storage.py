@@ -1,14 +1,14 @@
 """Tensors and the facts about them in one safetensors file, written whole or not at all."""
 
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nearfield._files import replace_file
 
 _FACTS = "nearfield"
 
@@ -37,28 +37,6 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[s
         return tensors, json.loads(header.get(_FACTS, "{}"))
     except (package.SafetensorError, json.JSONDecodeError) as error:
         raise BadFile(f"{path} is no whole safetensors file: {error}") from None
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file beside `path`, then put it in its place: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".nearfield-", suffix=".part")
-    os.close(handle)
-    part = Path(name)
-    try:
-        write(part)
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.chmod(0o644)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _safetensors() -> Any:

@@ -1,10 +1,11 @@
 """A figure from its axes to its file, where matplotlib is installed."""
 
-import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nearfield._files import replace_file
 from nearfield.plots.style import INK
 
 
@@ -82,14 +83,11 @@ def save(figure: Any, path: Path) -> None:
     import matplotlib
     import matplotlib.pyplot as pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".nearfield-{os.getpid()}.part")
     kind = "svg" if path.suffix.lower() == ".svg" else "png"
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+    drawn = partial(figure.savefig, format=kind, dpi=110, facecolor="white", metadata=metadata)
     try:
         with matplotlib.rc_context({"svg.hashsalt": "nearfield"}):
-            figure.savefig(part, format=kind, dpi=110, facecolor="white", metadata=metadata)
-        os.replace(part, path)
+            replace_file(path, drawn)
     finally:
-        part.unlink(missing_ok=True)
         pyplot.close(figure)

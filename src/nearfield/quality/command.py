@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from nearfield._files import write_json
 from nearfield.geometry import Geometry
 from nearfield.methods.hilbert import Hilbert
-from nearfield.quality import results
 from nearfield.quality.inception import MissingWeights
 from nearfield.quality.measure import BY_FEATURES, BY_PAIRS, METRICS, Source, Task, measure
 from nearfield.quality.seams import Borders, tile_borders
@@ -308,7 +308,7 @@ def _write(arguments: argparse.Namespace, first: Source, document: dict[str, Any
     if arguments.save and first.statistics is not None:
         writers.append((arguments.save, first.statistics.save))
     if arguments.json:
-        writers.append((arguments.json, lambda path: results.write_json(path, document)))
+        writers.append((arguments.json, lambda path: write_json(path, document)))
     code = OK
     for name, write in writers:
         try:

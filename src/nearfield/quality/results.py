@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -179,14 +178,3 @@ _DECIMALS = {
 def _cell(row: QualityRow, name: str) -> str:
     value = getattr(row, name)
     return "-" if value is None else f"{value:,.{_DECIMALS[name]}f}"
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the whole file or nothing: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

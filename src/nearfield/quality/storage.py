@@ -1,10 +1,11 @@
 """Tensors in files: safetensors, read whole, written whole or not at all."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
+
+from nearfield._files import replace_file
 
 
 class MissingExtra(ImportError):
@@ -48,10 +49,5 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
         raise missing("safetensors", "write tensors", error) from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, dict(metadata))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    replace_file(path, lambda part: save_file(whole, part, dict(metadata)))

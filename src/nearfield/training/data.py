@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import check_int, wrong_value
+from nearfield._files import write_json
 from nearfield.demo.autoencoder import CHANNELS, PIXELS_PER_TOKEN, Autoencoder
-from nearfield.demo.storage import BadFile, MissingExtra, read_tensors, write_json, write_tensors
+from nearfield.demo.storage import BadFile, MissingExtra, read_tensors, write_tensors
 
 SUFFIXES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".webp")
 FORMAT = 1
