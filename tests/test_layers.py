@@ -70,7 +70,8 @@ ROOT = "__init__"
 ROOT_READS = {0, 1, 2, 3, 4, 5}
 ROOT_READERS = {6, 7}
 
-# Packages whose modules may not import each other; their `__init__` may import them all.
+# Packages whose modules may not import each other; their `__init__` may import them all. A package inside of them is
+# one sibling: its modules may.
 NO_SIBLINGS = {"methods"}
 
 # Outside packages: torch for everyone; these for their owners alone; any other from level 5 up.
@@ -112,13 +113,18 @@ def broken_arrows(package: Path) -> list[str]:
 
 
 def _dotted(path: Path, package: Path) -> str:
-    """`methods.hilbert` for methods/hilbert.py, `methods` for methods/__init__.py, "" for the package itself."""
+    """`methods.fine` for methods/fine.py, `methods` for methods/__init__.py, "" for the package itself."""
     parts = path.relative_to(package).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _unit(dotted: str) -> str:
     return dotted.partition(".")[0] or ROOT
+
+
+def _member(dotted: str) -> str:
+    """`hilbert` for methods.hilbert and for methods.hilbert.plans, "" for methods."""
+    return ".".join(dotted.split(".")[1:2])
 
 
 def _imports(tree: ast.Module, importer: str, is_package: bool, modules: dict[str, Path]) -> Iterator[Import]:
@@ -175,7 +181,7 @@ def _inside_objection(importer: str, imported: str, only_for_annotations: bool) 
     if there != ROOT and there not in LEVEL_OF:
         return "no such module in LEVELS"
     if here == there:
-        siblings = here in NO_SIBLINGS and importer != here
+        siblings = here in NO_SIBLINGS and importer != here and _member(importer) != _member(imported)
         return f"no siblings inside {here}" if siblings else None
     if here == ROOT:
         return None if LEVEL_OF[there] in ROOT_READS else "the public names come from levels 0-5"
@@ -228,10 +234,14 @@ ALLOWED = {
         "kernels/attend.py",
         "import triton.language as tl\nfrom nearfield.plan import Plan",
     ),
-    "a method attends": ("methods/hilbert.py", "from nearfield.attend import attend"),
+    "a method attends": ("methods/blocks.py", "from nearfield.attend import attend"),
     "methods gathers": (
         "methods/__init__.py",
         "from .hilbert import Hilbert\nfrom nearfield.methods import fine",
+    ),
+    "a method of several modules": (
+        "methods/hilbert/plans.py",
+        "from nearfield.methods.hilbert.layout import layout_of\nfrom nearfield.methods.hilbert import Hilbert",
     ),
     "a demo reads the public names": (
         "demo/__init__.py",
@@ -293,6 +303,21 @@ FORBIDDEN = {
         "from .hilbert import Hilbert",
         "methods/fine.py:1: methods.fine -> methods.hilbert",
     ),
+    "a method's module reads a method": (
+        "methods/hilbert/plans.py",
+        "from nearfield.methods.fine import FineGrained",
+        "methods/hilbert/plans.py:1: methods.hilbert.plans -> methods.fine",
+    ),
+    "a method reads a method's module": (
+        "methods/fine.py",
+        "from .hilbert.plans import near_plan",
+        "methods/fine.py:1: methods.fine -> methods.hilbert.plans",
+    ),
+    "a method's module reads all methods": (
+        "methods/hilbert/plans.py",
+        "from nearfield.methods import Hilbert",
+        "methods/hilbert/plans.py:1: methods.hilbert.plans -> methods",
+    ),
     "a method reads all methods": (
         "methods/fine.py",
         "from nearfield.methods import Hilbert",
@@ -340,7 +365,11 @@ FORBIDDEN = {
 }
 
 # Present in every synthetic tree, so that `from nearfield.kernels import attend` is seen to name a module.
-BACKGROUND = dict.fromkeys(["kernels/attend.py", "reference/attend.py", "methods/hilbert.py"], "")
+BACKGROUND = dict.fromkeys(
+    ["kernels/attend.py", "reference/attend.py", "methods/fine.py", "methods/hilbert/__init__.py"]
+    + [f"methods/hilbert/{name}.py" for name in ("layout", "plans")],
+    "",
+)
 
 
 @pytest.mark.parametrize("case", ALLOWED)

@@ -75,6 +75,12 @@ class Geometry:
         return f"{self.text} text + {images}" if self.text_first else f"{images} + {self.text} text"
 
 
+def check_geometry(geometry: object) -> None:
+    if not isinstance(geometry, Geometry):
+        hint = "Write Geometry(grid=(64, 64), text=512)."
+        wrong_type("geometry", "be a Geometry", type(geometry).__name__, hint)
+
+
 def check_no_text(geometry: Geometry) -> None:
     """For methods that know images only."""
     if geometry.text:

@@ -15,7 +15,8 @@ from nearfield.methods.branches import (
     SparseLinearAttention,
 )
 from nearfield.methods.fine import FineGrained
-from nearfield.methods.hilbert import Hilbert, HilbertAttention, hilbert_attention
+from nearfield.methods.hilbert import Hilbert
+from nearfield.methods.hilbert.layer import HilbertAttention, hilbert_attention
 from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
 from nearfield.methods.merging import Merge, Merged
 from nearfield.methods.peers import BipartiteMerge, StridedKeys

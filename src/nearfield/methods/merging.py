@@ -17,7 +17,7 @@ from nearfield import blockwise, curves, planning, tiling
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.geometry import Geometry, Grid, Shortened
+from nearfield.geometry import Geometry, Grid, Shortened, check_geometry
 from nearfield.merging import Group, Merging, Regions, merging_of
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
@@ -84,7 +84,7 @@ class Merge:
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """The order of the image tokens in which regions lie in one piece: the curve, window by window, or raster."""
-        _check_geometry(geometry)
+        check_geometry(geometry)
         return _ordering(self.region, self.region_size, geometry, str(device))
 
     def regions(self, geometry: Geometry, pieces: Pieces | None = None) -> Regions:
@@ -94,7 +94,7 @@ class Merge:
             pieces: of another order of the tokens, the runs that are not to be mixed. All but the last piece of an
                 image keep as many tokens as let the next one begin on a multiple of a block.
         """
-        _check_geometry(geometry)
+        check_geometry(geometry)
         if pieces is not None and self.region == "window":
             hint = 'Use region="run": a run of a curve is a compact patch, too.'
             wrong_value("region", "not be 'window' in an order made for attention", repr(self.region), hint)
@@ -322,13 +322,6 @@ def full_reader(num_tokens: int, device: str) -> FullReader:
 
 
 # -- checks --------------------------------------------------------------------------------------------------------
-
-
-def _check_geometry(geometry: object) -> None:
-    if not isinstance(geometry, Geometry):
-        wrong_type(
-            "geometry", "be a Geometry", type(geometry).__name__, "Write Geometry(grid=(64, 64), text=512)."
-        )
 
 
 def _check_number(name: str, value: object) -> None:

@@ -1,0 +1,219 @@
+"""HilbertA (arXiv 2509.26538): attention inside the tiles of a space-filling curve that slide from layer to layer.
+
+Image tokens are ordered along a Hilbert curve, so a run of the sequence is a compact patch of the image. Every token
+reads the tile it is in. Tiles slide by a fraction of a tile per layer, so what two tiles could not exchange in one
+layer they exchange in the next. The text is read by all, and reads all. So does a small shared region of the image,
+where one is wanted (with `share="keys"` it reads only its tile).
+
+Beyond the paper: a far field, which reads what lies outside the tile in summary. It keeps far more of the pictures than
+a shared region of as many pairs (docs/quality.md), so it is the default; `Hilbert(shared="centre", far=None)` is the
+paper's method. Also grids of any size and of three sides, closed curves, shared regions spread over the image, and
+tiles that differ between heads.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from nearfield._checks import check_int, check_member, wrong_type, wrong_value
+from nearfield.dense_parts import DenseParts
+from nearfield.geometry import Geometry, Span, check_geometry
+from nearfield.methods.hilbert.far_field import FarField
+from nearfield.methods.hilbert.far_field import far_field as _far_field
+from nearfield.methods.hilbert.far_field import interleaved_far_field as _interleaved_far
+from nearfield.methods.hilbert.layout import DEFAULT_TILES, Pattern, Share
+from nearfield.methods.hilbert.layout import block_sizes as _blocks
+from nearfield.methods.hilbert.layout import layout_of as _layout
+from nearfield.methods.hilbert.layout import ordering_of as _ordering
+from nearfield.methods.hilbert.layout import pieces_of as _pieces
+from nearfield.methods.hilbert.plans import interleaved_near_plan as _interleaved_plan
+from nearfield.methods.hilbert.plans import near_plan as _plan
+from nearfield.methods.hilbert.reading import HilbertReader, Summary
+from nearfield.methods.hilbert.words import image_lines as _image_lines
+from nearfield.plan import Plan
+from nearfield.tiling import Curve, Shared
+from nearfield.tokenmap import Ordering
+
+__all__ = ["DEFAULT_TILES", "FarField", "Hilbert", "HilbertReader", "Share", "Summary"]
+
+
+@dataclass(frozen=True)
+class Hilbert(DenseParts):
+    """Attention inside sliding tiles of a curve.
+
+    Args:
+        tiles: number of tiles per image; 16 unless `tile_size` is given.
+        tile_size: tokens per tile, instead of `tiles`.
+        cycle: layers after which the tiles are back where they started; 1 means they do not slide.
+        shared: image tokens that everyone reads: "none", the "centre" of the image, or small regions "distributed"
+            over it.
+        share: "two-way": shared tokens also read everything, as the text does; "keys": they read only their tile.
+        shared_tokens: how many tokens are shared; by default a box with a quarter of each side. Rounded to whole
+            blocks.
+        curve: "auto" picks the Hilbert curve with the best locality for the grid, open or closed.
+        far: tokens per summary of what lies outside the tile (their mean key and value, counted as often as there are
+            tokens); None, or 0, for no far field.
+        summary: "mean": of keys and of values, as if the tokens of a window were all alike; "weighted": tokens count as
+            they do for the mean query, and windows whose keys differ weigh more.
+        dense_layers: how many of the first layers stay dense, or the indices of those that do (negative ones count
+            from the end).
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        interleave: heads slide, too: head `h` of layer `l` takes the tiles of layer `l + h`, so that no cut is common
+            to all heads.
+    """
+
+    tiles: int | None = None
+    tile_size: int | None = None
+    cycle: int = 4
+    shared: Shared = "none"
+    share: Share = "two-way"
+    shared_tokens: int | None = None
+    curve: Curve = "auto"
+    far: int | None = 16
+    summary: Summary = "mean"
+    dense_layers: int | tuple[int, ...] = 1
+    dense_steps: int | float = 0.2
+    interleave: bool = False
+
+    def __post_init__(self) -> None:
+        if self.far == 0:  # how command lines and forms say None
+            object.__setattr__(self, "far", None)
+        if self.tiles is not None and self.tile_size is not None:
+            wrong_value("tile_size", "be given instead of `tiles`, not with it", (self.tiles, self.tile_size))
+        for name, least in (("tiles", 1), ("tile_size", 1), ("shared_tokens", 1), ("far", 2)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=least)
+        check_int("cycle", self.cycle, at_least=1)
+        check_member("shared", self.shared, get_args(Shared))
+        check_member("share", self.share, get_args(Share))
+        check_member("curve", self.curve, get_args(Curve))
+        check_member("summary", self.summary, get_args(Summary))
+        if self.shared == "none" and self.shared_tokens is not None:
+            wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
+        if not isinstance(self.interleave, bool):
+            wrong_type("interleave", "be True or False", repr(self.interleave))
+        self.check_dense_parts()
+
+    # -- who reads whom ------------------------------------------------------------------------------------------
+
+    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
+        """The order of the image tokens (all images, one after another; the text stays where it is).
+
+        It depends on the geometry alone, not on the blocks of a plan: the order is the same for every device.
+        """
+        check_geometry(geometry)
+        return _ordering(self._pattern, geometry, _named(device))
+
+    def plan(
+        self,
+        geometry: Geometry,
+        layer: int = 0,
+        *,
+        heads: int | None = None,
+        q_block: int | None = None,
+        k_block: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Plan:
+        """Who reads whom in a layer, among tokens in the order of `ordering`.
+
+        Tiles and shifts are rounded to `q_block` (see `describe`). Plans are kept: a geometry has at most `cycle`.
+
+        Args:
+            heads: needed with `interleave`, where heads differ.
+            q_block, k_block: sizes of the lists' blocks; by default those that suit the device and the tiles.
+        """
+        check_geometry(geometry)
+        check_int("layer", layer, at_least=0)
+        q_block, k_block = _blocks(self._pattern, geometry, q_block, k_block, device)
+        if not self.interleave:
+            return _plan(self._pattern, geometry, layer % self.cycle, q_block, k_block, _named(device))
+        if heads is None:
+            wrong_value("heads", "be given where heads are interleaved", None, "Pass the number of heads.")
+        check_int("heads", heads, at_least=1)
+        sizes = q_block, k_block, _named(device)
+        return _interleaved_plan(self._pattern, geometry, layer % self.cycle, heads, *sizes)
+
+    def spans(self, geometry: Geometry) -> tuple[Span, ...]:
+        """Where the images' tokens stand in the sequence: of each image the shared ones, and its ring."""
+        check_geometry(geometry)
+        segments = _layout(self._pattern, geometry, 1).segments
+        spans = (span for segment in segments for span in (segment.shared, segment.ring))
+        return tuple((start, stop) for start, stop in spans if start < stop)
+
+    def reader(
+        self,
+        geometry: Geometry,
+        layer: int = 0,
+        *,
+        heads: int | None = None,
+        q_block: int | None = None,
+        k_block: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "HilbertReader":
+        """Everything a layer needs to attend, ready made: the plan, and the far field's."""
+        near = self.plan(geometry, layer, heads=heads, q_block=q_block, k_block=k_block, device=device)
+        if self.far is None:
+            return HilbertReader(near, None, self.summary)
+        unit = math.lcm(near.q_block, self.far)
+        if unit % near.k_block:
+            rule = f"divide lcm(q_block, far) = {unit}, on multiples of which tiles are cut"
+            wrong_value("k_block", rule, near.k_block)
+        sizes = near.q_block, near.k_block, _named(device)
+        if self.interleave:
+            assert heads is not None  # `plan` asked for it
+            far = _interleaved_far(self._pattern, geometry, layer % self.cycle, heads, *sizes)
+        else:
+            far = _far_field(self._pattern, geometry, layer % self.cycle, *sizes)
+        return HilbertReader(near, far, self.summary)
+
+    # -- among merged tokens -------------------------------------------------------------------------------------
+
+    def pieces(self, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
+        """Of every image, how many tokens are shared and how many are not: the two are not to be merged."""
+        check_geometry(geometry)
+        return _pieces(self._pattern, geometry)
+
+    @property
+    def weighs_image_keys(self) -> bool:
+        """Whether a bias on image tokens counts wherever they are read: summaries know nothing of it."""
+        return self.far is None
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def describe(
+        self, geometry: Geometry, *, q_block: int | None = None, device: torch.device | str = "cpu"
+    ) -> str:
+        """What the fields come to on a geometry: the curve, tiles after rounding, shared tokens, pairs."""
+        check_geometry(geometry)
+        q_block, k_block = _blocks(self._pattern, geometry, q_block, None, device)
+        layout = _layout(self._pattern, geometry, q_block)
+        lines = [f"{geometry}: {geometry.num_tokens} tokens"]
+        lines += _image_lines(self._pattern, self.summary, geometry, layout, k_block)
+        readers = [
+            self.reader(geometry, layer, heads=self.cycle, q_block=q_block, k_block=k_block)
+            for layer in range(self.cycle)
+        ]
+        density = sum(reader.num_pairs for reader in readers) / (self.cycle * geometry.num_tokens**2)
+        lines.append(f"  pairs kept: {density:.1%} (at most {1 / density:.2f}x faster than dense)")
+        return "\n".join(lines)
+
+    @property
+    def _pattern(self) -> Pattern:
+        return Pattern(
+            tiles=self.tiles,
+            tile_size=self.tile_size,
+            cycle=self.cycle,
+            shared=self.shared,
+            share=self.share,
+            shared_tokens=self.shared_tokens,
+            curve=self.curve,
+            far=self.far,
+        )
+
+
+def _named(device: torch.device | str) -> str:
+    """A device as the key of a cache: "cuda" is the one that is current."""
+    name = str(device)
+    return f"cuda:{torch.cuda.current_device()}" if name == "cuda" and torch.cuda.is_available() else name

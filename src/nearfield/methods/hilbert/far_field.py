@@ -1,0 +1,118 @@
+"""The far field: what lies outside the tiles, read in summary."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield import planning
+from nearfield._types import Impl
+from nearfield.geometry import Geometry, Span
+from nearfield.methods.hilbert.layout import Layout, Pattern, layout_of
+from nearfield.methods.hilbert.plans import near_plan, per_head, turns_of_heads
+from nearfield.plan import Plan
+from nearfield.windows import WeightedWindows, weighted_windows, window_means
+
+
+class FarField(NamedTuple):
+    """Summaries of the rings, and who reads them.
+
+    Args:
+        spans: the tokens that are summarised, as consecutive ones as possible.
+        window: tokens per summary; windows lie on multiples of it in the sequence, and end where a span does.
+        starts: `[windows]` int64, the first token of each.
+        sizes: `[windows]` int32, how many tokens each holds.
+        bias: `[windows]`, the log of that.
+        plan: which rows read which windows.
+    """
+
+    spans: tuple[Span, ...]
+    window: int
+    starts: Tensor
+    sizes: Tensor
+    bias: Tensor
+    plan: Plan
+
+    def pooled(self, x: Tensor, impl: Impl = "auto") -> Tensor:
+        """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
+        return window_means(x, self.starts, self.sizes, self.window, impl)
+
+    def weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, impl: Impl = "auto"
+    ) -> WeightedWindows:
+        """Keys, values and biases of all windows, weighted."""
+        windows = self.starts, self.sizes, self.window
+        return weighted_windows(query, key, value, *windows, scale=scale, impl=impl)
+
+
+@lru_cache(maxsize=256)
+def far_field(
+    pattern: Pattern, geometry: Geometry, phase: int, q_block: int, k_block: int, device: str
+) -> FarField | None:
+    """Every row reads the windows of what it does not read exactly. None where nothing is left to summarise."""
+    assert pattern.far is not None
+    spans = far_spans(layout_of(pattern, geometry, q_block), geometry, k_block)
+    if not spans:
+        return None
+    near = near_plan(pattern, geometry, phase, q_block, k_block, device)
+    # A graph of training saves these: they must not be made in inference mode.
+    with torch.inference_mode(False):
+        begins = [windows_of(span, pattern.far) for span in spans]
+        ends = [torch.tensor([stop], device="cpu") for _, stop in spans]
+        sizes = torch.cat([torch.cat(pair).diff() for pair in zip(begins, ends, strict=True)])
+        starts = torch.cat(begins).to(device)
+        plan = planning.from_mask(
+            near.block_counts()[0, 0].index_select(1, starts // k_block) == 0,
+            q_block=q_block,
+            k_block=1,
+            num_queries=geometry.num_tokens,
+            num_keys=len(sizes),
+        )
+        bias = sizes.double().log().float()
+        return FarField(spans, pattern.far, starts, sizes.int().to(device), bias.to(device), plan)
+
+
+@lru_cache(maxsize=64)
+def interleaved_far_field(
+    pattern: Pattern, geometry: Geometry, phase: int, heads: int, q_block: int, k_block: int, device: str
+) -> FarField | None:
+    """The same where heads slide, too."""
+    turns = turns_of_heads(pattern, phase, heads)
+    fields = [far_field(pattern, geometry, turn, q_block, k_block, device) for turn in turns]
+    plans = [field.plan for field in fields if field is not None]
+    return fields[0]._replace(plan=per_head(plans)) if fields[0] is not None else None
+
+
+def far_spans(layout: Layout, geometry: Geometry, k_block: int) -> tuple[Span, ...]:
+    """The tokens that are summarised, in pieces of which a row reads all or nothing exactly.
+
+    A ring need not begin and end on a multiple of `k_block`. The block of keys that it shares with its neighbour is
+    read whole by whoever reads the neighbour, so its part of that block is a piece of its own; where the neighbour is
+    the text or a shared region, everyone reads that part, and it needs no summary.
+    """
+    always = [geometry.text_span, *(segment.shared for segment in layout.segments)]
+    pieces = []
+    for start, stop in (segment.ring for segment in layout.segments):
+        head = min(-(-start // k_block) * k_block, stop)
+        tail = stop if stop == geometry.num_tokens else max(stop // k_block * k_block, head)
+        pieces += [(start, head), (head, tail), (tail, stop)]
+    return tuple(
+        (start, stop)
+        for start, stop in pieces
+        if start < stop and not any(_meet((start, stop), span, k_block) for span in always)
+    )
+
+
+def _meet(first: Span, second: Span, block: int) -> bool:
+    """Whether two spans have tokens in one block."""
+    if first[0] == first[1] or second[0] == second[1]:
+        return False
+    return first[0] // block <= (second[1] - 1) // block and second[0] // block <= (first[1] - 1) // block
+
+
+def windows_of(span: Span, window: int) -> Tensor:
+    """The first token of each window of a span, `[windows]`. Windows end at multiples of `window` in the sequence."""
+    start, stop = span
+    inner = torch.arange(start // window + 1, -(-stop // window), device="cpu") * window
+    return torch.cat([torch.tensor([start], device="cpu"), inner])

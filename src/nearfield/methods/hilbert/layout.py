@@ -1,0 +1,98 @@
+"""Where the tokens of every image stand, and into how many tiles they are cut."""
+
+import math
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+
+from nearfield import tiling
+from nearfield.geometry import Geometry, Shortened
+from nearfield.plan import check_block
+from nearfield.tiling import Curve, Segment, Shared
+from nearfield.tokenmap import Ordering
+
+Share = Literal["two-way", "keys"]
+
+DEFAULT_TILES = 16
+
+
+class Pattern(NamedTuple):
+    """The fields of the method that decide who reads whom: what is kept of a geometry is kept by these alone."""
+
+    tiles: int | None
+    tile_size: int | None
+    cycle: int
+    shared: Shared
+    share: Share
+    shared_tokens: int | None
+    curve: Curve
+    far: int | None
+
+
+class Layout(NamedTuple):
+    """The images of a geometry in their order.
+
+    Args:
+        tiles: how many each ring is cut into.
+        unit: cuts lie on multiples of it in the sequence.
+    """
+
+    segments: tuple[Segment, ...]
+    tiles: int
+    unit: int
+
+
+def segments_of(pattern: Pattern, geometry: Geometry) -> tuple[Segment, ...]:
+    return tiling.segments_of(geometry, pattern.curve, pattern.shared, pattern.shared_tokens)
+
+
+@lru_cache(maxsize=64)
+def ordering_of(pattern: Pattern, geometry: Geometry, device: str) -> Ordering:
+    with torch.inference_mode(False):
+        return Ordering.joined([segment.order for segment in segments_of(pattern, geometry)]).to(device)
+
+
+@lru_cache(maxsize=64)
+def pieces_of(pattern: Pattern, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
+    """Of every image, how many tokens are shared and how many are not, where there are any."""
+    segments = segments_of(pattern, geometry)
+    lengths = ((segment.num_shared, len(segment.order) - segment.num_shared) for segment in segments)
+    return tuple(tuple(length for length in pair if length) for pair in lengths)
+
+
+@lru_cache(maxsize=64)
+def layout_of(pattern: Pattern, geometry: Geometry, q_block: int) -> Layout:
+    unit = q_block if pattern.far is None else math.lcm(q_block, pattern.far)
+    segments = segments_of(pattern, geometry)
+    tiles = pattern.tiles or DEFAULT_TILES
+    if pattern.tile_size is not None:
+        whole = geometry.whole if isinstance(geometry, Shortened) else None
+        # Tiles of merged tokens cover as much of the image.
+        covered = segments if whole is None else layout_of(pattern, whole, q_block).segments
+        start, stop = covered[0].ring
+        tiles = max(1, round((stop - start) / pattern.tile_size))
+    return Layout(segments, tiles, unit)
+
+
+def block_sizes(
+    pattern: Pattern,
+    geometry: Geometry,
+    q_block: int | None,
+    k_block: int | None,
+    device: torch.device | str,
+) -> tuple[int, int]:
+    """Block sizes that suit a device: whole warpgroups on a GPU; small ones, which follow tiles closely, elsewhere.
+
+    Tiles are cut at multiples of a block. Where they are small, so are the blocks: a tile of less than one and a half
+    could not slide.
+    """
+    if q_block is None:
+        largest = 128 if torch.device(device).type == "cuda" else 16
+        tile = pattern.tile_size or math.prod(geometry.grid) / (pattern.tiles or DEFAULT_TILES)
+        q_block = max(block for block in (16, 32, 64, 128) if block <= max(16, min(largest, tile / 1.5)))
+    if k_block is None:
+        k_block = q_block
+    check_block("q_block", q_block)
+    check_block("k_block", k_block)
+    return q_block, k_block
