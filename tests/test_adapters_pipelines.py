@@ -265,7 +265,7 @@ def test_a_scheduler_that_does_not_know_its_step(name: str, kind: str) -> None:
     model = pipe.unet if name == "sdxl" else pipe.transformer
     seen: list[bool] = []
     with nearfield.apply(pipe, sparse(dense_steps=3)) as handle:
-        model.register_forward_hook(lambda *_: seen.append(handle._regions[0].is_dense_step))
+        model.register_forward_hook(lambda *_: seen.append(handle._regions[0].calls.is_dense_step))
         images(pipe, guided_call() if name == "sdxl" else pixart_call())
         assert f"steps: the first 3 of {len(seen)} dense ({kind})" in handle.summary()
     assert seen == [True] * 3 + [False] * (len(seen) - 3)
@@ -277,7 +277,7 @@ def test_a_scheduler_that_does_not_know_its_step_may_come_later() -> None:
     seen: list[bool] = []
     with nearfield.apply(pipe, sparse(dense_steps=3)) as handle:
         pipe.scheduler = diffusers.DDIMScheduler()
-        pipe.unet.register_forward_hook(lambda *_: seen.append(handle._regions[0].is_dense_step))
+        pipe.unet.register_forward_hook(lambda *_: seen.append(handle._regions[0].calls.is_dense_step))
         images(pipe, guided_call())
     assert seen == [True] * 3 + [False] * 2
 

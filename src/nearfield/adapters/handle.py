@@ -12,8 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
+from nearfield.adapters.entrance_checks import check_parallel
+from nearfield.adapters.layers import Layer
 from nearfield.adapters.moments import check_scheduler
-from nearfield.adapters.region import Layer, Region, check_parallel
+from nearfield.adapters.part import Part
+from nearfield.adapters.region import Region
 from nearfield.adapters.spec import Located, Pixels, Spec, find
 from nearfield.adapters.specs import SPECS, spec_of
 from nearfield.adapters.steps import Steps
@@ -108,7 +111,7 @@ class Handle:
     @property
     def num_layers(self) -> int:
         """Attention layers of the (first) model that a method may make sparse, those that stay dense included."""
-        mine = [region for region in self._regions if region.root is self._models[0]]
+        mine = [region for region in self._regions if region.part.root is self._models[0]]
         return sum(layer.index is not None for region in mine for layer in region.layers)
 
     def remove(self) -> None:
@@ -120,7 +123,7 @@ class Handle:
     def _forget_removed(self) -> None:
         """Keep nothing alive that is no longer adapted: `nearfield.remove` does not know this handle."""
         self._regions = tuple(region for region in self._regions if region.is_installed)
-        roots = [region.root for region in self._regions]
+        roots = [region.part.root for region in self._regions]
         self._models = tuple(model for model in self._models if any(model is root for root in roots))
         if not self._regions:
             self._steps = Steps()
@@ -194,11 +197,7 @@ class Handle:
     def geometry(self) -> Geometry | None:
         """Where the tokens of the last call stood, in the part of the model that has most; None before the first."""
         self._forget_removed()
-        known = [
-            region.ready.located.geometry(region.spec.text_first, sees_text=True)
-            for region in self._regions
-            if region.ready
-        ]
+        known = [region.part.geometry(region.ready.located) for region in self._regions if region.ready]
         return max(known, key=lambda geometry: geometry.num_tokens, default=None)
 
     def pairs_kept(self) -> float | None:
@@ -227,12 +226,12 @@ class Handle:
 
 
 def _pixels(region: Region, height: int, width: int, frames: int | None) -> Pixels:
-    name = region.spec.model
-    if region.spec.is_video and frames is None:
+    name = region.part.spec.model
+    if region.part.spec.is_video and frames is None:
         wrong_value("frames", f"be given: {name} makes videos", frames, "A still image has 1.")
     if frames is not None:
         check_int("frames", frames, at_least=1)
-        if not region.spec.is_video:
+        if not region.part.spec.is_video:
             wrong_value("frames", f"be left out: {name} makes images", frames)
     return Pixels(height, width, 1 if frames is None else frames)
 
@@ -240,10 +239,10 @@ def _pixels(region: Region, height: int, width: int, frames: int | None) -> Pixe
 def _located(
     region: Region, pixels: Pixels, references: Sequence[tuple[int, int]], text: int | None
 ) -> Located:
-    spec = region.spec
+    spec = region.part.spec
     if references and not spec.takes_references:
         wrong_value("references", f"be left out: {spec.model} takes none", references)
-    images = spec.images(region.root, _grid(region, pixels, ("height", "width")))
+    images = spec.images(region.part.root, _grid(region, pixels, ("height", "width")))
     images += tuple(_grid(region, Pixels(*size), ("references", "references")) for size in references)
     if spec.text == 0:
         text = 0
@@ -254,10 +253,10 @@ def _located(
 
 def _grid(region: Region, pixels: Pixels, names: tuple[str, str]) -> Grid:
     """The tokens of an image; `names` are those of the arguments that its sides came from."""
-    grid = region.spec.size(region.root, region.name, pixels)
+    grid = region.part.spec.size(region.part.root, region.part.name, pixels)
     for name, side, tokens in zip(names, pixels[:2], grid[-2:], strict=True):
         if not tokens:
-            wrong_value(name, f"be enough pixels for a token of {region.spec.model}", side)
+            wrong_value(name, f"be enough pixels for a token of {region.part.spec.model}", side)
     return grid
 
 
@@ -323,14 +322,14 @@ def _regions_of(
     if any(Region.on(part) for _, part in parts):
         hint = "Call `remove()` on the first handle, or `nearfield.remove(target)`, before applying again."
         wrong_value("target", "not be adapted already", _name_of(model), hint)
-    regions = [Region(name, part, model, spec, method, steps, impl, ranks) for name, part in parts]
+    regions = [Region(Part(name, part, model, spec, method, impl, ranks), steps) for name, part in parts]
     counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
     if not sum(counts):
         wrong_value("target", "have attention layers where its class has them", _name_of(model))
     _check_dense_layers(method, sum(counts))
     first = 0
     for region, count in zip(regions, counts, strict=True):
-        region.layers = tuple(region.describe_layers(first, sum(counts)))
+        region.find_layers(first, sum(counts))
         first += count
         for layer in region.layers:
             _check_processor(spec, layer)

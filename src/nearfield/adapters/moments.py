@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from nearfield._types import Moment
+from nearfield.adapters.spec import Arguments, first_tensor
 from nearfield.adapters.steps import Steps
 
 _NO_SCHEDULER = (
@@ -101,6 +102,28 @@ class Moments:
         self._is_mixed |= kind in self._kinds
         self._kinds.add(kind)
         return self._is_mixed
+
+
+class CallHook:
+    """Tells, at the entrance of a model, which timestep it is called with, and which text.
+
+    Args:
+        names: the parameters of the model.
+        conditioning: that of the text; None if nobody asks.
+    """
+
+    def __init__(
+        self, steps: Steps, moments: Moments, names: tuple[str, ...], conditioning: str | None
+    ) -> None:
+        self.steps, self.moments, self.names, self.conditioning = steps, moments, names, conditioning
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = Arguments(self.names, args, kwargs)
+        if "timestep" in self.names and self.steps.needs_timestep:
+            self.steps.timestep = arguments.get("timestep")
+        if self.conditioning is not None:
+            text = arguments.get(self.conditioning)
+            self.moments.conditioned_on(None if text is None else first_tensor(text))
 
 
 def check_scheduler(steps: Steps) -> None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from nearfield import kernels
 from nearfield._checks import shape_of, wrong_value
-from nearfield._types import Impl
+from nearfield._types import Attended, Impl
 from nearfield.methods import Reader
 from nearfield.reference import rotate as reference
 
@@ -115,6 +115,28 @@ class SparseProcessor:
     def _parallel_config(self, config: Any) -> None:
         if hasattr(self.original, "_parallel_config"):
             self.original._parallel_config = config
+
+
+class RememberingReader:
+    """A reader that remembers, as a processor has to call it: it is not traced, and nothing is computed again.
+
+    What it does depends on the step, so torch.compile would have to make a graph for each; and a block that is
+    computed again in the backward pass would find what its first computation has left.
+    """
+
+    def __init__(self, reader: Reader, switch: Switch) -> None:
+        self.reader, self.switch = reader, switch
+        self.attend = torch.compiler.disable(self._attend, reason="lists are remembered from step to step")
+
+    @property
+    def num_pairs(self) -> int | None:
+        return self.reader.num_pairs
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Attended:
+        if self.switch.is_recomputing:
+            hint = 'Use predict="online", or call `disable_gradient_checkpointing()`.'
+            wrong_value("backward", "not compute layers again that remember", "checkpointing", hint)
+        return self.reader.attend(*args, **kwargs)
 
 
 def sparse_processor(original: Any, switch: Switch, impl: Impl, heads: tuple[int, int]) -> SparseProcessor:

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_value
+from nearfield.methods import Method
+
+_MANY = 1000  # steps: a share of them is some
 
 
 class Step(NamedTuple):
@@ -81,6 +84,11 @@ class Steps:
         scheduler = self.scheduler
         index = getattr(scheduler, "step_index", None)
         return index is not None and 0 < index < len(scheduler.timesteps)
+
+
+def has_dense_steps(method: Method) -> bool:
+    """Whether a method leaves steps dense, however many there are."""
+    return method.num_dense_steps(_MANY) > 0
 
 
 def _storage(tensor: Tensor) -> int:

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nearfield.adapters.layers import Layer
 from nearfield.adapters.merging import Block
-from nearfield.adapters.region import Layer, Ready, Region, plans_of
+from nearfield.adapters.ready import Ready, plans_of
+from nearfield.adapters.region import Region
 from nearfield.adapters.spec import Located, Move
-from nearfield.adapters.steps import Steps
+from nearfield.adapters.steps import Steps, has_dense_steps
 from nearfield.implementations import explain_choice
 from nearfield.methods import Method
 from nearfield.methods.merging import Merged
@@ -37,7 +39,9 @@ def summary(
     lines = [f"nearfield: {_method_words(method)}"]
     for model in models:
         mine = [
-            (region, place) for region, place in zip(regions, places, strict=True) if region.root is model
+            (region, place)
+            for region, place in zip(regions, places, strict=True)
+            if region.part.root is model
         ]
         lines += [type(model).__name__, *(f"  {line}" for line in _model_lines(mine, method, steps, origin))]
     return "\n".join(lines)
@@ -86,9 +90,11 @@ def _method_words(method: Any) -> str:
 def _changed_words(regions: Sequence[Region]) -> str:
     changed = sum(layer.is_ours for region in regions for layer in region.layers)
     places: dict[str, list[str]] = {"enter": [], "leave": []}
-    for move in regions[0].spec.moves:
+    for move in regions[0].part.spec.moves:
         places[move.way].append(_place_words(move))
-    number = f" of each of {len(regions)} {regions[0].spec.region}" if regions[0].spec.region else ""
+    number = (
+        f" of each of {len(regions)} {regions[0].part.spec.region}" if regions[0].part.spec.region else ""
+    )
     enter, leave = (", ".join(names) for names in places.values())
     return f"changed: {changed} attention processors; tokens enter at {enter} and leave at {leave}{number}"
 
@@ -126,11 +132,7 @@ def _block_lines(regions: Sequence[Region]) -> list[str]:
     merged = sum(block.group is not None for _, block in blocks)
     groups = sum(merger.num_groups for _, merger in mergers)
     lines = [f"blocks: {merged} on merged tokens, which share {groups} maps; {len(blocks) - merged} on all"]
-    others = [
-        f"{region.name}.{block.name}" if region.name else block.name
-        for region, block in blocks
-        if block.group is None
-    ]
+    others = [region.part.path(block.name) for region, block in blocks if block.group is None]
     lines += [f"  on all tokens, skip_blocks: {_some(others)}"] if others else []
     parts = dict.fromkeys(part for _, block in blocks for part in block.parts)
     return lines + ([f"  merged one by one, after norms: {', '.join(parts)}"] if parts else [])
@@ -151,7 +153,7 @@ def _map_lines(method: Method, steps: Steps) -> list[str]:
 
 def _step_words(method: Method, steps: Steps) -> str:
     scheduler = steps.scheduler
-    if not method.num_dense_steps(1000):
+    if not has_dense_steps(method):
         return "steps: all merged" if _attention(method) is None else "steps: all sparse"
     if scheduler is None:
         return "steps: all sparse; without a scheduler no step is known to be a first one (pass `scheduler=`)"
@@ -187,7 +189,7 @@ def _counted(places: Sequence[int]) -> str:
 
 
 def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
-    calls = sum((region.dense_calls for region in regions), Counter[str]())
+    calls = sum((region.calls.dense for region in regions), Counter[str]())
     return [f"dense calls: {count}, {reason}" for reason, count in calls.items()]
 
 
@@ -225,7 +227,7 @@ def _geometry_lines(
         is_last = region.ready is not None and region.ready.located == located
         ready = region.ready if is_last and region.ready else region.make_ready(located, device)
         prepared.append((region, ready))
-        geometry = located.geometry(region.spec.text_first, sees_text=True)
+        geometry = region.part.geometry(located)
         if located not in shown:
             words = method.describe(geometry, device=device)
             lines += f"{origin}: {words}".splitlines()
@@ -247,7 +249,7 @@ def _geometry_lines(
 
 def _split_lines(region: Region, ready: Ready) -> list[str]:
     """Who holds which tokens, and what this rank sends."""
-    ranks = region.ranks
+    ranks = region.part.ranks
     readers = [reader for reader in ready.readers if isinstance(reader, SplitReader)]
     if ranks is None or not readers or not isinstance(ready.dense_reader, SplitReader):
         return []
@@ -277,11 +279,11 @@ def _mean_sent(region: Region, ready: Ready, readers: Sequence[SplitReader]) -> 
     dtype = region.dtype or next(attention.parameters()).dtype
     heads = attention.heads
     shapes = Shapes(1, heads, heads, attention.inner_dim // heads, dtype)
-    geometry = ready.located.geometry(region.spec.text_first, sees_text=True)
+    geometry = region.part.geometry(ready.located)
     # Layers whose tiles lie alike have one plan, and need be counted but once.
     sizes = dict[int, int]()
     for reader in readers:
-        has_bias = region.weighs and reader.plan.num_keys < geometry.num_tokens
+        has_bias = region.part.weighs and reader.plan.num_keys < geometry.num_tokens
         if id(reader.plan) not in sizes:
             sent = reader.bytes_sent(shapes._replace(has_bias=has_bias)).forward
             sizes[id(reader.plan)] = sent[reader.ranks.index]
@@ -293,7 +295,7 @@ def _pairs(region: Region, ready: Ready) -> _Pairs:
     for layer, reader in zip(region.layers, ready.readers, strict=True):
         if layer.index is None:
             continue
-        geometry = ready.located.geometry(region.spec.text_first, layer.sees_text)
+        geometry = region.part.geometry(ready.located, layer.sees_text)
         heads = layer.attention.heads
         whole, dense = geometry.num_tokens**2 * heads, _num_pairs(layer, ready) * heads
         read = _num_read(layer, reader, ready)
@@ -345,7 +347,7 @@ def _work(region: Region, ready: Ready) -> _Work:
         work = work.plus(_Work(left, full))
     for layer, reader in zip(region.layers, ready.readers, strict=True):
         if layer.index is not None:
-            geometry = ready.located.geometry(region.spec.text_first, layer.sees_text)
+            geometry = region.part.geometry(ready.located, layer.sees_text)
             known = _num_read(layer, reader, ready)
             read = _num_pairs(layer, ready) if known is None else known
             each = 2 * layer.attention.inner_dim  # a query times a key, a weight times a value
@@ -460,7 +462,7 @@ def _speed_lines(pairs: _Pairs, method: Method, steps: Steps) -> list[str]:
         f"pairs: {share:.1%} in {where} layers; attention at most {1 / share:.2f}x faster there,"
         f" {1 / pairs.in_model(pairs.read):.2f}x with the dense layers"
     ]
-    total = steps.total() if method.num_dense_steps(1000) else None
+    total = steps.total() if has_dense_steps(method) else None
     if total is not None:
         over_steps = _over_steps(pairs, pairs.read, method, total)
         lines.append(f"  with dense steps {1 / over_steps:.2f}x over all {total} steps")
@@ -482,7 +484,7 @@ def pairs_kept(regions: Sequence[Region], method: Method, steps: Steps) -> float
         pairs = pairs.plus(_pairs(region, region.ready))
     if pairs.read is None or not pairs.whole:
         return None
-    total = steps.total() if method.num_dense_steps(1000) else None
+    total = steps.total() if has_dense_steps(method) else None
     if total is None:
         return pairs.in_model(pairs.read)
     return _over_steps(pairs, pairs.read, method, total)
@@ -496,7 +498,7 @@ def _choice_words(region: Region, ready: Ready) -> str:
             dtype = region.dtype or next(layer.attention.parameters()).dtype
             query = torch.empty(1, plan.num_queries, heads, head_dim, dtype=dtype, device=ready.device)
             query = query.transpose(1, 2)
-            choice = explain_choice(query, query, plan, impl=region.impl)
+            choice = explain_choice(query, query, plan, impl=region.part.impl)
             return f"attend: {choice.impl}, {choice.reason}"
     return ""
 

@@ -1,0 +1,51 @@
+"""A part of a model, and what is to be done in it."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from nearfield._types import Impl
+from nearfield.adapters.spec import Located, Spec
+from nearfield.geometry import Geometry
+from nearfield.methods import Method
+from nearfield.methods.merging import Merged
+from nearfield.parallel import Ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What does not change from call to call.
+
+    Args:
+        name: its path in the model; "" is the model itself.
+        root: the model.
+        spec: the facts about the model.
+        impl: passed on to `attend`.
+        ranks: those that its tokens are split over.
+    """
+
+    name: str
+    module: nn.Module
+    root: nn.Module
+    spec: Spec
+    method: Method
+    impl: Impl = "auto"
+    ranks: Ranks | None = None
+
+    def path(self, name: str) -> str:
+        """Where something that has a name in this part is found in the model."""
+        return f"{self.name}.{name}" if self.name else name
+
+    def geometry(self, located: Located, sees_text: bool = True) -> Geometry:
+        """Where the tokens of a call stand in layers that see the text, or do not."""
+        return located.geometry(self.spec.text_first, sees_text)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether readers remember from call to call."""
+        return getattr(self.method, "needs_moment", False)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether merged keys have a bias, which only our own attention adds."""
+        return isinstance(self.method, Merged) and self.method.merge.size_bias
