@@ -1,5 +1,6 @@
 """Tensors that follow from sizes are made once, and never kept where they hold nothing."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,6 +28,15 @@ def test_what_follows_from_sizes_is_made_once() -> None:
     for length in range(10, 10 + keeping._MOST):
         count(length, cpu)
     assert count(3, cpu) is not first  # memory is bounded
+
+
+def test_a_gpu_is_known_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept for "cuda" would else serve whichever GPU is current later."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    named = [
+        keeping.device_name(device) for device in ("cuda", torch.device("cuda"), "cuda:0", "cpu", "meta")
+    ]
+    assert named == ["cuda:1", "cuda:1", "cuda:0", "cpu", "meta"]
 
 
 def test_a_compiled_graph_makes_its_own() -> None:

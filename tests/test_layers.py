@@ -31,6 +31,7 @@ LEVELS = {
         "attend",
         "merging",
         "predict",
+        "self_attention",
         "windows",
     },
     4: {"methods", "recipes"},

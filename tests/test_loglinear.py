@@ -488,6 +488,11 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
         "`key_mask` must come with a `geometry` that says where the text is; got no geometry.",
     ),
     (
+        lambda: log_linear_attention(*inputs(20), Geometry((4, 4), text=4), key_mask=torch.ones(2, 20)),
+        TypeError,
+        "`key_mask` must be bool; got torch.float32. True marks keys that may be read.",
+    ),
+    (
         lambda: LogLinearAttention(10, 3),
         ValueError,
         "`dim` must be a multiple of `heads` (3); got 10.",

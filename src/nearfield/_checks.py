@@ -25,6 +25,16 @@ def check_int(argument: str, value: object, *, at_least: int) -> None:
         wrong_value(argument, f"be at least {at_least}", value)
 
 
+def check_bool(argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        wrong_type(argument, "be True or False", repr(value))
+
+
+def check_number(argument: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        wrong_type(argument, "be a number", repr(value))
+
+
 def check_member(argument: str, value: object, allowed: tuple[object, ...], hint: str = "") -> None:
     if value not in allowed:
         wrong_value(argument, f"be one of {', '.join(map(repr, allowed))}", repr(value), hint)
@@ -48,8 +58,7 @@ def shape_of(value: Tensor) -> str:
     return "shape [" + ", ".join(map(str, value.shape)) + "]"
 
 
-def check_share(argument: str, value: object, *, above: float = 0.0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        wrong_type(argument, "be a number", repr(value))
+def check_share(argument: str, value: float, *, above: float = 0.0) -> None:
+    check_number(argument, value)
     if not above < value <= 1:
         wrong_value(argument, f"lie above {above:g}, up to 1", value)

@@ -19,11 +19,6 @@ def check_groups(groups: object) -> None:
         check_int("groups", groups, at_least=1)
 
 
-def check_size_bias(size_bias: object) -> None:
-    if not isinstance(size_bias, bool):
-        wrong_type("size_bias", "be True or False", repr(size_bias))
-
-
 def checked_pair(name: str, pair: object, least: int, meaning: str) -> Pair:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         wrong_type(name, f"be a pair {meaning}", repr(pair))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nearfield._checks import check_int, wrong_type, wrong_value
+from nearfield._checks import check_bool, check_int, wrong_type, wrong_value
 
 Grid = tuple[int, ...]
 Span = tuple[int, int]
@@ -36,8 +36,7 @@ class Geometry:
         grids = tuple(_checked_grid("references", grid, hint) for grid in self.references)
         object.__setattr__(self, "references", grids)
         check_int("text", self.text, at_least=0)
-        if not isinstance(self.text_first, bool):
-            wrong_type("text_first", "be True or False", repr(self.text_first))
+        check_bool("text_first", self.text_first)
 
     @property
     def images(self) -> tuple[Grid, ...]:

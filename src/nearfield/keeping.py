@@ -12,6 +12,12 @@ _MOST = 256
 Make = TypeVar("Make", bound=Callable[..., Tensor])
 
 
+def device_name(device: torch.device | str) -> str:
+    """A device as the key of what is kept: "cuda" is the one that is current, as tensors on it say."""
+    name = str(device)
+    return f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name
+
+
 def kept(make: Make) -> Make:
     """Remember what a function of hashable arguments, a device among them, gives.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from nearfield import curves
 from nearfield._checks import check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield.geometry import Geometry
+from nearfield.keeping import device_name
 
 CurveOrder = Literal["hilbert", "morton", "raster"]
 
@@ -95,4 +96,4 @@ class AlongCurve:
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """The order of the image tokens (all images, one after another; the text stays where it is)."""
-        return along(self.order, geometry, str(device))
+        return along(self.order, geometry, device_name(device))

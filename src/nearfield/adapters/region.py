@@ -31,6 +31,7 @@ from nearfield.adapters.spec import (
     parameter_names,
 )
 from nearfield.adapters.steps import Steps, has_dense_steps
+from nearfield.keeping import device_name
 from nearfield.methods.merging import Merged
 
 _REMEMBERED = 8
@@ -249,7 +250,7 @@ class Region:
 
     def prepare(self, located: Located, device: torch.device, batch: int) -> None:
         """Fetch the order and the readers for a layout of tokens, and hand them to the processors."""
-        device = _with_index(device)
+        device = torch.device(device_name(device))
         key = (located, device)
         ready = self._kept.get(key)
         if ready is None:
@@ -282,10 +283,3 @@ class Region:
                 layer.installed.reader = reader
                 weighing = ready.weighing[number] if ready and ready.weighing else None
                 layer.installed.dense_reader = weighing or (ready.dense_reader if ready else None)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """Tensors know which of the devices they are on, so "cuda" alone would never be found again."""
-    if str(device) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -21,6 +21,7 @@ from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry, check_no_text
 from nearfield.plan import Plan
 from nearfield.pyramid import check_pooling, chosen_blocks, log_sizes, pool
+from nearfield.self_attention import Projections
 from nearfield.tokenmap import AlongCurve, CurveOrder
 
 
@@ -59,27 +60,6 @@ class _ChosenBlocks(AlongCurve, DenseParts):
     def choice_words(self, geometry: Geometry) -> str:
         blocks = -(-geometry.num_tokens // self.block)
         return f"{geometry}: {blocks} blocks of {self.block} tokens choose {min(self.topk, blocks)} each"
-
-
-class _Projections(nn.Module):
-    """The projections of a self-attention layer, and how tokens become heads."""
-
-    def __init__(self, dim: int, heads: int, bias: bool) -> None:
-        super().__init__()
-        check_int("heads", heads, at_least=1)
-        if dim % heads:
-            wrong_value("dim", f"be a multiple of `heads` ({heads})", dim)
-        self.heads = heads
-        self.to_qkv = nn.Linear(dim, 3 * dim, bias=bias)
-        self.to_out = nn.Linear(dim, dim, bias=bias)
-
-    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return query, key, value
-
-    def joined(self, out: Tensor) -> Tensor:
-        projected: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
-        return projected
 
 
 # -- attention among means, behind a gate --------------------------------------------------------------------------
@@ -156,7 +136,7 @@ class GatedReader(NamedTuple):
         return Attended(near.out + (gate * spread).to(near.out.dtype), near.lse)
 
 
-class GatedBlocksAttention(_Projections):
+class GatedBlocksAttention(Projections):
     """A self-attention layer for models of one's own: projections around `GatedBlocks`, and its gate, first zero.
 
     Args:
@@ -281,7 +261,7 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     return blocks
 
 
-class SparseLinearAttention(_Projections):
+class SparseLinearAttention(Projections):
     """A self-attention layer for models of one's own: projections around `SparseLinear`, and its own, first zero.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nearfield import planning, predict
-from nearfield._checks import check_member, check_share, wrong_type, wrong_value
+from nearfield._checks import check_bool, check_member, check_share, wrong_type, wrong_value
 from nearfield._types import Attended, Impl, Moment
 from nearfield.attend import attend
 from nearfield.dense_parts import DenseParts
@@ -74,8 +74,7 @@ class FineGrained(AlongCurve, DenseParts):
         if self.guard is not None:
             check_share("guard", self.guard, above=-1.0)
         object.__setattr__(self, "refresh", _checked_refresh(self.refresh))
-        if not isinstance(self.share_branches, bool):
-            wrong_type("share_branches", "be True or False", repr(self.share_branches))
+        check_bool("share_branches", self.share_branches)
         _check_memory(self.memory)
         self.check_dense_parts()
 

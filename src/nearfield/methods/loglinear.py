@@ -18,11 +18,11 @@ from itertools import pairwise
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from nearfield import planning
-from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
+from nearfield._checks import check_bool, check_int, check_member, check_tensor, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import Part, attend, attend_together
 from nearfield.dense_parts import DenseParts
@@ -31,6 +31,7 @@ from nearfield.keeping import kept
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
 from nearfield.plan import Plan
 from nearfield.pyramid import check_pooling, pool_together, select_blocks
+from nearfield.self_attention import Projections, mask_bias
 from nearfield.tokenmap import AlongCurve, CurveOrder
 
 _ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -80,8 +81,7 @@ class LogLinear(AlongCurve, DenseParts):
             check_int("enrich", self.enrich, at_least=0)
         check_member("order", self.order, get_args(CurveOrder))
         for name in ("weighted", "exclude_selected", "keep_own"):
-            if not isinstance(getattr(self, name), bool):
-                wrong_type(name, "be True or False", repr(getattr(self, name)))
+            check_bool(name, getattr(self, name))
         self.check_dense_parts()
 
     def reader(
@@ -216,14 +216,12 @@ def log_linear_attention(
         wrong_value(
             "query", f"have the {geometry.num_tokens} tokens of the geometry ({geometry}), as `key`", got
         )
-    bias = None
-    if key_mask is not None:
-        bias = torch.zeros(key_mask.shape, device=key_mask.device).masked_fill(~key_mask, -torch.inf)[:, None]
+    bias = None if key_mask is None else mask_bias(key_mask, query)
     reader = method.reader(geometry, device=query.device)
     return reader.attend(query, key, value, key_bias=bias, scale=scale, impl=impl).out
 
 
-class LogLinearAttention(nn.Module):
+class LogLinearAttention(Projections):
     """A self-attention layer for models of one's own: projections around `log_linear_attention`.
 
     Args:
@@ -233,20 +231,14 @@ class LogLinearAttention(nn.Module):
     """
 
     def __init__(self, dim: int, heads: int, method: LogLinear | None = None, bias: bool = True) -> None:
-        super().__init__()
-        check_int("heads", heads, at_least=1)
-        if dim % heads:
-            wrong_value("dim", f"be a multiple of `heads` ({heads})", dim)
-        self.heads, self.method = heads, method or LogLinear()
-        self.to_qkv = nn.Linear(dim, 3 * dim, bias=bias)
-        self.to_out = nn.Linear(dim, dim, bias=bias)
+        super().__init__(dim, heads, bias)
+        self.method = method or LogLinear()
 
     def forward(self, x: Tensor, geometry: Geometry | None = None, key_mask: Tensor | None = None) -> Tensor:
         """`x` is `[B, N, dim]`, in the order of `method.ordering(geometry)`."""
-        query, key, value = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.heads_of(x)
         out = log_linear_attention(query, key, value, geometry, method=self.method, key_mask=key_mask)
-        projected: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
-        return projected
+        return self.joined(out)
 
 
 # -- one call ------------------------------------------------------------------------------------------------------

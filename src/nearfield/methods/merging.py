@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 from nearfield import blockwise, curves, planning, tiling
-from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
+from nearfield._checks import (
+    check_bool,
+    check_int,
+    check_member,
+    check_number,
+    check_tensor,
+    shape_of,
+    wrong_type,
+    wrong_value,
+)
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
 from nearfield.geometry import Geometry, Grid, Shortened, check_geometry
+from nearfield.keeping import device_name
 from nearfield.merging import Group, Merging, Regions, merging_of
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering
@@ -59,7 +69,7 @@ class Merge:
     placement: Placement = "block"
 
     def __post_init__(self) -> None:
-        _check_number("ratio", self.ratio)
+        check_number("ratio", self.ratio)
         if not 0 <= self.ratio < 1:
             wrong_value("ratio", "be at least 0 and below 1", self.ratio)
         check_member("region", self.region, get_args(Region))
@@ -67,7 +77,7 @@ class Merge:
         if self.region == "window" and math.isqrt(self.region_size) ** 2 != self.region_size:
             hint = f"Use {math.isqrt(self.region_size) ** 2}, or runs."
             wrong_value("region_size", "be a square number for windows", self.region_size, hint)
-        _check_number("sharpness", self.sharpness)
+        check_number("sharpness", self.sharpness)
         if not self.sharpness > 0:
             wrong_value("sharpness", "be above 0", self.sharpness)
         object.__setattr__(
@@ -77,7 +87,7 @@ class Merge:
         object.__setattr__(
             self, "skip_blocks", blockwise.checked_pair("skip_blocks", self.skip_blocks, 0, "(joint, single)")
         )
-        blockwise.check_size_bias(self.size_bias)
+        check_bool("size_bias", self.size_bias)
         check_member("placement", self.placement, get_args(Placement))
 
     # -- which tokens become one -----------------------------------------------------------------------------------
@@ -85,7 +95,7 @@ class Merge:
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """The order of the image tokens in which regions lie in one piece: the curve, window by window, or raster."""
         check_geometry(geometry)
-        return _ordering(self.region, self.region_size, geometry, str(device))
+        return _ordering(self.region, self.region_size, geometry, device_name(device))
 
     def regions(self, geometry: Geometry, pieces: Pieces | None = None) -> Regions:
         """How the image tokens are cut in that order, each image by itself, and how many of each region are left.
@@ -265,7 +275,7 @@ class Merged:
     ) -> Any:
         """What a layer needs to attend, among all tokens or, for a geometry that is `shortened`, merged ones."""
         if self.attention is None:
-            return full_reader(geometry.num_tokens, str(device))
+            return full_reader(geometry.num_tokens, device_name(device))
         return self.attention.reader(geometry, layer, heads=heads, device=device)
 
     def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
@@ -319,14 +329,6 @@ class FullReader(NamedTuple):
 def full_reader(num_tokens: int, device: str) -> FullReader:
     with torch.inference_mode(False):
         return FullReader(planning.full(num_tokens, num_tokens, device=device))
-
-
-# -- checks --------------------------------------------------------------------------------------------------------
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        wrong_type(name, "be a number", repr(value))
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from nearfield import blockwise, planning
-from nearfield._checks import check_int, wrong_type, wrong_value
+from nearfield._checks import check_bool, check_int, check_number, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
 from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry, Grid
+from nearfield.keeping import device_name
 from nearfield.merging import Assignment, Regions, matched
 from nearfield.plan import Plan
 from nearfield.tokenmap import Ordering, along
@@ -44,8 +45,7 @@ class BipartiteMerge:
         check_int("stride", self.stride, at_least=2)
         check_int("seed", self.seed, at_least=0)
         most = 1 - 1 / self.stride**2
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float):
-            wrong_type("ratio", "be a number", repr(self.ratio))
+        check_number("ratio", self.ratio)
         if not 0 <= self.ratio <= most:
             cell = f"{self.stride}x{self.stride}"
             wrong_value("ratio", f"be from 0 to {most:g} where one token of {cell} stays", self.ratio)
@@ -53,11 +53,11 @@ class BipartiteMerge:
         for name, (least, meaning) in pairs.items():
             object.__setattr__(self, name, blockwise.checked_pair(name, getattr(self, name), least, meaning))
         blockwise.check_groups(self.groups)
-        blockwise.check_size_bias(self.size_bias)
+        check_bool("size_bias", self.size_bias)
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """As tokens are: nothing has to lie together."""
-        return along("raster", geometry, str(device))
+        return along("raster", geometry, device_name(device))
 
     def regions(self, geometry: Geometry, pieces: Any = None) -> Regions:
         """Every image is one."""
@@ -121,7 +121,7 @@ class StridedKeys(DenseParts):
         self.check_dense_parts()
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
-        return along("raster", geometry, str(device))
+        return along("raster", geometry, device_name(device))
 
     def reader(
         self,
@@ -133,7 +133,7 @@ class StridedKeys(DenseParts):
     ) -> "StridedReader":
         """Which keys a layer reads, and who does."""
         del layer, heads  # all read alike
-        return _strided_reader(geometry, self.stride, str(device))
+        return _strided_reader(geometry, self.stride, device_name(device))
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         keys = len(self.reader(geometry, device=device).keys)

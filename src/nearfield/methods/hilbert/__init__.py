@@ -17,9 +17,10 @@ from typing import get_args
 
 import torch
 
-from nearfield._checks import check_int, check_member, wrong_type, wrong_value
+from nearfield._checks import check_bool, check_int, check_member, wrong_value
 from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry, Span, check_geometry
+from nearfield.keeping import device_name
 from nearfield.methods.hilbert.far_field import FarField
 from nearfield.methods.hilbert.far_field import far_field as _far_field
 from nearfield.methods.hilbert.far_field import interleaved_far_field as _interleaved_far
@@ -92,8 +93,7 @@ class Hilbert(DenseParts):
         check_member("summary", self.summary, get_args(Summary))
         if self.shared == "none" and self.shared_tokens is not None:
             wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
-        if not isinstance(self.interleave, bool):
-            wrong_type("interleave", "be True or False", repr(self.interleave))
+        check_bool("interleave", self.interleave)
         self.check_dense_parts()
 
     # -- who reads whom ------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Hilbert(DenseParts):
         It depends on the geometry alone, not on the blocks of a plan: the order is the same for every device.
         """
         check_geometry(geometry)
-        return _ordering(self._pattern, geometry, _named(device))
+        return _ordering(self._pattern, geometry, device_name(device))
 
     def plan(
         self,
@@ -128,11 +128,11 @@ class Hilbert(DenseParts):
         check_int("layer", layer, at_least=0)
         q_block, k_block = _blocks(self._pattern, geometry, q_block, k_block, device)
         if not self.interleave:
-            return _plan(self._pattern, geometry, layer % self.cycle, q_block, k_block, _named(device))
+            return _plan(self._pattern, geometry, layer % self.cycle, q_block, k_block, device_name(device))
         if heads is None:
             wrong_value("heads", "be given where heads are interleaved", None, "Pass the number of heads.")
         check_int("heads", heads, at_least=1)
-        sizes = q_block, k_block, _named(device)
+        sizes = q_block, k_block, device_name(device)
         return _interleaved_plan(self._pattern, geometry, layer % self.cycle, heads, *sizes)
 
     def spans(self, geometry: Geometry) -> tuple[Span, ...]:
@@ -160,7 +160,7 @@ class Hilbert(DenseParts):
         if unit % near.k_block:
             rule = f"divide lcm(q_block, far) = {unit}, on multiples of which tiles are cut"
             wrong_value("k_block", rule, near.k_block)
-        sizes = near.q_block, near.k_block, _named(device)
+        sizes = near.q_block, near.k_block, device_name(device)
         if self.interleave:
             assert heads is not None  # `plan` asked for it
             far = _interleaved_far(self._pattern, geometry, layer % self.cycle, heads, *sizes)
@@ -211,9 +211,3 @@ class Hilbert(DenseParts):
             curve=self.curve,
             far=self.far,
         )
-
-
-def _named(device: torch.device | str) -> str:
-    """A device as the key of a cache: "cuda" is the one that is current."""
-    name = str(device)
-    return f"cuda:{torch.cuda.current_device()}" if name == "cuda" and torch.cuda.is_available() else name
