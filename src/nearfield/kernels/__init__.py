@@ -84,6 +84,26 @@ def _missing(impl: str) -> str | None:
     return None
 
 
+def unsupported_tensor(
+    x: Tensor, *, most_channels: int | None = None, multiplies: bool = False
+) -> str | None:
+    """Why plain kernels cannot take a tensor, or None: what all of them ask. Each may have more reasons.
+
+    Args:
+        most_channels: that a program holds.
+        multiplies: whether the tensor goes into matrix products.
+    """
+    if not x.is_cuda and not is_interpreted():
+        return f"the tensors are on {x.device}"
+    if x.dtype == torch.float64:
+        return "float64 is for the reference"
+    if multiplies and x.dtype == torch.bfloat16 and is_interpreted():
+        return "Triton's interpreter computes wrong bfloat16 products"
+    if most_channels is not None and x.shape[-1] > most_channels:
+        return f"head dimension {x.shape[-1]} is above {most_channels}"
+    return None
+
+
 def helper(name: str, *call: Any) -> Any:
     """The module of that name, as "select", if its kernels can run such a call (see its `unsupported`), else None."""
     if _missing("triton") is not None:

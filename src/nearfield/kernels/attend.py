@@ -4,11 +4,10 @@ Three loops over the same lists: the forward and the query gradient walk the pla
 gradients walk its transpose, one program per key block.
 """
 
-import torch
 from torch import Tensor
 
 from nearfield._types import Positions
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.backward import attend_backward
 from nearfield.kernels.forward import attend_forward
 from nearfield.kernels.pair import attend_together_backward, attend_together_forward
@@ -32,12 +31,4 @@ def unsupported(
     backward: bool,
 ) -> str | None:
     """Why the plain Triton kernels cannot run this call, or None."""
-    if not query.is_cuda and not is_interpreted():
-        return f"the tensors are on {query.device}"
-    if query.dtype == torch.float64:
-        return "float64 is for the reference"
-    if query.dtype == torch.bfloat16 and is_interpreted():
-        return "Triton's interpreter computes wrong bfloat16 products"
-    if query.shape[-1] > 128:
-        return f"head dimension {query.shape[-1]} is above 128"
-    return None
+    return unsupported_tensor(query, most_channels=128, multiplies=True)

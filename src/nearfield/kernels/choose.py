@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 
 MOST_COLUMNS = 32768
 
@@ -63,13 +63,11 @@ def _choose_kernel(
 
 def unsupported(scores: Tensor) -> str | None:
     """Why the kernel cannot choose among these scores, or None."""
-    if not scores.is_cuda and not is_interpreted():
-        return f"the tensors are on {scores.device}"
     if scores.dtype != torch.float32:
         return f"scores are {scores.dtype}, not float32"
     if scores.shape[-1] > MOST_COLUMNS:
         return f"{scores.shape[-1]} columns are more than the {MOST_COLUMNS} that a program holds"
-    return None
+    return unsupported_tensor(scores)
 
 
 def choose(

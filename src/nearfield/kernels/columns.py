@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.launch import LOG2_E, padded, tile_sources
 from nearfield.kernels.walk import INF, LOG2E, copy_rows, dot, load_rows
 
@@ -111,17 +111,9 @@ def _column_kernel(
 
 def unsupported(query: Tensor, k_block: int) -> str | None:
     """Why the kernel cannot run such a call, or None."""
-    if not query.is_cuda and not is_interpreted():
-        return f"the tensors are on {query.device}"
-    if query.dtype == torch.float64:
-        return "float64 is for the reference"
-    if query.dtype == torch.bfloat16 and is_interpreted():
-        return "Triton's interpreter computes wrong bfloat16 products"
-    if query.shape[-1] > 128:
-        return f"head dimension {query.shape[-1]} is above 128"
     if k_block & (k_block - 1):
         return f"k_block {k_block} is not a power of two"
-    return None
+    return unsupported_tensor(query, most_channels=128, multiplies=True)
 
 
 def column_statistics(

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 
 _CHUNK = 2048
 
@@ -27,9 +27,7 @@ def _lists_kernel(mask, offsets, blocks, num_rows, num_columns, capacity, CHUNK:
 
 def unsupported(mask: Tensor) -> str | None:
     """Why the kernel cannot make these lists, or None."""
-    if not mask.is_cuda and not is_interpreted():
-        return f"the tensors are on {mask.device}"
-    return None
+    return unsupported_tensor(mask)
 
 
 def lists_of(mask: Tensor, offsets: Tensor, capacity: int) -> Tensor:

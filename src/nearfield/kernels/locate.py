@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 
 MOST_TOKENS = 256
 _PIECE = 64
@@ -68,13 +68,9 @@ def _locate_kernel(
 
 def unsupported(features: Tensor) -> str | None:
     """Why the kernel cannot choose among these tokens, or None."""
-    if not features.is_cuda and not is_interpreted():
-        return f"the tensors are on {features.device}"
-    if features.dtype == torch.float64:
-        return "float64 is for the reference"
     if features.shape[2] > MOST_TOKENS:
         return f"regions of {features.shape[2]} tokens are larger than {MOST_TOKENS}"
-    return None
+    return unsupported_tensor(features)
 
 
 def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tensor:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.launch import padded
 
 _TOKENS = 64
@@ -46,13 +46,7 @@ def _means_kernel(
 
 def unsupported(x: Tensor) -> str | None:
     """Why the kernel cannot take this tensor, or None."""
-    if not x.is_cuda and not is_interpreted():
-        return f"the tensors are on {x.device}"
-    if x.dtype == torch.float64:
-        return "float64 is for the reference"
-    if x.shape[-1] > 128:
-        return f"head dimension {x.shape[-1]} is above 128"
-    return None
+    return unsupported_tensor(x, most_channels=128)
 
 
 def block_means(x: Tensor, block: int) -> tuple[Tensor, Tensor]:

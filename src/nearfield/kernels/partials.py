@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield._types import Attended
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.launch import padded
 
 _ROWS = 8
@@ -58,15 +58,9 @@ def _merge_kernel(
 
 def unsupported(out: Tensor) -> str | None:
     """Why the kernel cannot take these parts, or None."""
-    if not out.is_cuda and not is_interpreted():
-        return f"the tensors are on {out.device}"
-    if out.dtype == torch.float64:
-        return "float64 is for the reference"
     if out.stride(-1) != 1:
         return "channels do not lie side by side"
-    if out.shape[-1] > 128:
-        return f"head dimension {out.shape[-1]} is above 128"
-    return None
+    return unsupported_tensor(out, most_channels=128)
 
 
 def merge_partials(out: Tensor, lse: Tensor) -> Attended:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.launch import padded
 from nearfield.kernels.walk import load_rows, store_rows
 from nearfield.levels import level_length, level_starts
@@ -114,15 +114,9 @@ def _unpool_kernel(
 
 def unsupported(x: Tensor, block: int, levels: int) -> str | None:
     """Why the kernels cannot pool this tensor, or None."""
-    if not x.is_cuda and not is_interpreted():
-        return f"the tensors are on {x.device}"
-    if x.dtype == torch.float64:
-        return "float64 is for the reference"
-    if x.shape[-1] > 128:
-        return f"head dimension {x.shape[-1]} is above 128"
     if block**levels >= 2**31:
         return f"{levels} levels of blocks of {block} do not fit in 32 bits"
-    return None
+    return unsupported_tensor(x, most_channels=128)
 
 
 def pool_forward(x: Tensor, block: int, levels: int) -> Tensor:

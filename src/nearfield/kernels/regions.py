@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 
 MOST_TOKENS = 256
 """Larger matrices are worth the tiles of a library."""
@@ -68,19 +68,15 @@ def _multiply_kernel(
 def unsupported(tensors: Sequence[Tensor], most_tokens: int) -> str | None:
     """Why the kernel cannot take such tokens, in regions of at most so many, or None."""
     x = tensors[0]
-    if not x.is_cuda and not is_interpreted():
-        return f"the tensors are on {x.device}"
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{x.dtype} is for the reference"
-    if x.dtype == torch.bfloat16 and is_interpreted():
-        return "Triton's interpreter multiplies bfloat16 wrongly"
     if any(tensor.dtype != x.dtype for tensor in tensors):
         return "the tensors differ in dtype"
     if any(tensor.dim() != 3 or tensor.stride(2) != 1 for tensor in tensors):
         return "tokens are not [batch, tokens, channels] with channels side by side"
     if most_tokens > MOST_TOKENS:
         return f"regions of {most_tokens} tokens are larger than {MOST_TOKENS}"
-    return None
+    return unsupported_tensor(x, multiplies=True)
 
 
 def multiply_into(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.launch import padded
 
 _TOKENS, _HEADS = 16, 4
@@ -54,13 +54,11 @@ def _rotate_kernel(
 
 def unsupported(x: Tensor) -> str | None:
     """Why the kernel cannot turn these queries or keys, or None."""
-    if not x.is_cuda and not is_interpreted():
-        return f"the tensors are on {x.device}"
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{x.dtype} is for the reference"
     if x.stride(3) != 1:
         return "the channels of a head must lie side by side"
-    return None
+    return unsupported_tensor(x)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.launch import padded
 from nearfield.kernels.walk import dot, load_rows
 
@@ -84,17 +84,9 @@ def _select_kernel(
 
 def unsupported(query: Tensor, num_candidates: int) -> str | None:
     """Why the kernel cannot run this selection, or None."""
-    if not query.is_cuda and not is_interpreted():
-        return f"the tensors are on {query.device}"
-    if query.dtype == torch.float64:
-        return "float64 is for the reference"
-    if query.dtype == torch.bfloat16 and is_interpreted():
-        return "Triton's interpreter computes wrong bfloat16 products"
-    if query.shape[-1] > 128:
-        return f"head dimension {query.shape[-1]} is above 128"
     if num_candidates > MOST_CANDIDATES:
         return f"{num_candidates} candidates are more than the {MOST_CANDIDATES} that fit in registers"
-    return None
+    return unsupported_tensor(query, most_channels=128, multiplies=True)
 
 
 def select(

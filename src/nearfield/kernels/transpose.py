@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 
 _TILE = 1024
 
@@ -64,9 +64,7 @@ def _lists_kernel(
 
 def unsupported(blocks: Tensor) -> str | None:
     """Why the kernels cannot transpose such lists, or None."""
-    if not blocks.is_cuda and not is_interpreted():
-        return f"the tensors are on {blocks.device}"
-    return None
+    return unsupported_tensor(blocks)
 
 
 def transpose(offsets: Tensor, blocks: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,10 @@
 """Keys turned by rotary angles in Triton: read once, written once, wherever they shall stand."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.launch import padded
 
 _ROWS, _HEADS = 16, 16
@@ -41,15 +40,9 @@ def _turn_kernel(
 
 def unsupported(x: Tensor) -> str | None:
     """Why the kernel cannot take such keys, or None."""
-    if not x.is_cuda and not is_interpreted():
-        return f"the tensors are on {x.device}"
-    if x.dtype == torch.float64:
-        return "float64 is for the reference"
-    if x.shape[-1] > 256:
-        return f"head dimension {x.shape[-1]} is above 256"
     if x.stride(-1) != 1:
         return "the channels of a key do not stand side by side"
-    return None
+    return unsupported_tensor(x, most_channels=256)
 
 
 def turn(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> None:

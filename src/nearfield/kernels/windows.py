@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels import is_interpreted
+from nearfield.kernels import unsupported_tensor
 from nearfield.kernels.launch import padded
 from nearfield.kernels.walk import load_rows, store_rows
 
@@ -61,13 +61,7 @@ def _spread_kernel(
 
 def unsupported(x: Tensor) -> str | None:
     """Why the kernels cannot take this tensor, or None."""
-    if not x.is_cuda and not is_interpreted():
-        return f"the tensors are on {x.device}"
-    if x.dtype == torch.float64:
-        return "float64 is for the reference"
-    if x.shape[-1] > 128:
-        return f"head dimension {x.shape[-1]} is above 128"
-    return None
+    return unsupported_tensor(x, most_channels=128)
 
 
 def window_means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
