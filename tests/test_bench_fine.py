@@ -80,10 +80,11 @@ def test_dense_attention_that_is_clearly_slower_is_not_timed(monkeypatch: pytest
         time.sleep(0.05)
 
     both = {"fast": lambda inputs: None, "slow": slow}
-    monkeypatch.setattr(fine, "dense_attention", lambda device: both)
+    offered = "nearfield.bench.attend.dense_attention"
+    monkeypatch.setattr(offered, lambda device: both)
     bench = fine.FineBench(CASE, torch.device("cpu"), EFFORT)
     assert list(bench._dense()) == ["dense fast"]
-    monkeypatch.setattr(fine, "dense_attention", lambda device: {"slow": slow, "as slow": slow})
+    monkeypatch.setattr(offered, lambda device: {"slow": slow, "as slow": slow})
     assert list(bench._dense()) == ["dense slow", "dense as slow"]
 
 

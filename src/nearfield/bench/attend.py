@@ -122,16 +122,8 @@ class Bench:
     def _surveyed(self, backward: bool) -> _Survey:
         """Every dense implementation that takes these tensors, timed where there is a choice; the best is kept."""
         if backward not in self._surveys:
-            functions: dict[str, Function] = {}
-            for name, dense in dense_attention(self.device).items():
-                if name == LAST_RESORT and functions:
-                    continue
-                try:
-                    function = self._dense_function(dense, backward)
-                    function()
-                except RuntimeError:
-                    continue  # this backend does not take these tensors
-                functions[name] = function
+            usable = usable_dense(self.device, lambda dense: self._dense_function(dense, backward)())
+            functions = {name: self._dense_function(dense, backward) for name, dense in usable.items()}
             times = {}
             if len(functions) > 1:
                 timings = measure(functions, self.device, self.effort)
@@ -171,6 +163,20 @@ def dense_attention(device: torch.device) -> Dense:
         return dense
 
     return {name: under(backend) for name, backend in _CUDA_BACKENDS.items()}
+
+
+def usable_dense(device: torch.device, attempt: Callable[[Callable[[Inputs], Tensor]], object]) -> Dense:
+    """Those that take certain tensors, which `attempt` calls them with; the last resort only where no other does."""
+    usable: Dense = {}
+    for name, dense in dense_attention(device).items():
+        if name == LAST_RESORT and usable:
+            continue
+        try:
+            attempt(dense)
+        except RuntimeError:
+            continue
+        usable[name] = dense
+    return usable
 
 
 def _backward_of(forward: Callable[..., Tensor], inputs: Inputs, grad_out: Tensor) -> Callable[[], Inputs]:

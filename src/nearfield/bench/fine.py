@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nearfield import attend, planning, predict
 from nearfield._types import Attended, Impl
-from nearfield.bench.attend import LAST_RESORT, dense_attention
+from nearfield.bench.attend import usable_dense
 from nearfield.bench.check import Checked, check_forward, poisoned_memory, worst
 from nearfield.bench.fine_cases import FineCase
 from nearfield.bench.report import check_record, table
@@ -156,15 +156,10 @@ class FineBench:
     def _dense(self) -> dict[str, Function]:
         """Dense attention as torch offers it, without what is clearly slower than another: it would take most of the
         time and change nothing."""
-        functions: dict[str, Function] = {}
-        for name, dense in dense_attention(self.device).items():
-            if name == LAST_RESORT and functions:
-                continue
-            try:
-                dense(self.inputs)
-            except RuntimeError:
-                continue
-            functions[f"dense {name}"] = partial(dense, self.inputs)
+        usable = usable_dense(self.device, lambda dense: dense(self.inputs))
+        functions: dict[str, Function] = {
+            f"dense {name}": partial(dense, self.inputs) for name, dense in usable.items()
+        }
         if len(functions) < 2:
             return functions
         rough = {name: seen.median for name, seen in measure(functions, self.device, _AT_A_GLANCE).items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nearfield import Geometry, Hilbert, explain_choice
 from nearfield._types import Attended, Impl
-from nearfield.bench.attend import LAST_RESORT, dense_attention, random_inputs
+from nearfield.bench.attend import random_inputs, usable_dense
 from nearfield.bench.check import Checked, check_forward, poisoned_memory
 from nearfield.bench.hilbert_cases import HilbertCase
 from nearfield.bench.presets import Preset
@@ -218,16 +218,8 @@ class HilbertBench:
 
     def _dense_functions(self) -> dict[str, Function]:
         """Every dense implementation that takes these tensors."""
-        functions: dict[str, Function] = {}
-        for name, dense in dense_attention(self.device).items():
-            if name == LAST_RESORT and functions:
-                continue
-            try:
-                dense(self.inputs)
-            except RuntimeError:
-                continue
-            functions[name] = partial(dense, self.inputs)
-        return functions
+        usable = usable_dense(self.device, lambda dense: dense(self.inputs))
+        return {name: partial(dense, self.inputs) for name, dense in usable.items()}
 
 
 def run_all(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearfield import LogLinear, log_linear_attention
 from nearfield._types import Impl
-from nearfield.bench.attend import LAST_RESORT, dense_attention
+from nearfield.bench.attend import usable_dense
 from nearfield.bench.check import Checked, compare, keys_of, poisoned_memory, worst
 from nearfield.bench.loglinear_cases import LogLinearCase
 from nearfield.bench.report import check_record, table
@@ -138,13 +138,8 @@ class LogLinearBench:
         }
         if self.case.shape[2] > _MOST_DENSE:
             return functions
-        for name, dense in dense_attention(self.device).items():
-            if name == LAST_RESORT and any(key.startswith("dense") for key in functions):
-                continue
-            try:
-                self._backward(lambda *leaves, dense=dense: dense(leaves))
-            except RuntimeError:
-                continue
+        usable = usable_dense(self.device, lambda dense: self._backward(lambda *leaves: dense(leaves)))
+        for name, dense in usable.items():
             functions[f"dense forward {name}"] = partial(dense, self.inputs)
             functions[f"dense forward + backward {name}"] = partial(
                 self._backward, lambda *leaves, dense=dense: dense(leaves)

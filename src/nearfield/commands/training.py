@@ -61,26 +61,10 @@ def _add_train_demo(models: Any) -> None:
     parser.add_argument(
         "--start", type=Path, metavar="FILE", help="start from this model, such as one of a smaller size"
     )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
-    )
+    _add_tiny(parser)
     add_method(parser, "dense")
-    parser.add_argument(
-        "--attention",
-        type=member("--attention", BACKENDS),
-        default="auto",
-        metavar="NAME",
-        help=f"torch's kernel for dense attention: {', '.join(BACKENDS)} (default auto)",
-    )
-    parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
-    parser.add_argument(
-        "--packing",
-        type=member("--packing", PACKINGS),
-        default="int8",
-        metavar="HOW",
-        help=f"how the model is written: {', '.join(PACKINGS)} (default int8)",
-    )
-    _add_sheets(parser)
+    _add_kernel(parser, "--attention", "dense attention")
+    _add_results(parser, packing="int8")
     _add_common(parser)
 
 
@@ -106,29 +90,37 @@ def _add_train_pixel(models: Any) -> None:
         metavar="FILE",
         help="start from this model: one of a smaller size, or one with full attention",
     )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
-    )
-    parser.add_argument(
-        "--dense-kernel",
-        type=member("--dense-kernel", BACKENDS),
-        default="auto",
-        metavar="NAME",
-        help=f"torch's kernel for full attention: {', '.join(BACKENDS)} (default auto)",
-    )
-    parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
-    parser.add_argument(
-        "--packing",
-        type=member("--packing", PACKINGS),
-        default="bf16",
-        metavar="HOW",
-        help=f"how the model is written: {', '.join(PACKINGS)} (default bf16)",
-    )
-    _add_sheets(parser)
+    _add_tiny(parser)
+    _add_kernel(parser, "--dense-kernel", "full attention")
+    _add_results(parser, packing="bf16")
     _add_common(parser)
 
 
-def _add_sheets(parser: argparse.ArgumentParser) -> None:
+def _add_tiny(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
+    )
+
+
+def _add_kernel(parser: argparse.ArgumentParser, name: str, attention: str) -> None:
+    parser.add_argument(
+        name,
+        type=member(name, BACKENDS),
+        default="auto",
+        metavar="NAME",
+        help=f"torch's kernel for {attention}: {', '.join(BACKENDS)} (default auto)",
+    )
+    parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
+
+
+def _add_results(parser: argparse.ArgumentParser, packing: str) -> None:
+    parser.add_argument(
+        "--packing",
+        type=member("--packing", PACKINGS),
+        default=packing,
+        metavar="HOW",
+        help=f"how the model is written: {', '.join(PACKINGS)} (default {packing})",
+    )
     add_integer(parser, "--samples", 16, "pictures on a sample sheet", least=0, most=256)
     add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield.adapters import apply
-from nearfield.demo.model import EMBEDDED
+from nearfield.demo.model import EMBEDDED, from_diffusers
 from nearfield.demo.pictures import Row
 from nearfield.demo.sampler import DemoPipeline, OnStep, Sampled
-from nearfield.demo.storage import MissingExtra
 from nearfield.geometry import Geometry
 from nearfield.methods import Method
 
@@ -91,12 +90,9 @@ def demo_sampler(pipeline: DemoPipeline, num: int, on_step: OnStep | None = None
 
 def open_pipeline(name: str, device: torch.device) -> Any:
     """A diffusers pipeline by its id on the Hub, or from a folder."""
-    try:
-        from diffusers import DiffusionPipeline
-    except (ImportError, RuntimeError) as error:
-        raise MissingExtra("diffusers", error, "diffusers") from None
+    kind = from_diffusers("DiffusionPipeline", extra="diffusers")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pipeline = DiffusionPipeline.from_pretrained(name, torch_dtype=dtype)
+    pipeline = kind.from_pretrained(name, torch_dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 

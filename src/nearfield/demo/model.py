@@ -77,7 +77,7 @@ class TinyFlux(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.transformer: Any = _flux_class()(**config.transformer())
+        self.transformer: Any = from_diffusers("FluxTransformer2DModel")(**config.transformer())
         self.condition = nn.Parameter(torch.randn(config.condition_tokens, config.condition_dim))
         self.pooled = nn.Parameter(torch.zeros(config.condition_dim))
         self.register_buffer("latent_mean", torch.zeros(CHANNELS))
@@ -148,15 +148,15 @@ def _start_as_identity(transformer: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def _flux_class() -> Any:
+def from_diffusers(name: str, extra: str = "demo") -> Any:
+    """A class of diffusers, loaded when it is asked for; `extra` is what brings it."""
     try:
-        from diffusers import FluxTransformer2DModel
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # diffusers turns what its lazy imports raise into RuntimeError
-        raise MissingExtra("diffusers", error) from None
-    return FluxTransformer2DModel
+        import diffusers
+
+        return getattr(diffusers, name)
+    # diffusers turns what its lazy imports raise into RuntimeError
+    except (ImportError, RuntimeError, AttributeError) as error:
+        raise MissingExtra("diffusers", error, extra) from None
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nearfield._checks import check_int, wrong_value
 from nearfield.demo.autoencoder import CHANNELS, PIXELS_PER_TOKEN, Autoencoder
-from nearfield.demo.model import TinyFlux, load_model
-from nearfield.demo.storage import MissingExtra
+from nearfield.demo.model import TinyFlux, from_diffusers, load_model
 
 OnStep = Callable[[int, int], None]
 """Called before each denoising step with its number, from 0, and the number of all."""
@@ -39,7 +38,7 @@ class DemoPipeline:
     def __init__(self, model: TinyFlux, autoencoder: Autoencoder | None = None) -> None:
         self.model = model.eval()
         self.autoencoder = autoencoder or Autoencoder()
-        self.scheduler = _scheduler(model.config.shift)
+        self.scheduler = from_diffusers("FlowMatchEulerDiscreteScheduler")(shift=model.config.shift)
 
     @classmethod
     def load(cls, path: Path, device: torch.device | str = "cpu") -> "DemoPipeline":
@@ -159,14 +158,3 @@ def _sides(size: int | tuple[int, int]) -> tuple[int, int]:
     if len(sides) != 2 or any(side < PIXELS_PER_TOKEN or side % PIXELS_PER_TOKEN for side in sides):
         wrong_value("size", f"be one or two multiples of {PIXELS_PER_TOKEN} pixels", size)
     return sides
-
-
-def _scheduler(shift: float) -> Any:
-    try:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # diffusers turns what its lazy imports raise into RuntimeError
-        raise MissingExtra("diffusers", error) from None
-    return FlowMatchEulerDiscreteScheduler(shift=shift)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, interpolate, pad, relu6
 
-from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
-from nearfield.quality.inception import MissingWeights
+from nearfield.quality.inception import MissingWeights, check_images
 
 NUM_FEATURES = 1280
 INPUT_SIZE = 224
@@ -105,11 +104,7 @@ class EfficientNet(nn.Module):
         self.fc = nn.Linear(NUM_FEATURES, 1000).requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        check_tensor("images", images, dims=4, hint="Expected [batch, 3, height, width].")
-        if images.shape[1] != 3:
-            wrong_value("images", "have 3 channels", shape_of(images))
-        if images.dtype != torch.uint8 and not images.is_floating_point():
-            wrong_type("images", "be uint8 or floating point, from 0 to 255", images.dtype)
+        check_images(images)
         size = (INPUT_SIZE, INPUT_SIZE)
         x = interpolate(images.float(), size, mode="bicubic", align_corners=False, antialias=True)
         x = relu6(self.bn0(self.conv_stem((x.clamp(0, 255) - 127) / 128)))

@@ -29,6 +29,15 @@ WHERE_TO_GET_IT = (
 Size = tuple[int, int]
 
 
+def check_images(images: Tensor) -> None:
+    """What the networks take: pictures `[B, 3, H, W]`, uint8, or floating point from 0 to 255."""
+    check_tensor("images", images, dims=4, hint="Expected [batch, 3, height, width].")
+    if images.shape[1] != 3:
+        wrong_value("images", "have 3 channels", shape_of(images))
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        wrong_type("images", "be uint8 or floating point, from 0 to 255", images.dtype)
+
+
 class MissingWeights(FileNotFoundError):
     """The Inception network was asked for and is nowhere to be found."""
 
@@ -180,11 +189,7 @@ class Inception(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Features `[B, 2048]` of images `[B, 3, H, W]`, uint8, or floating point from 0 to 255."""
-        check_tensor("images", images, dims=4, hint="Expected [batch, 3, height, width].")
-        if images.shape[1] != 3:
-            wrong_value("images", "have 3 channels", shape_of(images))
-        if images.dtype != torch.uint8 and not images.is_floating_point():
-            wrong_type("images", "be uint8 or floating point, from 0 to 255", images.dtype)
+        check_images(images)
         x = resize_like_tensorflow(images.to(self.conv.weight.dtype), (INPUT_SIZE, INPUT_SIZE)) / 128 - 1
         x = _halved(self.conv_2(self.conv_1(self.conv(x))))
         x = _halved(self.conv_4(self.conv_3(x)))
