@@ -13,7 +13,7 @@ from tests.hilbert_cases import BLOCKS, cases, inputs_for, property_test
 from tests.tiles import ORDERS, STATEMENTS, block_cover, labels, num_shared, paper, pattern
 
 from nearfield import Geometry, curves, hilbert_attention
-from nearfield.methods import hilbert
+from nearfield.methods.hilbert import layout
 
 HILBERT = importlib.import_module("nearfield.methods.hilbert")
 
@@ -80,7 +80,7 @@ def test_an_order_stays_inside_its_image_and_follows_the_curve(case):
 def test_tiles_slide_with_the_blocks_of_every_device(grid):
     """Blocks are as large as the device likes, but never so large that all layers of a cycle are cut alike."""
     for device in ("cpu", "cuda"):
-        q_block, k_block = hilbert._blocks(paper(), Geometry(grid, text=512), None, None, device)
+        q_block, k_block = layout.block_sizes(paper(), Geometry(grid, text=512), None, None, device)
         blocks = {"q_block": q_block, "k_block": k_block}
         plans = [paper().plan(Geometry(grid, text=512), layer, **blocks) for layer in range(4)]
         assert len({tuple(plan.blocks.flatten().tolist()) for plan in plans}) >= 2, (device, q_block)
@@ -88,7 +88,7 @@ def test_tiles_slide_with_the_blocks_of_every_device(grid):
 
 def test_blocks_of_a_gpu_are_large_where_tiles_are():
     sizes = {
-        side: hilbert._blocks(paper(), Geometry((side, side)), None, None, "cuda") for side in (16, 32, 64)
+        side: layout.block_sizes(paper(), Geometry((side, side)), None, None, "cuda") for side in (16, 32, 64)
     }
     assert sizes == {16: (16, 16), 32: (32, 32), 64: (128, 128)}
 
@@ -98,7 +98,7 @@ def test_blocks_of_a_gpu_are_large_where_tiles_are():
 def test_the_order_is_the_same_whatever_the_blocks(case):
     """An order made for one device serves another: rings begin where they do for every block."""
     method, geometry, _ = case
-    rings = {hilbert._layout(method, geometry, q_block).segments[0].ring for q_block in (1, 16, 128)}
+    rings = {layout.layout_of(method, geometry, q_block).segments[0].ring for q_block in (1, 16, 128)}
     assert len(rings) == 1
 
 

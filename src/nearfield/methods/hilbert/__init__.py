@@ -21,18 +21,19 @@ from nearfield._checks import check_bool, check_int, check_member, wrong_value
 from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry, Span, check_geometry
 from nearfield.keeping import device_name
-from nearfield.methods.hilbert.far_field import FarField
-from nearfield.methods.hilbert.far_field import far_field as _far_field
-from nearfield.methods.hilbert.far_field import interleaved_far_field as _interleaved_far
-from nearfield.methods.hilbert.layout import DEFAULT_TILES, Pattern, Share
-from nearfield.methods.hilbert.layout import block_sizes as _blocks
-from nearfield.methods.hilbert.layout import layout_of as _layout
-from nearfield.methods.hilbert.layout import ordering_of as _ordering
-from nearfield.methods.hilbert.layout import pieces_of as _pieces
-from nearfield.methods.hilbert.plans import interleaved_near_plan as _interleaved_plan
-from nearfield.methods.hilbert.plans import near_plan as _plan
+from nearfield.methods.hilbert.far_field import FarField, far_field, interleaved_far_field
+from nearfield.methods.hilbert.layout import (
+    DEFAULT_TILES,
+    Pattern,
+    Share,
+    block_sizes,
+    layout_of,
+    ordering_of,
+    pieces_of,
+)
+from nearfield.methods.hilbert.plans import interleaved_near_plan, near_plan
 from nearfield.methods.hilbert.reading import HilbertReader, Summary
-from nearfield.methods.hilbert.words import image_lines as _image_lines
+from nearfield.methods.hilbert.words import image_lines
 from nearfield.plan import Plan
 from nearfield.tiling import Curve, Shared
 from nearfield.tokenmap import Ordering
@@ -104,7 +105,7 @@ class Hilbert(DenseParts):
         It depends on the geometry alone, not on the blocks of a plan: the order is the same for every device.
         """
         check_geometry(geometry)
-        return _ordering(self._pattern, geometry, device_name(device))
+        return ordering_of(self._pattern, geometry, device_name(device))
 
     def plan(
         self,
@@ -126,19 +127,21 @@ class Hilbert(DenseParts):
         """
         check_geometry(geometry)
         check_int("layer", layer, at_least=0)
-        q_block, k_block = _blocks(self._pattern, geometry, q_block, k_block, device)
+        q_block, k_block = block_sizes(self._pattern, geometry, q_block, k_block, device)
         if not self.interleave:
-            return _plan(self._pattern, geometry, layer % self.cycle, q_block, k_block, device_name(device))
+            return near_plan(
+                self._pattern, geometry, layer % self.cycle, q_block, k_block, device_name(device)
+            )
         if heads is None:
             wrong_value("heads", "be given where heads are interleaved", None, "Pass the number of heads.")
         check_int("heads", heads, at_least=1)
         sizes = q_block, k_block, device_name(device)
-        return _interleaved_plan(self._pattern, geometry, layer % self.cycle, heads, *sizes)
+        return interleaved_near_plan(self._pattern, geometry, layer % self.cycle, heads, *sizes)
 
     def spans(self, geometry: Geometry) -> tuple[Span, ...]:
         """Where the images' tokens stand in the sequence: of each image the shared ones, and its ring."""
         check_geometry(geometry)
-        segments = _layout(self._pattern, geometry, 1).segments
+        segments = layout_of(self._pattern, geometry, 1).segments
         spans = (span for segment in segments for span in (segment.shared, segment.ring))
         return tuple((start, stop) for start, stop in spans if start < stop)
 
@@ -163,9 +166,9 @@ class Hilbert(DenseParts):
         sizes = near.q_block, near.k_block, device_name(device)
         if self.interleave:
             assert heads is not None  # `plan` asked for it
-            far = _interleaved_far(self._pattern, geometry, layer % self.cycle, heads, *sizes)
+            far = interleaved_far_field(self._pattern, geometry, layer % self.cycle, heads, *sizes)
         else:
-            far = _far_field(self._pattern, geometry, layer % self.cycle, *sizes)
+            far = far_field(self._pattern, geometry, layer % self.cycle, *sizes)
         return HilbertReader(near, far, self.summary)
 
     # -- among merged tokens -------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class Hilbert(DenseParts):
     def pieces(self, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
         """Of every image, how many tokens are shared and how many are not: the two are not to be merged."""
         check_geometry(geometry)
-        return _pieces(self._pattern, geometry)
+        return pieces_of(self._pattern, geometry)
 
     @property
     def weighs_image_keys(self) -> bool:
@@ -187,10 +190,10 @@ class Hilbert(DenseParts):
     ) -> str:
         """What the fields come to on a geometry: the curve, tiles after rounding, shared tokens, pairs."""
         check_geometry(geometry)
-        q_block, k_block = _blocks(self._pattern, geometry, q_block, None, device)
-        layout = _layout(self._pattern, geometry, q_block)
+        q_block, k_block = block_sizes(self._pattern, geometry, q_block, None, device)
+        layout = layout_of(self._pattern, geometry, q_block)
         lines = [f"{geometry}: {geometry.num_tokens} tokens"]
-        lines += _image_lines(self._pattern, self.summary, geometry, layout, k_block)
+        lines += image_lines(self._pattern, self.summary, geometry, layout, k_block)
         readers = [
             self.reader(geometry, layer, heads=self.cycle, q_block=q_block, k_block=k_block)
             for layer in range(self.cycle)
