@@ -413,10 +413,10 @@ def _read_fused(
         query, key, value, attn_mask=shown, scale=scale
     )
     out, lse = (x.reshape(-1, repeats, num_queries, *x.shape[3:]) for x in (out, lse))
-    empty = None if mask is None else (mask == -torch.inf).all(-1)
-    if empty is None or not bool(empty.any()):
+    # Where everything is masked the operator gives lse = 0, or what is no number: only then is the mask looked at.
+    if mask is None or bool((lse.isfinite() & (lse != 0)).all()):
         return out, lse
-    # Where everything is masked the operator gives lse = 0.
+    empty = (mask == -torch.inf).all(-1)
     return out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
 
 
