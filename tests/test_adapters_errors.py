@@ -11,6 +11,7 @@ import accelerate
 import diffusers
 import pytest
 import torch
+from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.hooks.smoothed_energy_guidance_utils import (
     SmoothedEnergyGuidanceConfig,
     _apply_smoothed_energy_guidance_hook,
@@ -51,10 +52,16 @@ def adapted() -> Any:
     return model
 
 
-def parallel() -> Any:
-    """As `enable_parallelism` leaves a model, for context and for tensor parallelism."""
+def parallel(config: Any) -> Any:
+    """As `enable_parallelism` leaves a model."""
     model = tiny_models.flux()
-    model._parallel_config = object()
+    model._parallel_config = config
+    return model
+
+
+def cut_by_hooks_alone() -> Any:
+    model = tiny_models.flux()
+    apply_context_parallel(model, diffusers.ContextParallelConfig(ring_degree=2), model._cp_plan)
     return model
 
 
@@ -92,11 +99,23 @@ BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "`target` must not be in DataParallel; got FluxTransformer2DModel. Its replicas would share one state among "
         "threads; use DistributedDataParallel, or the model inside.",
     ),
-    "parallel": (
-        parallel,
+    "tensor parallel": (
+        lambda: parallel(diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig())),
         ValueError,
-        "`target` must not be parallelised; got a parallel configuration. Leave out `enable_parallelism`, and pass "
-        "`mesh=` to apply: tokens are split along the curve, unevenly.",
+        "`target` must not be under tensor parallelism; got ParallelConfig. Plans are made for all heads of a layer, "
+        "of which each rank would have some.",
+    ),
+    "parallel in an unknown way": (
+        lambda: parallel(object()),
+        ValueError,
+        "`target` must be parallelised over a mesh, if at all; got object. Call "
+        "`enable_parallelism(config=ContextParallelConfig(...))`.",
+    ),
+    "parallel by hooks alone": (
+        cut_by_hooks_alone,
+        ValueError,
+        "`target` must be parallelised by `enable_parallelism`, if at all; got hooks that cut tokens, and no "
+        "configuration.",
     ),
 }
 
@@ -289,7 +308,7 @@ def test_a_model_that_was_made_parallel_since_is_refused() -> None:
     model, inputs = tiny_models.flux(), tiny_models.flux_inputs((9, 14))
     with nearfield.apply(model, SPARSE):
         model._parallel_config = object()
-        with pytest.raises(ValueError, match=r"^`target` must not be parallelised"):
+        with pytest.raises(ValueError, match=r"^`target` must be parallelised before nearfield is applied"):
             run(model, inputs)
 
 

@@ -30,14 +30,14 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 # -- FLUX ----------------------------------------------------------------------------------------------------------
 
 
-def flux(layers: int = 2, single_layers: int = 3) -> Any:
+def flux(layers: int = 2, single_layers: int = 3, heads: int = HEADS) -> Any:
     return settle(
         diffusers.FluxTransformer2DModel(
             in_channels=4,
             num_layers=layers,
             num_single_layers=single_layers,
             attention_head_dim=HEAD_DIM,
-            num_attention_heads=HEADS,
+            num_attention_heads=heads,
             joint_attention_dim=8,
             pooled_projection_dim=8,
             axes_dims_rope=(4, 6, 6),

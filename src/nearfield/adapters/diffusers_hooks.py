@@ -15,9 +15,19 @@ _HARMLESS = {
 }
 
 
+# Hooks that cut and gather tokens: they rest while nearfield is applied (`diffusers_parallel.py`).
+_CONTEXT_PARALLEL = {"ContextParallelSplitHook", "ContextParallelGatherHook"}
+
+
 def caches_in(module: nn.Module) -> list[str]:
     """Names of the hooks that may keep tokens, on a module or on parts of it such as its attention."""
-    return sorted({name for name, _ in _hooks_in(module)} - _HARMLESS)
+    names = {name for name, hook in _hooks_in(module) if type(hook).__name__ not in _CONTEXT_PARALLEL}
+    return sorted(names - _HARMLESS)
+
+
+def context_parallel_hooks(model: nn.Module) -> list[Any]:
+    """The hooks that `enable_parallelism` registered, on a model and on its parts."""
+    return [hook for _, hook in _hooks_in(model) if type(hook).__name__ in _CONTEXT_PARALLEL]
 
 
 def guidance_in(attention: nn.Module) -> str | None:

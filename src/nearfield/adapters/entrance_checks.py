@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nearfield._checks import wrong_value
 from nearfield.adapters.diffusers_hooks import caches_in, guidance_in
@@ -37,7 +37,6 @@ def check_unchanged(part: Part, layers: Sequence[Layer], places: Sequence[Place]
         if getattr(found, "_orig_mod", found) is not place.module:
             hint = "Call `handle.remove()` and apply again."
             wrong_value(place.path, _AS_IT_WAS, type(found).__name__, hint)
-    check_parallel(part.root)
     for name in () if part.ranks is None else caches_in(part.root):
         hint = "Call `disable_cache()`: each rank would decide by its own tokens whether blocks are computed."
         wrong_value("target", "have no cache of diffusers where tokens are split over ranks", name, hint)
@@ -58,13 +57,6 @@ def _check_layer(layer: Layer) -> None:
     if guidance is not None:
         hint = "It goes by the order of the image, or by attention that sparse layers do not compute."
         wrong_value(layer.name, "have no guidance that perturbs attention", guidance, hint)
-
-
-def check_parallel(model: nn.Module) -> None:
-    """Context and tensor parallelism of diffusers; it writes down what it did."""
-    if getattr(model, "_parallel_config", None) is not None:
-        hint = "Leave out `enable_parallelism`, and pass `mesh=` to apply: tokens are split along the curve, unevenly."
-        wrong_value("target", "not be parallelised", _PARALLEL, hint)
 
 
 def check_ready(part: Part, ready: Ready | None, located: Located | str, sample: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
-from nearfield.adapters.entrance_checks import check_parallel
+from nearfield.adapters.diffusers_parallel import check_same_ranks, mesh_of
 from nearfield.adapters.layers import Layer
 from nearfield.adapters.moments import check_scheduler
 from nearfield.adapters.part import Part
@@ -52,7 +52,8 @@ def apply(
             has one; without any, no step is dense.
         impl: passed on to `attend`.
         mesh: split the image tokens over the ranks of a mesh of one dimension. Every rank applies the same to the same
-            model, calls it with the same inputs, and gets the whole result.
+            model, calls it with the same inputs, and gets the whole result. By default the ranks that diffusers'
+            `enable_parallelism` was told, if it was called: its own split and attention rest until `remove`.
 
     Returns:
         A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
@@ -62,6 +63,7 @@ def apply(
     check_member("impl", impl, get_args(Impl))
     models = _models_of(target)
     recipe.check_model(models[0])
+    mesh = mesh_of(models) if mesh is None else mesh
     ranks = None if mesh is None else _checked_ranks(mesh, models, method, impl)
     steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
     if getattr(method, "needs_moment", False):
@@ -292,6 +294,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _checked_ranks(mesh: DeviceMesh, models: Sequence[Any], method: Method, impl: Impl) -> Ranks:
     """Ranks that have the same models and want the same of them."""
     ranks = Ranks(mesh)
+    check_same_ranks(models, ranks)
     check_splittable(method)
     for model in models:
         spec = spec_of(model)
@@ -317,7 +320,6 @@ def _regions_of(
     if spec is None:
         known = ", ".join(spec.model for spec in SPECS)
         wrong_value("target", f"be, or have, one of {known}", _name_of(model))
-    check_parallel(model)
     parts = _parts(model, spec)
     if any(Region.on(part) for _, part in parts):
         hint = "Call `remove()` on the first handle, or `nearfield.remove(target)`, before applying again."

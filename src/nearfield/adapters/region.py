@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from nearfield.adapters.calls import Call, Calls
+from nearfield.adapters.diffusers_parallel import Resting
 from nearfield.adapters.entrance_checks import check_ready, check_same_sample, check_unchanged
 from nearfield.adapters.grids import GridReader
 from nearfield.adapters.layers import Layer, layers_of
@@ -50,6 +51,7 @@ class Region:
     def __init__(self, part: Part, steps: Steps) -> None:
         self.part, self.steps = part, steps
         self.layers: tuple[Layer, ...] = ()
+        self.resting = Resting(None)
         self.num_sparse_layers = 0
         """Of the whole model."""
         self.ready: Ready | None = None
@@ -92,6 +94,7 @@ class Region:
         self.layers = tuple(layers_of(self.part, self.merger, self.calls, first, num_layers))
 
     def install(self) -> None:
+        self.resting = Resting(self.part.root)
         for layer in self.layers:
             if layer.is_ours:
                 layer.attention.set_processor(layer.installed)
@@ -131,6 +134,7 @@ class Region:
         for layer in self.layers:
             if layer.is_ours and layer.attention.get_processor() is layer.installed:
                 layer.attention.set_processor(layer.processor)
+        self.resting.end()
         self._hand_out(None)
         self._forget()
         self._kept.clear()
@@ -147,6 +151,7 @@ class Region:
         """Tokens enter."""
         spec, ranks = self.part.spec, self.part.ranks
         arguments = Arguments(self._names, args, kwargs)
+        self.resting.check()
         check_unchanged(self.part, self.layers, self._places)
         check_arguments(spec, arguments)
         located = spec.locate(module, arguments, self._grids)

@@ -268,8 +268,10 @@ def _split_lines(region: Region, ready: Ready) -> list[str]:
         for kind, some in (("sparse", sparse), ("dense", [ready.dense_reader]), ("merged dense", merged))
         if some
     ]
+    origin = "  ranks are those of enable_parallelism, whose own split rests until remove()"
     return [
         f"split: {ready.dense_reader.route.traffic.queries}",
+        *([origin] if region.resting.is_anything else []),
         f"  rank {ranks.index} sends {', '.join(words)} (forward, one sample)",
     ]
 
