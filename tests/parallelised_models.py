@@ -9,6 +9,7 @@ import torch
 from diffusers import ContextParallelConfig
 from tests import tiny_models
 from tests.split_models import GRID, METHODS, VIDEO, inputs_of, model_of
+from tests.tiles import paper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -46,6 +47,17 @@ def run_wan(mesh: DeviceMesh, kind: str, dtype: torch.dtype) -> Tensor:
         inputs[name] = inputs[name].to(dtype)
     with torch.no_grad(), apply(model, METHODS["two-way"]):
         return tiny_models.first(model(**inputs))
+
+
+def generate(mesh: DeviceMesh | None, num_parallelised: int) -> Tensor:
+    """A guided pipeline of two models, of which the last ones are parallelised; the first step is dense."""
+    models = [tiny_models.wan(), tiny_models.wan(layers=1)]
+    for model in [] if mesh is None else models[-num_parallelised:]:
+        parallelised(model, ulysses_degree=torch.distributed.get_world_size())
+    pipe = tiny_models.wan_pipeline(transformer=models[0], transformer_2=models[1], boundary_ratio=0.5)
+    with apply(pipe, paper(tiles=4, shared_tokens=16, dense_layers=0, dense_steps=1)):
+        video: Tensor = pipe(**tiny_models.wan_call()).frames
+    return video
 
 
 def gradients(mesh: DeviceMesh) -> list[Tensor]:
@@ -142,12 +154,10 @@ def refused(mesh: DeviceMesh) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     with apply(model, METHODS["keys"], mesh=mesh), torch.no_grad():
-        try:
-            parallelised(model, ulysses_degree=mesh.size())
-        except RuntimeError as error:
-            messages.append(str(error))
+        own = model._parallel_config
+        assert own is not None  # so that diffusers refuses to be called twice
         model(**tiny_models.flux_inputs(GRID))
-        own, model._parallel_config = model._parallel_config, None
+        model._parallel_config = None
         try:
             model(**tiny_models.flux_inputs(GRID))
         except ValueError as error:

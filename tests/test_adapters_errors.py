@@ -99,12 +99,6 @@ BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "`target` must not be in DataParallel; got FluxTransformer2DModel. Its replicas would share one state among "
         "threads; use DistributedDataParallel, or the model inside.",
     ),
-    "tensor parallel": (
-        lambda: parallel(diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig())),
-        ValueError,
-        "`target` must not be under tensor parallelism; got ParallelConfig. Plans are made for all heads of a layer, "
-        "of which each rank would have some.",
-    ),
     "parallel in an unknown way": (
         lambda: parallel(object()),
         ValueError,
@@ -291,6 +285,17 @@ def test_bad_call(case: str) -> None:
             run(model, inputs | wrong)
         assert str(error.value) == message
         assert torch.equal(run(model, inputs), expected)
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "TensorParallelConfig"), reason="needs diffusers 0.40 or later")
+def test_tensor_parallelism_is_refused() -> None:
+    model = parallel(diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig()))
+    with pytest.raises(ValueError) as error:
+        nearfield.apply(model, SPARSE)
+    assert str(error.value) == (
+        "`target` must not be under tensor parallelism; got ParallelConfig. Plans are made for all heads of a layer, "
+        "of which each rank would have some."
+    )
 
 
 def test_parallel_models_are_refused() -> None:

@@ -40,6 +40,13 @@ def test_video_models_too(world: World, kind: str) -> None:
         assert (out - exact).norm() <= budget
 
 
+@pytest.mark.parametrize("num_parallelised", [1, 2])
+def test_pipeline_of_two_models_under_guidance(world: World, num_parallelised: int) -> None:
+    wanted = parallelised_models.generate(None, 0)
+    for video in world.run(parallelised_models.generate, num_parallelised):
+        assert (video - wanted).norm() <= 1e-6 * wanted.norm()
+
+
 def test_gradients_are_those_of_one_process(world: World) -> None:
     """Up to the rounding of float32, in which FLUX rotates queries and keys even here."""
     wanted = split_models.gradients(None, False)
@@ -64,7 +71,6 @@ def test_what_does_not_go_together_is_refused(world: World) -> None:
         f"`mesh` must hold the ranks {backwards[::-1]} that FluxTransformer2DModel was parallelised over; got "
         f"{backwards}. Leave out `mesh`, and call `enable_parallelism` with one mesh on all models of a pipeline.",
         "`method` must read what is known beforehand (Hilbert) to be split over ranks; got LogLinear(",
-        "Parallelism is already applied to this FluxTransformer2DModel.",
         "`target` must be parallelised before nearfield is applied; got another since.",
     ]
     for messages in world.run(refused):
