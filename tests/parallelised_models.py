@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from diffusers import ContextParallelConfig
 from tests import tiny_models
-from tests.split_models import GRID, METHODS, VIDEO, inputs_of, model_of
+from tests.split_models import GRID, METHODS, gradients_of, inputs_of, kind_of, model_of
 from tests.tiles import paper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,11 +40,9 @@ def run(mesh: DeviceMesh, name: str) -> Ran:
         return Ran(out, handle.summary(), handle.ranks.bytes_sent)
 
 
-def run_wan(mesh: DeviceMesh, kind: str, dtype: torch.dtype) -> Tensor:
-    make, make_inputs = tiny_models.VIDEO_MODELS[kind]
-    model, inputs = parallelised(make().to(dtype), ulysses_degree=mesh.size()), make_inputs(VIDEO, batch=2)
-    for name in ("hidden_states", "encoder_hidden_states"):
-        inputs[name] = inputs[name].to(dtype)
+def run_video(mesh: DeviceMesh, kind: str) -> Tensor:
+    model, inputs = kind_of(kind, torch.float32)
+    parallelised(model, ulysses_degree=mesh.size())
     with torch.no_grad(), apply(model, METHODS["two-way"]):
         return tiny_models.first(model(**inputs))
 
@@ -63,15 +61,7 @@ def generate(mesh: DeviceMesh | None, num_parallelised: int) -> Tensor:
 def gradients(mesh: DeviceMesh) -> list[Tensor]:
     model = parallelised(model_of(), ring_degree=mesh.size()).train().requires_grad_()
     with apply(model, METHODS["two-way"]):
-        (out,) = model(**inputs_of())
-        target = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        (out - target).square().sum().backward()
-    found = []
-    for parameter in model.parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.distributed.all_reduce(grad, group=mesh.get_group())
-        found.append(grad / mesh.size())
-    return found
+        return gradients_of(model, mesh)
 
 
 class Rested(NamedTuple):

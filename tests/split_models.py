@@ -73,6 +73,13 @@ def run_kind(
     mesh: DeviceMesh | None, kind: str, dtype: torch.dtype = torch.float32, method: str = "two-way"
 ) -> Tensor:
     """One call of another class of models."""
+    model, inputs = kind_of(kind, dtype)
+    with torch.no_grad(), apply(model, METHODS[method], mesh=mesh):
+        return tiny_models.first(model(**inputs))
+
+
+def kind_of(kind: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """A model and what it is called with."""
     if kind in tiny_models.VIDEO_MODELS:
         make, make_inputs = tiny_models.VIDEO_MODELS[kind]
         model, inputs = make(), make_inputs(VIDEO, batch=2)
@@ -80,8 +87,7 @@ def run_kind(
         model, inputs = getattr(tiny_models, kind)(), getattr(tiny_models, f"{kind}_inputs")(GRID, batch=2)
     for name in ("hidden_states", "encoder_hidden_states"):
         inputs[name] = inputs[name].to(dtype)
-    with torch.no_grad(), apply(model.to(dtype), METHODS[method], mesh=mesh):
-        return tiny_models.first(model(**inputs))
+    return model.to(dtype), inputs
 
 
 def loop(mesh: DeviceMesh | None) -> list[Tensor]:
@@ -101,14 +107,18 @@ def loop(mesh: DeviceMesh | None) -> list[Tensor]:
 
 
 def gradients(mesh: DeviceMesh | None, is_checkpointed: bool, name: str = "two-way") -> list[Tensor]:
-    """Of all parameters, averaged over ranks as data parallelism does it."""
-    model, inputs = model_of().train().requires_grad_(), inputs_of()
+    model = model_of().train().requires_grad_()
     if is_checkpointed:
         model.enable_gradient_checkpointing()
     with apply(model, METHODS[name], mesh=mesh):
-        (out,) = model(**inputs)
-        target = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        (out - target).square().sum().backward()
+        return gradients_of(model, mesh)
+
+
+def gradients_of(model: Any, mesh: DeviceMesh | None) -> list[Tensor]:
+    """Of all parameters, averaged over ranks as data parallelism does it."""
+    (out,) = model(**inputs_of())
+    target = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (out - target).square().sum().backward()
     found = []
     for parameter in model.parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

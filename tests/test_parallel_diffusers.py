@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 from tests import parallelised_models, split_models
-from tests.parallelised_models import Ran, Rested, both_degrees, refused, rest, run_wan
+from tests.parallelised_models import Ran, Rested, both_degrees, refused, rest, run_video
 from tests.worlds import World, world_of
 
 from nearfield.adapters.spec import Spec
@@ -36,7 +36,7 @@ def test_video_models_too(world: World, kind: str) -> None:
     """Wrong by at most twice as much as one process in the same precision."""
     exact = split_models.run_kind(None, kind, torch.float64)
     budget = 2 * (split_models.run_kind(None, kind) - exact).norm()
-    for out in world.run(run_wan, kind, torch.float32):
+    for out in world.run(run_video, kind):
         assert (out - exact).norm() <= budget
 
 
