@@ -296,7 +296,12 @@ def test_a_reader_counts_its_summaries():
 @pytest.mark.parametrize("interleave", [False, True])
 def test_a_geometry_has_at_most_a_cycle_of_plans(cycle, interleave):
     geometry = Geometry((10, 12), text=7)
-    for cache in (HILBERT._plan, HILBERT._far_field, HILBERT._interleaved_plan, HILBERT._interleaved_far):
+    for cache in (
+        HILBERT.near_plan,
+        HILBERT.far_field_of,
+        HILBERT.interleaved_near_plan,
+        HILBERT.interleaved_far_field,
+    ):
         cache.cache_clear()
     seen, far = set(), set()
     for step in range(3):
@@ -308,7 +313,7 @@ def test_a_geometry_has_at_most_a_cycle_of_plans(cycle, interleave):
             seen.add(id(reader.near))
             far.add(id(reader.far.plan))
     assert len(seen) == len(far) == cycle
-    assert HILBERT._plan.cache_info().currsize == HILBERT._far_field.cache_info().currsize == cycle
+    assert HILBERT.near_plan.cache_info().currsize == HILBERT.far_field_of.cache_info().currsize == cycle
 
 
 def test_equal_questions_have_one_answer():
@@ -358,7 +363,7 @@ def test_torch_defaults_do_not_matter():
             orders = [method.ordering(geometry).order for method in methods_at_hand]
     finally:
         torch.set_default_dtype(torch.float32)
-    for cache in (HILBERT._layout, HILBERT._plan, HILBERT._far_field, HILBERT._ordering):
+    for cache in (HILBERT.layout_of, HILBERT.near_plan, HILBERT.far_field_of, HILBERT.ordering_of):
         cache.cache_clear()
     for method, reader, order in zip(methods_at_hand, made, orders, strict=True):
         expected = method.reader(geometry, 2)

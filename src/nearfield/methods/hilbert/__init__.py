@@ -21,7 +21,7 @@ from nearfield._checks import check_bool, check_int, check_member, wrong_value
 from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry, Span, check_geometry
 from nearfield.keeping import device_name
-from nearfield.methods.hilbert.far_field import FarField, far_field, interleaved_far_field
+from nearfield.methods.hilbert.far_field import FarField, far_field_of, interleaved_far_field
 from nearfield.methods.hilbert.layout import (
     DEFAULT_TILES,
     Pattern,
@@ -168,7 +168,7 @@ class Hilbert(DenseParts):
             assert heads is not None  # `plan` asked for it
             far = interleaved_far_field(self._pattern, geometry, layer % self.cycle, heads, *sizes)
         else:
-            far = far_field(self._pattern, geometry, layer % self.cycle, *sizes)
+            far = far_field_of(self._pattern, geometry, layer % self.cycle, *sizes)
         return HilbertReader(near, far, self.summary)
 
     # -- among merged tokens -------------------------------------------------------------------------------------

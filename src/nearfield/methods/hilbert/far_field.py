@@ -47,7 +47,7 @@ class FarField(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def far_field(
+def far_field_of(
     pattern: Pattern, geometry: Geometry, phase: int, q_block: int, k_block: int, device: str
 ) -> FarField | None:
     """Every row reads the windows of what it does not read exactly. None where nothing is left to summarise."""
@@ -79,7 +79,7 @@ def interleaved_far_field(
 ) -> FarField | None:
     """The same where heads slide, too."""
     turns = turns_of_heads(pattern, phase, heads)
-    fields = [far_field(pattern, geometry, turn, q_block, k_block, device) for turn in turns]
+    fields = [far_field_of(pattern, geometry, turn, q_block, k_block, device) for turn in turns]
     plans = [field.plan for field in fields if field is not None]
     return fields[0]._replace(plan=per_head(plans)) if fields[0] is not None else None
 
