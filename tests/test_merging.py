@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nearfield
 from nearfield import Geometry, curves, planning
+from nearfield._types import Impl
 from nearfield.bench.check import poisoned_memory
 from nearfield.merging import Merging, Regions, merging_of
 from nearfield.methods.merging import Merge
@@ -195,6 +196,16 @@ def test_kernel_takes_nan_zeros_and_strides(n: int, device: torch.device) -> Non
         assert got[0, 0].tolist() == list(range(n))
     three, one = (torch.tensor([x], device=device, dtype=torch.int32) for x in (3, 1))
     assert kernel.locate(OPPOSITE.to(device)[None, None], three, one, 1).tolist() == [[[1]]]
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_autocast_does_not_reach_the_choice(impl: Impl, device: torch.device) -> None:
+    features, geometry = exact_features(2, 99, 24).to(device), Geometry((9, 11))
+    expected = Merge(region_size=16).merging(features, geometry, impl=impl)
+    with torch.autocast(device.type, torch.bfloat16):
+        got = Merge(region_size=16).merging(features, geometry, impl=impl)
+    assert torch.equal(got.destinations, expected.destinations)
 
 
 @NEEDS_TRITON

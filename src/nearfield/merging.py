@@ -450,7 +450,9 @@ def _locate(features: Tensor, lengths: Sequence[int], counts: Sequence[int], imp
     if len(set(lengths)) > 1:
         features = features.index_select(1, layout.tokens)
     padded = features.unflatten(1, (len(lengths), -1))
-    chosen = _implementation(impl, padded).locate(padded, layout.lengths, layout.counts, max(counts))
+    # On the GPU of the tokens, whichever is current; and autocast would round the similarities.
+    with torch.cuda.device_of(features), torch.autocast(features.device.type, enabled=False):
+        chosen = _implementation(impl, padded).locate(padded, layout.lengths, layout.counts, max(counts))
     ids = [
         chosen.narrow(1, group.first, group.num_regions)[..., : group.num_left]
         + group.starts(features.device)

@@ -99,6 +99,8 @@ def unsupported(
         return f"head dimension {query.shape[-1]} is not 64 or 128"
     if plan.q_block not in (64, 128, 192):
         return f"q_block {plan.q_block} is not 64, 128 or 192 (whole warpgroups)"
+    if plan.k_block > 128:
+        return f"k_block {plan.k_block} is not at most 128 (its tiles do not cut it evenly)"
     if positions is not None:
         return "positions are not built in"
     for name, x in (("query", query), ("key", key)):
