@@ -139,7 +139,7 @@ test-gpu: ## run the GPU tests under the machine's own python3
 
 # The caching allocator would hide a read past the end of a tensor, but graphs need it: their tests come apart. One
 # process takes most of an hour, waiting for itself: so there are several, each with its share of the tests. Of the
-# tests that take gigabytes two run at a time, and few in one process: under the sanitizer its memory only grows.
+# tests that take gigabytes two run at a time, and few in one process: after many of them the GPU's memory was full.
 sanitize-gpu: ## run the GPU tests under compute-sanitizer, in SHARDS processes
 	$(call sanitized,$(SHARDS),$(SHARDS),not graph and not ($(LARGE_TESTS)))
 	$(call sanitized,12,2,$(LARGE_TESTS))
