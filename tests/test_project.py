@@ -1,5 +1,6 @@
 """The project's own papers agree with each other and speak of nothing but the project."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -99,3 +100,24 @@ def test_files_name_no_machine() -> None:
 def test_machine_facts_are_found(kind: str, text: str) -> None:
     # Filled in here so that this file does not contain what it forbids.
     assert FORBIDDEN[kind].search(text.format("/", "index"))
+
+
+def launches(file: Path) -> set[str]:
+    """What a module launches: `name[grid](...)` as a statement."""
+    calls = (
+        node.value.func
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    )
+    return {ast.unparse(call.value) for call in calls if isinstance(call, ast.Subscript)}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_sanitizer_knows_every_kernel() -> None:
+    """By its name: a kernel that is called otherwise would not be looked at."""
+    command = subprocess.run(
+        ["make", "--dry-run", "sanitize-gpu"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    launched = set().union(*map(launches, (ROOT / "src/nearfield/kernels").glob("*.py")))
+    assert {"_forward_kernel", "forward_kernel"} < launched
+    assert set(re.findall(r"--kernel-name kns=(\S+)", command)) == launched
