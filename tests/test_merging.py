@@ -162,6 +162,7 @@ KERNEL_CASES = [
     (128, [128], [5]),
     (200, [200, 150], [6, 4]),
     (256, [256], [4]),
+    (257, [31, 40], [31, 2]),
 ]
 
 
@@ -179,10 +180,39 @@ def test_kernel_chooses_as_the_reference(
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("n", [20, 130])
-def test_kernel_takes_nan_zeros_and_strides(n: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("n", "lengths", "counts"),
+    [
+        *KERNEL_CASES[:4],
+        pytest.param(300, [280, 300], [150, 3], marks=pytest.mark.gpu),
+        pytest.param(600, [600, 1], [599, 1], marks=pytest.mark.gpu),
+        pytest.param(4096, [4096, 4000], [2048, 1000], marks=pytest.mark.gpu),
+    ],
+)
+def test_gains_that_are_remembered_are_those_computed_anew(
+    n: int,
+    lengths: list[int],
+    counts: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    """The kernel for many tokens, with few of them where it is interpreted."""
     from nearfield.kernels import locate as kernel
 
+    monkeypatch.setattr(kernel, "_FEW", 0)
+    features = exact_features(2, len(lengths), n, 24).to(device)
+    call = (*(torch.tensor(x, device=device, dtype=torch.int32) for x in (lengths, counts)), max(counts))
+    assert torch.equal(kernel.locate(features, *call), reference.locate(features, *call))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("n", "few"), [(20, 256), (130, 256), (20, 0)])
+def test_kernel_takes_nan_zeros_and_strides(
+    n: int, few: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    from nearfield.kernels import locate as kernel
+
+    monkeypatch.setattr(kernel, "_FEW", few)
     features = exact_features(n, 2, 1, 24).to(device).permute(2, 1, 0, 3)
     features[0, 0, 3] = math.nan
     features[0, 0, 4] = 0
@@ -212,9 +242,9 @@ def test_autocast_does_not_reach_the_choice(impl: Impl, device: torch.device) ->
 def test_what_the_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
     from nearfield.kernels import locate as kernel
 
-    assert kernel.unsupported(torch.empty(1, 1, 256, 8, device=device)) is None
+    assert kernel.unsupported(torch.empty(1, 1, 16384, 8, device=device)) is None
     assert "float64" in str(kernel.unsupported(torch.empty(1, 1, 16, 8, device=device).double()))
-    assert "257 tokens" in str(kernel.unsupported(torch.empty(1, 1, 257, 8, device=device)))
+    assert "16385 tokens" in str(kernel.unsupported(torch.empty(1, 1, 16385, 8, device=device)))
 
 
 @NEEDS_TRITON

@@ -23,6 +23,7 @@ from nearfield.kernels import (
     columns,
     forward,
     hopper,
+    locate,
     pack,
     pair,
     partials,
@@ -112,6 +113,14 @@ def compile_rotate(dim: int) -> str:
     return _compile_plain(rotate._rotate_kernel, constants, pointers)
 
 
+def compile_locate() -> str:
+    """Destinations among the tokens of a whole image."""
+    pointers = {"similarity": "*fp32", "transposed": "*fp32"} | dict.fromkeys(
+        ("lengths", "counts", "chosen"), "*i32"
+    )
+    return _compile_plain(locate._locate_many_kernel, {"SIDE": 4096}, pointers)
+
+
 def compile_turn(dim: int, size: int) -> str:
     constants = {"SIZE": size, "DIM": dim, "PAD": dim, "ROWS": 16, "HEADS": 16}
     pointers = {"source": "*bf16", "target": "*bf16", "cos": "*fp32", "sin": "*fp32", "partner": "*i64"}
@@ -191,7 +200,7 @@ def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, s
         name
         for name in names
         if name not in constants
-        and (others[name].startswith("*") or name.startswith("stride_") or name == "num_channels")
+        and (others[name].startswith("*") or name.startswith("stride_") or name in ("num_channels", "n"))
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, values, attributes)
@@ -223,6 +232,9 @@ def main(every: bool) -> int:
             print(f"no 16-byte loads in pooling: {first=} {second=}", file=sys.stderr)
             return 1
     compile_window_means(128)
+    if "ld.global.v4" not in compile_locate():
+        print("no 16-byte loads in choosing among many tokens", file=sys.stderr)
+        return 1
     merging = {
         "merging": compile_merging(True),
         "parting": compile_merging(False),
