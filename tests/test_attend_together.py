@@ -1,6 +1,8 @@
 """Several parts in one softmax: the same as one dense softmax over all of them, forward and backward."""
 
+import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ from tests.attending import INF, NEEDS_TRITON, assert_budget, random_bias, rando
 from torch import Tensor
 
 from nearfield import attend as attend_function
-from nearfield import planning
+from nearfield import operators, planning
 from nearfield._types import Positions
 from nearfield.attend import Part, attend_together
+from nearfield.plan import Plan
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
 
@@ -120,6 +123,8 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
             None,
             part.plan.transpose().offsets,
             part.plan.transpose().blocks,
+            None,
+            None,
             None,
         )
     ]
@@ -230,3 +235,261 @@ def test_on_a_gpu_the_last_keys_may_have_positions(dim: int) -> None:
     )
     for name, *values in zip(("out", "lse"), attend_together(query, parts), exact, low, strict=True):
         assert_budget(name, *values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("q_block", "k_block", "dim", "far_heads", "key_heads", "near_kind", "dtype"),
+    [
+        (128, 128, 128, 1, 8, "some", torch.bfloat16),
+        (128, 128, 128, 1, 8, "some with a bias", torch.bfloat16),
+        (128, 128, 128, 8, 2, "all", torch.float16),
+        (128, 64, 64, 1, 8, "some", torch.bfloat16),
+        (128, 16, 128, 1, 8, "some", torch.bfloat16),
+        (192, 64, 128, 1, 4, "some with a bias", torch.float16),
+        (192, 64, 128, 1, 4, "all", torch.bfloat16),
+        (64, 8, 64, 8, 8, "some", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_one_kernel_reads_boxes_after_its_list(
+    q_block: int,
+    k_block: int,
+    dim: int,
+    far_heads: int,
+    key_heads: int,
+    near_kind: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows are more than processors, so a program goes from the boxes of one to the list of the next."""
+    device = torch.device("cuda")
+    sides = [
+        random_inputs(3, 8, 1500, n, dim, key_heads=key_heads, device=device, seed=n) for n in (1400, 333)
+    ]
+    (query, key, value), (_, far_key, far_value) = ([x.to(dtype) for x in side] for side in sides)
+    if near_kind == "all":  # rows of one length take fixed turns
+        near = planning.full(1500, 1400, q_block=q_block, k_block=k_block, device=device)
+    else:
+        near = random_plan(1500, 1400, q_block=q_block, k_block=k_block, empty_rows=True, device=device)
+    far = stretches(1500, 333, q_block, far_heads, device)
+    bias = random_bias(3, 8, 333, device=device)
+    bias[..., 40:50] = -INF
+    hidden = random_bias(1, 8, 1400, device=device) if near_kind == "some with a bias" else None
+    parts = [Part(key, value, near, hidden), Part(far_key, far_value, far, bias)]
+    exact, low = (
+        dense(
+            query.to(wanted),
+            [Part(*(x.to(wanted) if isinstance(x, Tensor) else x for x in p)) for p in parts],
+        )
+        for wanted in (torch.float64, dtype)
+    )
+    far_parts = watched_far_parts(monkeypatch)
+    together = attend_together(query, parts)
+    assert far_parts == ([True] if torch.cuda.get_device_capability() == (9, 0) else [])
+    far_parts.clear()
+    apart = attend_together(query, [parts[0], parts[1]._replace(plan=without_boxes(far))])
+    assert True not in far_parts
+    for got in (together, apart):
+        for name, *values in zip(("out", "lse"), got, exact, low, strict=True):
+            assert_budget(name, *values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k_block", "has_bias"), [(128, False), (128, True), (16, False)])
+def test_on_a_gpu_keys_that_nobody_reads_do_not_matter_to_the_far_part(k_block: int, has_bias: bool) -> None:
+    """Rows without a list load some tile nonetheless, before what they read of the far part."""
+    device = torch.device("cuda")
+    query, key, value = (x.bfloat16() for x in random_inputs(1, 4, 1000, 900, 128, device=device))
+    _, far_key, far_value = (x.bfloat16() for x in random_inputs(1, 4, 1000, 333, 128, device=device, seed=5))
+    mask = torch.ones(8, -(-900 // k_block), dtype=torch.bool)
+    mask[:, 0] = False
+    mask[3:6] = False
+    sizes = {"q_block": 128, "k_block": k_block, "num_queries": 1000, "num_keys": 900}
+    near = planning.from_mask(mask, **sizes).to(device)
+    near_bias = random_bias(1, 4, 900, device=device) if has_bias else None
+    far = Part(
+        far_key, far_value, stretches(1000, 333, 128, 1, device), random_bias(1, 4, 333, device=device)
+    )
+    expected = attend_together(query, [Part(key, value, near, near_bias), far])
+    key[:, :, :k_block], value[:, :, :k_block] = float("nan"), float("nan")
+    got = attend_together(query, [Part(key, value, near, near_bias), far])
+    assert expected.out.isfinite().all()
+    assert torch.equal(got.out, expected.out)
+    assert torch.equal(got.lse, expected.lse)
+
+
+def watched_far_parts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of the Hopper kernel from now on has a far part."""
+    hopper = hopper_kernels()
+    seen: list[bool] = []
+    forward = hopper.attend_forward
+
+    def watched(*call: Any, **options: Any) -> Any:
+        seen.append(options.get("far") is not None)
+        return forward(*call, **options)
+
+    monkeypatch.setattr(hopper, "attend_forward", watched)
+    return seen
+
+
+def hopper_kernels() -> Any:
+    from nearfield.kernels import hopper
+
+    return hopper
+
+
+def without_boxes(plan: Plan) -> Plan:
+    return Plan(
+        plan.offsets, plan.blocks, plan.q_block, plan.k_block, plan.num_queries, plan.num_keys, check=False
+    )
+
+
+def stretches(num_queries: int, num_keys: int, q_block: int, heads: int, device: torch.device) -> Plan:
+    """Rows that read all but a stretch, all, nothing, and a few single keys."""
+    rows = -(-num_queries // q_block)
+    mask = torch.ones(1, heads, rows, num_keys, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(7)
+    for head in range(heads):
+        for row in range(rows):
+            start = int(torch.randint(num_keys, (1,), generator=generator))
+            mask[0, head, row, start : start + 90] = False
+        mask[0, head, 0] = True
+        mask[0, head, 1] = False
+        mask[0, head, 2] = torch.rand(num_keys, generator=generator) > 0.9
+    sizes = {"q_block": q_block, "k_block": 1, "num_queries": num_queries, "num_keys": num_keys}
+    plan = planning.from_mask(mask, **sizes).to(device)
+    plan.find_boxes()
+    return plan
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_boxes_hold_what_the_lists_hold(heads: int) -> None:
+    plan = stretches(700, 333, 128, heads, torch.device("cpu"))
+    assert plan.boxes is not None
+    offsets, boxes = plan.boxes
+    for head in range(heads):
+        for row in range(plan.num_rows):
+            found = [
+                int(box) // 128 + place
+                for box in boxes[0, head, offsets[0, head, row] : offsets[0, head, row + 1]]
+                for place in range(int(box) % 128)
+            ]
+            start, stop = plan.offsets[0, head, row : row + 2].tolist()
+            assert found == plan.blocks[0, head, start:stop].tolist(), (head, row)
+    lengths = boxes[0, 0, : offsets[0, 0, -1]] % 128
+    assert lengths.min() > 0
+    assert lengths.max() == 64
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_boxes_of_any_lists(seed: int) -> None:
+    """With batches, repeated keys, empty rows and unused slots."""
+    made = random_plan(
+        100,
+        200,
+        q_block=16,
+        k_block=1,
+        batch=2,
+        heads=3,
+        share=0.97,
+        repeats=True,
+        empty_rows=True,
+        seed=seed,
+    )
+    room = torch.nn.functional.pad(made.blocks, (0, 9), value=77)
+    plan = Plan(made.offsets, room, 16, 1, 100, 200)
+    offsets, boxes = plan.find_boxes()
+    times = torch.zeros_like(plan.block_counts())
+    for batch, head, row in itertools.product(range(2), range(3), range(plan.num_rows)):
+        for box in boxes[batch, head, offsets[batch, head, row] : offsets[batch, head, row + 1]].tolist():
+            assert 0 < box % 128 <= 64
+            times[batch, head, row, box // 128 : box // 128 + box % 128] += 1
+    assert torch.equal(times, plan.block_counts())
+
+
+def test_lists_that_hold_nothing_have_no_boxes() -> None:
+    plan = planning.from_mask(
+        torch.zeros(2, 10, dtype=torch.bool), q_block=16, k_block=1, num_queries=20, num_keys=10
+    )
+    assert plan.find_boxes().offsets.tolist() == [[[0, 0, 0]]]
+
+
+def test_boxes_are_of_single_keys() -> None:
+    with pytest.raises(ValueError, match="`k_block` must be 1 where lists are to be boxes; got 16"):
+        planning.full(64, k_block=16).find_boxes()
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_boxes_cross_the_operator(
+    compiles: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, parts = call(device)
+    far = stretches(40, 24, 16, 1, device)
+    parts[1] = parts[1]._replace(plan=far)
+    seen = []
+
+    def none_at_once(_: Tensor, parts: Sequence[Any], __: float) -> None:
+        seen.append([plan.boxes for _, _, plan, _ in parts])
+
+    monkeypatch.setattr("nearfield.kernels.attend.attend_together_forward", none_at_once)
+
+    def together(query: Tensor) -> Tensor:
+        return attend_together(query, parts, impl="triton").out
+
+    torch._dynamo.reset()
+    (torch.compile(together, fullgraph=True, backend="aot_eager") if compiles else together)(query)
+    torch._dynamo.reset()
+    ((near_boxes, far_boxes),) = seen
+    assert near_boxes is None
+    assert far.boxes is not None
+    assert all(map(torch.equal, far_boxes, far.boxes))
+
+
+@NEEDS_TRITON
+def test_which_parts_one_kernel_reads_on_a_hopper() -> None:
+    suits = hopper_kernels().suits_far
+    tokens, summaries = torch.zeros(1, 4, 300, 64), torch.zeros(1, 4, 100, 64)
+    plan, far_plan = planning.full(300, q_block=128), stretches(300, 100, 128, 1, torch.device("cpu"))
+    near = (tokens, tokens, plan, None)
+    bias = torch.zeros(1, 4, 100)
+    assert suits(near, (summaries, summaries, far_plan, bias))
+    assert not suits(near, (summaries, summaries, far_plan, None))
+    assert not suits(near, (summaries, summaries, without_boxes(far_plan), bias))
+    assert not suits(near, (summaries[:, :2], summaries[:, :2], far_plan, bias))
+    assert not suits(
+        (tokens, tokens, planning.full(300, q_block=64), None), (summaries, summaries, far_plan, bias)
+    )
+    assert not suits(
+        (tokens, tokens, planning.full(300, k_block=4), None), (summaries, summaries, far_plan, bias)
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [
+        (["gluon", "gluon"], ["gluon", "triton"]),
+        (["gluon", "triton"], ["triton"]),
+        (["triton", "triton"], ["triton"]),
+    ],
+)
+def test_the_fastest_kernel_is_asked_first_if_it_reads_every_part(
+    names: list[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def load(name: str) -> Any:
+        return SimpleNamespace(attend_together_forward=lambda *_: seen.append(name))
+
+    monkeypatch.setattr("nearfield.kernels.load", load)
+    query, parts = call(torch.device("cpu"))
+    assert operators._at_once(query, parts, names, 1.0) is None
+    assert seen == asked
+
+
+def test_a_key_that_is_read_twice_begins_a_box() -> None:
+    offsets = torch.tensor([[[0, 5]]], dtype=torch.int32)
+    blocks = torch.tensor([[[3, 4, 4, 5, 9]]], dtype=torch.int32)
+    boxes = Plan(offsets, blocks, 16, 1, 16, 10).find_boxes().boxes
+    assert boxes.tolist() == [[[3 * 128 + 2, 4 * 128 + 2, 9 * 128 + 1]]]

@@ -161,7 +161,10 @@ def attend_together(
         bias = None if part.key_bias is None else _expanded_bias(part.key_bias, query, part.key)
         leaves = (query, part.key, part.value, bias)
         wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-        lists += all_lists(part.plan, query, part.key, wants_gradient, impl)
+        lists += (
+            *all_lists(part.plan, query, part.key, wants_gradient, impl),
+            *(part.plan.boxes or (None, None)),
+        )
         if bias is not None:
             biases[number] = bias
         if part.positions is not None:

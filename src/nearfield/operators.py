@@ -15,7 +15,7 @@ from nearfield import kernels
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.implementations import explain_choice, implementation
-from nearfield.plan import Plan
+from nearfield.plan import Boxes, Plan
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
@@ -283,7 +283,7 @@ class Part(NamedTuple):
     positions: Positions | None = None
 
 
-_LISTS = 6  # as `all_lists` gives them
+_LISTS = 8  # as `all_lists` gives them, and boxes
 
 
 def _rebuilt_parts(
@@ -301,11 +301,15 @@ def _rebuilt_parts(
     pairs = dict(zip(positioned, map(Positions, positions[::2], positions[1::2]), strict=True))
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         bias = biases[biased.index(number)] if number in biased else None
-        offsets, blocks, order, *transposed = lists[_LISTS * number : _LISTS * (number + 1)]
+        offsets, blocks, order, *transposed, box_offsets, boxes = lists[
+            _LISTS * number : _LISTS * (number + 1)
+        ]
         assert offsets is not None
         assert blocks is not None
         q_block, k_block = sizes[2 * number : 2 * number + 2]
         plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block)
+        if box_offsets is not None and boxes is not None:
+            plan._derived["boxes"] = Boxes(box_offsets, boxes)
         parts.append(Part(key, value, plan, bias, pairs.get(number)))
     return parts
 
@@ -330,10 +334,7 @@ def _attend_together(
         check_sizes(extent, query, part.key)
     with _undisturbed(query):
         in_turn = _in_turn(query, parts, cast(Impl, impl))
-        attended: Attended | None = None
-        if not positioned:
-            # The plain kernels can read whatever the others can.
-            attended = kernels.load("triton").attend_together_forward(query, _plain(parts), scale)
+        attended = None if positioned else _at_once(query, parts, [name for name, _ in in_turn], scale)
         for name, part in in_turn if attended is None else ():
             forward = implementation(name).attend_forward
             call = (query, part.key, part.value, part.plan, part.key_bias, part.positions, scale)
@@ -345,6 +346,16 @@ def _attend_together(
                 attended = merge(attended, forward(*call))
     assert attended is not None
     return attended.out, attended.lse
+
+
+def _at_once(query: Tensor, parts: Sequence[Part], names: Sequence[str], scale: float) -> Attended | None:
+    """All parts by one kernel, where one does that; `names`: what would read them apart."""
+    # The plain kernels can read whatever the others can.
+    for name in ("gluon", "triton") if set(names) == {"gluon"} else ("triton",):
+        attended: Attended | None = kernels.load(name).attend_together_forward(query, _plain(parts), scale)
+        if attended is not None:
+            return attended
+    return None
 
 
 def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str, Part]]:

@@ -23,6 +23,22 @@ BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 Derived = TypeVar("Derived", Tensor, "Plan")
 
 
+BOX = 64
+"""The most keys of one of `Boxes`."""
+
+
+class Boxes(NamedTuple):
+    """Lists of single keys as stretches of consecutive ones: a copy engine loads a stretch at once.
+
+    Args:
+        offsets: `[b, h, rows + 1]` int32, as a plan's.
+        boxes: `[b, h, capacity]` int32, each `first * 2 * BOX + length`.
+    """
+
+    offsets: Tensor
+    boxes: Tensor
+
+
 class Layout(NamedTuple):
     """Everything about a plan that is known without reading its lists; hashable, so it can key a cache."""
 
@@ -210,6 +226,23 @@ class Plan:
 
         return self._derive(("order", batch, heads), order)
 
+    @property
+    def boxes(self) -> Boxes | None:
+        """What `find_boxes` found, if it was asked."""
+        found: Boxes | None = self._derived.get("boxes")
+        return found
+
+    def find_boxes(self) -> Boxes:
+        """The lists as stretches of consecutive keys, where `k_block` is 1. Waits for the device; computed once.
+
+        Who reads boxes may load what follows a short one, too, and weigh it zero: a NaN there may come out.
+        """
+        if self.boxes is None:
+            with torch.inference_mode(False):
+                self._derived["boxes"] = _found_boxes(self)
+        assert self.boxes is not None
+        return self.boxes
+
     def _derive(self, name: Hashable, make: Callable[[], Derived]) -> Derived:
         """What `make` gives, kept for the next time wherever that is safe."""
         if name in self._derived:
@@ -265,6 +298,37 @@ def _first_cells(lists: int, rows: int, columns: int, dtype: torch.dtype, device
 def _first_slots(lists: int, capacity: int, device: torch.device) -> Tensor:
     """Where every list begins among all of them, `[lists, 1]`."""
     return torch.arange(lists, device=device)[:, None] * capacity
+
+
+def _found_boxes(plan: Plan) -> Boxes:
+    if plan.k_block != 1:
+        wrong_value("k_block", "be 1 where lists are to be boxes", plan.k_block)
+    if plan.num_keys > _INT32 // (2 * BOX):
+        wrong_value(
+            "num_keys", f"be at most {_INT32 // (2 * BOX)} where lists are to be boxes", plan.num_keys
+        )
+    blocks = plan.blocks.flatten(0, 1)
+    row, used = (x.flatten(0, 1) for x in plan.entry_rows())
+    begins = used.clone()
+    begins[:, 1:] &= (blocks.diff() != 1) | (row.diff() != 0)
+    # Each stretch ends where the next one of its list begins, the last where its list ends; it is cut into boxes.
+    of_list, slot = begins.nonzero().unbind(1)
+    end = used.sum(1)[of_list]
+    end[:-1] = torch.where(of_list[1:] == of_list[:-1], slot[1:], end[:-1])
+    pieces = (end - slot + BOX - 1) // BOX
+    stretch = torch.repeat_interleave(pieces)
+    number = torch.arange(len(stretch), device=plan.device)
+    place = slot[stretch] + (number - (pieces.cumsum(0) - pieces)[stretch]) * BOX
+    of_list, length = of_list[stretch], (end[stretch] - place).clamp(max=BOX)
+    counts = torch.bincount(
+        of_list * plan.num_rows + row[of_list, place], minlength=len(blocks) * plan.num_rows
+    )
+    offsets = torch.nn.functional.pad(counts.view(len(blocks), -1).cumsum(1), (1, 0))
+    boxes = blocks.new_zeros(len(blocks), max(1, int(offsets[:, -1].max())))
+    before = offsets[:, -1].cumsum(0) - offsets[:, -1]
+    boxes[of_list, number - before[of_list]] = blocks[of_list, place] * (2 * BOX) + length.int()
+    shape = plan.blocks.shape[:2]
+    return Boxes(offsets.int().view(*shape, -1), boxes.view(*shape, -1))
 
 
 def _block_sizes(length: int, block: int, device: torch.device) -> Tensor:

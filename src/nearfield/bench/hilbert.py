@@ -119,7 +119,7 @@ class _Call:
         return self.reader.attend(*self.inputs, impl=self.impl)
 
     def implementation(self) -> str:
-        """What runs it; the far field, a call of its own, may be run by another."""
+        """What runs it; the far field may be a call of its own, and run by another."""
         query, key, _ = self.inputs
         names = [explain_choice(query, key, self.reader.near, impl=self.impl).impl]
         if (far := self.reader.far) is not None:

@@ -45,16 +45,27 @@ _POINTERS = {
     "blocks": "*i32",
     "order": "*i32",
     "counter": "*i32",
+    "far_offsets": "*i32",
+    "far_boxes": "*i32",
+    "far_bias": "*fp32",
 }
 
 
 def compile_forward(
-    dim: int, q_block: int, k_block: int, has_bias: bool, is_ragged: bool, has_more: bool = False
+    dim: int,
+    q_block: int,
+    k_block: int,
+    has_bias: bool,
+    is_ragged: bool,
+    *,
+    has_more: bool = False,
+    has_far: bool = False,
 ) -> str:
     """Compile one variant and return its PTX."""
     launch = hopper.launch_for(q_block, k_block, dim)
     constants = hopper.constants(
-        launch, dim, q_block, k_block, is_ragged=is_ragged, has_order=is_ragged, has_bias=has_bias, has_more=has_more
+        launch, dim, q_block, k_block, is_ragged=is_ragged, has_order=is_ragged, has_bias=has_bias, has_more=has_more,
+        has_far=has_far,
     )  # fmt: skip
     names = forward_kernel.arg_names
     signature = {name: _type_of(name, dim, launch.box(k_block), constants) for name in names}
@@ -73,7 +84,8 @@ def _type_of(name: str, dim: int, box: int, constants: dict[str, object]) -> str
     if name in constants:
         return "constexpr"
     if name.endswith("_desc"):
-        rows = box if name.endswith(("k_desc", "v_desc")) else 64
+        is_far = name.startswith("more_") and constants["HAS_FAR"]
+        rows = box if name.endswith(("k_desc", "v_desc")) and not is_far else 64
         return f"tensordesc<bf16[1, 1, {rows}, {dim}],{hopper.shared_layout(rows, dim, torch.bfloat16)!r}>"
     return _POINTERS.get(name, "fp32" if name == "scale" else "i32")
 
@@ -147,11 +159,9 @@ _PLAIN_POINTERS = (
     _POINTERS
     | dict.fromkeys(("query", "out", "grad_out", "far_key", "far_value"), "*bf16")
     | dict.fromkeys(("k_desc", "v_desc", "q_desc", "g_desc", "grad_query", "grad_key", "grad_value"), "*bf16")
-    | dict.fromkeys(
-        ("query_positions", "key_positions", "far_offsets", "far_blocks", "bounds", "packed"), "*i32"
-    )
+    | dict.fromkeys(("query_positions", "key_positions", "far_blocks", "bounds", "packed"), "*i32")
     | dict.fromkeys(("cells", "ordered", "rows"), "*i32")
-    | dict.fromkeys(("lse_log2", "delta", "grad_bias", "far_bias", "maxima", "masses"), "*fp32")
+    | dict.fromkeys(("lse_log2", "delta", "grad_bias", "maxima", "masses"), "*fp32")
     | dict.fromkeys(("key_partials", "value_partials", "bias_partials"), "*fp32")
 )
 
@@ -265,6 +275,8 @@ def main(every: bool) -> int:
             return 1
         if (q_block, k_block) == (128, 128):  # and with keys in two places
             compile_forward(dim, q_block, k_block, has_bias, is_ragged, has_more=True)
+        if k_block >= 64:  # and with a far part
+            compile_forward(dim, q_block, k_block, has_bias, is_ragged, has_far=True)
         print(
             f"  head dim {dim:3d}, blocks {q_block:3d} x {k_block:2d}, bias {has_bias!s:5}, ragged {is_ragged}"
         )

@@ -1,5 +1,6 @@
 """Launching the Hopper kernel (`hopper_kernel.py`): what it can run, how its programs are built, and the call."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +20,10 @@ from nearfield.kernels.launch import (
     nonnegative,
     suits_copy_engine,
 )
-from nearfield.plan import Plan
+from nearfield.plan import BOX, Plan
+
+KeyPart = tuple[Tensor, Tensor, Plan, Tensor | None]
+"""Keys, values, who reads them, and their bias."""
 
 
 class Launch(NamedTuple):
@@ -59,6 +63,7 @@ def constants(
     has_order: bool,
     has_bias: bool,
     has_more: bool = False,
+    has_far: bool = False,
 ) -> dict[str, object]:
     """What `forward_kernel` is compiled for."""
     return {
@@ -75,6 +80,7 @@ def constants(
         "DYNAMIC": has_order,
         "HAS_BIAS": has_bias,
         "HAS_MORE": has_more,
+        "HAS_FAR": has_far,
         "CONSUMER_REGISTERS": launch.consumer_registers,
         "PRODUCER_REGISTERS": launch.producer_registers,
     }
@@ -115,6 +121,18 @@ def can_continue(key: Tensor, more: tuple[Tensor, Tensor], plan: Plan) -> bool:
     return is_copied and all(suits_copy_engine(x) for x in more)
 
 
+def suits_far(near: KeyPart, far: KeyPart) -> bool:
+    """Whether one kernel can read `far` after the list of `near`: single keys with a bias, known as boxes."""
+    (near_key, _, near_plan, _), (far_key, _, far_plan, far_bias) = near, far
+    return (
+        far_plan.boxes is not None
+        and far_bias is not None
+        and far_plan.q_block == near_plan.q_block
+        and far_key.shape[1] == near_key.shape[1]
+        and launch_for(near_plan.q_block, near_plan.k_block, near_key.shape[3]).gather_warps == 0
+    )
+
+
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     block = [1, 1, rows, x.shape[-1]]
     return TensorDescriptor(
@@ -144,11 +162,16 @@ def attend_forward(
     scale: float,
     launch: Launch | None = None,
     more: tuple[Tensor, Tensor] | None = None,
+    far: KeyPart | None = None,
 ) -> Attended:
-    """`more`: keys and values that follow the others in the plan (`can_continue`)."""
+    """
+    Args:
+        more: keys and values that follow the others in the plan (`can_continue`).
+        far: others that are read in the same softmax (`suits_far`); not together with `more`.
+    """
+    assert more is None or far is None
     batch, heads, num_queries, dim = query.shape
-    if not suits_copy_engine(value):
-        value = value.clone(memory_format=torch.contiguous_format)
+    value = _copyable(value)
     out = torch.empty_like(query)
     lse = torch.empty(batch, heads, num_queries, device=query.device, dtype=torch.float32)
     query, scale = nonnegative(query, scale)
@@ -159,21 +182,48 @@ def attend_forward(
     box = launch.box(plan.k_block)
     sides = _descriptor(key, box), _descriptor(value, box)
     more_sides = sides if more is None else (_descriptor(more[0], box), _descriptor(more[1], box))
+    # Without a far part others stand in its place and are never read.
+    far_tensors = plan.offsets, plan.blocks, lse
+    far_strides: tuple[int, ...] = (0,) * 7
+    if far is not None:
+        more_sides = _descriptor(far[0], BOX), _descriptor(_copyable(far[1]), BOX)
+        far_tensors, far_strides = _boxes_and_bias(far)
     forward_kernel[(min(num_items, _num_processors(query.device)),)](
         _descriptor(query, 64), *sides, *more_sides, _descriptor(out, 64), key, value, lse,
         plan.offsets, plan.blocks, plan.offsets if order is None else order, counter,
-        lse if key_bias is None else key_bias,
+        lse if key_bias is None else key_bias, *far_tensors,
         *key.stride()[:3], *value.stride()[:3], *list_strides(plan.offsets, plan.blocks),
-        *((0, 0, 0) if key_bias is None else key_bias.stride()),
+        *((0, 0, 0) if key_bias is None else key_bias.stride()), *far_strides,
         num_items, heads, heads // key.shape[1], plan.num_rows, num_queries, plan.num_keys, key.shape[2],
         scale * LOG2_E,
         **constants(
             launch, dim, plan.q_block, plan.k_block, is_ragged=plan.num_keys % plan.k_block != 0,
             has_order=order is not None, has_bias=key_bias is not None, has_more=more is not None,
+            has_far=far is not None,
         ),
         num_warps=4,
     )  # fmt: skip
     return Attended(out, lse)
+
+
+def _copyable(value: Tensor) -> Tensor:
+    return value if suits_copy_engine(value) else value.clone(memory_format=torch.contiguous_format)
+
+
+def _boxes_and_bias(far: KeyPart) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
+    """What the kernel needs of a far part beside its keys: tensors, and their strides."""
+    _, _, plan, bias = far
+    assert plan.boxes is not None
+    assert bias is not None
+    return (*plan.boxes, bias), (*list_strides(*plan.boxes), *bias.stride())
+
+
+def attend_together_forward(query: Tensor, parts: Sequence[KeyPart], scale: float) -> Attended | None:
+    """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
+    if len(parts) != 2 or not suits_far(*parts):
+        return None
+    near, far = parts
+    return attend_forward(query, *near, None, scale, far=far)
 
 
 def attend_backward(

@@ -13,6 +13,9 @@ A consumer issues the products of the next tile before the softmax of this one, 
 tensor cores do not wait. Blocks of 8 keys and more travel by the copy engine (TMA), smaller ones are gathered row
 by row with cp.async. The last keys may be in tensors of their own (`first_more`): a copy is issued from both, and one
 of them is not carried out. A row that reads nothing is given one tile whose keys are all masked.
+
+After its list a row may read keys of a second set, each with a bias: summaries of what lies further away. They come in
+boxes of up to 64 consecutive ones, which the copy engine loads from wherever they begin.
 """
 
 import triton.experimental.gluon as gluon
@@ -28,11 +31,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nearfield.kernels.gluon_names import gather_load, tma_load, tma_store
 from nearfield.kernels.hopper_pipe import (
+    FAR_BOX,
     GROUP,
+    Far,
     Lists,
     Shape,
+    boxes_of,
+    far_bias_of,
+    first_of_box,
     list_of,
     make_pipe,
+    num_far_tiles,
     num_tiles,
     num_whole,
     row_of,
@@ -96,9 +105,14 @@ def _load_queries(q_desc, batch, head, first, turn, pipe, shape):
 
 
 @gluon.jit
-def _box_tokens(entries, count, tile, shape, BOXES: gl.constexpr):
+def _box_tokens(entries, count, tile, num_keys, shape, BOXES: gl.constexpr):
     """The first key of each of a tile's boxes."""
     tokens = ()
+    nowhere = 0
+    if shape.HAS_FAR:
+        # An empty list loads a tile, too, weighed zero. Here its row may have a result, which a NaN in that tile would
+        # spoil: past the end there are zeros.
+        nowhere = num_keys // shape.K_BLOCK + 1
     for box in gl.static_range(BOXES):
         if BOXES == 1:
             slot = tile // (shape.K_BLOCK // shape.TILE)
@@ -106,8 +120,18 @@ def _box_tokens(entries, count, tile, shape, BOXES: gl.constexpr):
         else:
             slot = tile * BOXES + box
             part = 0
-        block = gl.load(entries + gl.minimum(slot, count - 1), mask=count > 0, other=0)
+        block = gl.load(entries + gl.minimum(slot, count - 1), mask=count > 0, other=nowhere)
         tokens = tokens + (block * shape.K_BLOCK + part,)  # type: ignore[assignment]
+    return tokens
+
+
+@gluon.jit
+def _far_tokens(boxes, count, tile, BOXES: gl.constexpr):
+    """The first key of each box of a far tile. Past the last box it comes again, and is masked later."""
+    tokens = ()
+    for box in gl.static_range(BOXES):
+        packed = gl.load(boxes + gl.minimum(tile * BOXES + box, count - 1), mask=count > 0, other=0)
+        tokens = tokens + (first_of_box(packed),)  # type: ignore[assignment]
     return tokens
 
 
@@ -136,39 +160,65 @@ def _copy_tile(
 
 
 @gluon.jit
+def _fill(
+    k_desc, v_desc, more_k_desc, more_v_desc, batch, key_head, tokens, filled, lists, pipe, shape,
+    BOXES: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile of keys and one of values into the next stage of the ring."""
+    BYTES: gl.constexpr = shape.TILE * shape.D * 2
+    stage = filled % shape.STAGES
+    phase = (filled // shape.STAGES & 1) ^ 1
+    mbarrier.wait(pipe.k_empty.index(stage), phase)
+    full = pipe.k_full.index(stage)
+    mbarrier.expect(full, BYTES)
+    _copy_tile(
+        k_desc, more_k_desc, batch, key_head, tokens, full, pipe.keys.index(stage), lists, shape, BOXES, BOX
+    )  # fmt: skip
+    mbarrier.wait(pipe.v_empty.index(stage), phase)
+    full = pipe.v_full.index(stage)
+    mbarrier.expect(full, BYTES)
+    _copy_tile(
+        v_desc, more_v_desc, batch, key_head, tokens, full, pipe.values.index(stage), lists, shape, BOXES, BOX
+    )  # fmt: skip
+
+
+@gluon.jit
 def _copying_producer(
-    q_desc, k_desc, v_desc, more_k_desc, more_v_desc, counter, heads_per_key, lists, pipe, shape,
+    q_desc, k_desc, v_desc, more_k_desc, more_v_desc, counter, heads_per_key, lists, far, pipe, shape,
 ):  # fmt: skip
     BOXES: gl.constexpr = shape.TILE // shape.K_BLOCK if shape.K_BLOCK < shape.TILE else 1
     BOX: gl.constexpr = shape.TILE // BOXES
-    BYTES: gl.constexpr = shape.TILE * shape.D * 2
+    FAR_BOXES: gl.constexpr = shape.TILE // FAR_BOX
     item = gl.program_id(0)
     turn = 0
     filled = 0
     while item < lists.num_items:
         batch, head, row, entries, count = _post(item, turn, lists, pipe, shape, 1)
         key_head = head // heads_per_key
+        if shape.HAS_FAR:
+            boxes, far_count = boxes_of(batch, head, row, far)
         _load_queries(q_desc, batch, head, row * shape.Q_BLOCK, turn, pipe, shape)
-        upcoming = _box_tokens(entries, count, 0, shape, BOXES)
+        upcoming = _box_tokens(entries, count, 0, lists.num_keys, shape, BOXES)
+        if shape.HAS_FAR:
+            far_upcoming = _far_tokens(boxes, far_count, 0, FAR_BOXES)
         for tile in range(num_tiles(count, shape)):
             # Ids are read a tile ahead: their latency passes while this warp waits for a free stage.
             tokens = upcoming
-            upcoming = _box_tokens(entries, count, tile + 1, shape, BOXES)
-            stage = filled % shape.STAGES
-            phase = (filled // shape.STAGES & 1) ^ 1
-            mbarrier.wait(pipe.k_empty.index(stage), phase)
-            full = pipe.k_full.index(stage)
-            mbarrier.expect(full, BYTES)
-            _copy_tile(
-                k_desc, more_k_desc, batch, key_head, tokens, full, pipe.keys.index(stage), lists, shape, BOXES, BOX
-            )  # fmt: skip
-            mbarrier.wait(pipe.v_empty.index(stage), phase)
-            full = pipe.v_full.index(stage)
-            mbarrier.expect(full, BYTES)
-            _copy_tile(
-                v_desc, more_v_desc, batch, key_head, tokens, full, pipe.values.index(stage), lists, shape, BOXES, BOX
+            upcoming = _box_tokens(entries, count, tile + 1, lists.num_keys, shape, BOXES)
+            _fill(
+                k_desc, v_desc, more_k_desc, more_v_desc, batch, key_head, tokens, filled, lists, pipe, shape, BOXES,
+                BOX,
             )  # fmt: skip
             filled += 1
+        if shape.HAS_FAR:
+            for tile in range(num_far_tiles(far_count, shape)):
+                far_tokens = far_upcoming
+                far_upcoming = _far_tokens(boxes, far_count, tile + 1, FAR_BOXES)
+                _fill(
+                    more_k_desc, more_v_desc, more_k_desc, more_v_desc, batch, key_head, far_tokens, filled, lists,
+                    pipe, shape, FAR_BOXES, FAR_BOX,
+                )  # fmt: skip
+                filled += 1
         item = _next_item(item, counter, shape)
         turn += 1
     _post(item, turn, lists, pipe, shape, 1)
@@ -221,7 +271,7 @@ def _gathering_producer(
 @gluon.jit
 def _producer(
     q_desc, k_desc, v_desc, more_k_desc, more_v_desc, key, value,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, counter, heads_per_key, lists, pipe, shape,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, counter, heads_per_key, lists, far, pipe, shape,
 ):  # fmt: skip
     if shape.GATHER_WARPS > 0:
         _gathering_producer(
@@ -230,7 +280,7 @@ def _producer(
         )  # fmt: skip
     else:
         _copying_producer(
-            q_desc, k_desc, v_desc, more_k_desc, more_v_desc, counter, heads_per_key, lists, pipe, shape
+            q_desc, k_desc, v_desc, more_k_desc, more_v_desc, counter, heads_per_key, lists, far, pipe, shape
         )
 
 
@@ -280,6 +330,15 @@ def _weigh(
 
 
 @gluon.jit
+def _weigh_biased(scores, running_max, scale, bias):
+    """The same with a bias that is there already; -inf for keys that are not."""
+    scores = scores * scale + (bias * LOG2E)[None, :]
+    new_max = gl.maximum(running_max, gl.max(scores, 1))
+    anchor = gl.where(new_max == -INF, 0.0, new_max)
+    return new_max, gl.exp2(scores - anchor[:, None]), gl.exp2(running_max - anchor)
+
+
+@gluon.jit
 def _weigh_first(
     scores, whole, scale, entries, count, key_bias, stride_bias, num_keys, lane, shape,
     TAILS: gl.constexpr, S_LAYOUT: gl.constexpr,
@@ -320,9 +379,12 @@ def _wait_filled(used, pipe, shape, has_keys=True):
 @gluon.jit
 def _step(
     tile, used, queries, accumulator, packed, running_max, running_sum, zero, scale, entries, count,
-    key_bias, stride_bias, num_keys, lane, pipe, shape, MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
+    key_bias, stride_bias, num_keys, lane, pipe, shape, MASKED: gl.constexpr, FAR: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Issue the scores of this tile and the values of the tile before it; the softmax runs under the latter."""
+    """Issue the scores of this tile and the values of the tile before it; the softmax runs under the latter.
+
+    With FAR, `entries` are boxes and `key_bias` is theirs.
+    """
     _wait_filled(used, pipe, shape)
     k_stage = used % shape.STAGES
     v_stage = (used - 1) % shape.STAGES
@@ -330,23 +392,18 @@ def _step(
         queries, pipe.keys.index(k_stage).permute((1, 0)), zero, use_acc=False, is_async=True
     )
     accumulator = warpgroup_mma(packed, pipe.values.index(v_stage), accumulator, is_async=True)
+    if FAR:
+        # Read while the scores are computed: box and bias are two loads, one after the other.
+        bias = far_bias_of(entries, count, tile, lane, key_bias, stride_bias, shape)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(pipe.k_empty.index(k_stage), count=1)
-    running_max, weights, shrink = _weigh(
-        scores,
-        tile,
-        running_max,
-        scale,
-        entries,
-        count,
-        key_bias,
-        stride_bias,
-        num_keys,
-        lane,
-        shape,
-        False,
-        MASKED,
-    )
+    if FAR:
+        running_max, weights, shrink = _weigh_biased(scores, running_max, scale, bias)
+    else:
+        running_max, weights, shrink = _weigh(
+            scores, tile, running_max, scale, entries, count, key_bias, stride_bias, num_keys, lane, shape, False,
+            MASKED,
+        )  # fmt: skip
     running_sum = running_sum * shrink + gl.sum(weights, 1)
     accumulator = warpgroup_mma_wait(0, deps=[accumulator])
     mbarrier.arrive(pipe.v_empty.index(v_stage), count=1)
@@ -357,7 +414,8 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    member: gl.constexpr, o_desc, lse, key_bias, stride_bias_b, stride_bias_h, stride_bias, scale, lists, pipe, shape,
+    member: gl.constexpr, o_desc, lse, key_bias, stride_bias_b, stride_bias_h, stride_bias, scale, lists, far, pipe,
+    shape,
 ):  # fmt: skip
     DTYPE: gl.constexpr = o_desc.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.TILE, 16])
@@ -384,6 +442,8 @@ def _consumer(
         batch, head, row = row_of(flat, lists)
         entries = list_of(batch, head, start, lists)
         head_bias = key_bias + batch.to(gl.int64) * stride_bias_b + head.to(gl.int64) * stride_bias_h
+        if shape.HAS_FAR:
+            boxes, far_count = boxes_of(batch, head, row, far)
         buffer = turn % 2 * shape.CONSUMERS + member
         queries = pipe.queries.index(buffer)
         tiles = num_tiles(count, shape)
@@ -401,14 +461,24 @@ def _consumer(
         for tile in range(1, whole):
             accumulator, packed, running_max, running_sum = _step(
                 tile, used, queries, accumulator, packed, running_max, running_sum, zero, scale, entries, count,
-                head_bias, stride_bias, num_keys, lane, pipe, shape, False, P_LAYOUT,
+                head_bias, stride_bias, num_keys, lane, pipe, shape, False, False, P_LAYOUT,
             )  # fmt: skip
             used += 1
         if TAILS:
             for tile in range(whole, tiles):
                 accumulator, packed, running_max, running_sum = _step(
                     tile, used, queries, accumulator, packed, running_max, running_sum, zero, scale, entries, count,
-                    head_bias, stride_bias, num_keys, lane, pipe, shape, True, P_LAYOUT,
+                    head_bias, stride_bias, num_keys, lane, pipe, shape, True, False, P_LAYOUT,
+                )  # fmt: skip
+                used += 1
+        if shape.HAS_FAR:
+            far_bias = (
+                far.bias + batch.to(gl.int64) * far.stride_bias_b + head.to(gl.int64) * far.stride_bias_h
+            )
+            for tile in range(num_far_tiles(far_count, shape)):
+                accumulator, packed, running_max, running_sum = _step(
+                    tile, used, queries, accumulator, packed, running_max, running_sum, zero, scale, boxes, far_count,
+                    far_bias, far.stride_bias, num_keys, lane, pipe, shape, False, True, P_LAYOUT,
                 )  # fmt: skip
                 used += 1
 
@@ -461,28 +531,41 @@ def _consumer(
 @gluon.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, more_k_desc, more_v_desc, o_desc,
-    key, value, lse, offsets, blocks, order, counter, key_bias,
+    key, value, lse, offsets, blocks, order, counter, key_bias, far_offsets, far_boxes, far_bias,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_offsets_b, stride_offsets_h, stride_blocks_b, stride_blocks_h, stride_bias_b, stride_bias_h, stride_bias,
+    stride_far_offsets_b, stride_far_offsets_h, stride_far_boxes_b, stride_far_boxes_h,
+    stride_far_bias_b, stride_far_bias_h, stride_far_bias,
     num_items, num_heads, heads_per_key, num_rows, num_queries, num_keys, first_more, scale,
     D: gl.constexpr, Q_BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, GATHER_WARPS: gl.constexpr, RAGGED: gl.constexpr,
     HAS_ORDER: gl.constexpr, DYNAMIC: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_MORE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_MORE: gl.constexpr, HAS_FAR: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    # `more_k_desc` and `more_v_desc` are of the last keys, or of the far part's: nobody asks for both, and two further
+    # descriptors would make every launch longer.
+    gl.static_assert(not (HAS_MORE and HAS_FAR))
+    gl.static_assert(not (HAS_FAR and GATHER_WARPS > 0))
     shape = Shape(
         D, Q_BLOCK, K_BLOCK, TILE, STAGES, CONSUMERS, GATHER_WARPS, RAGGED, HAS_ORDER, DYNAMIC, HAS_BIAS, HAS_MORE,
+        HAS_FAR,
     )  # fmt: skip
     lists = Lists(
         offsets, blocks, order, gl.to_tensor(stride_offsets_b), gl.to_tensor(stride_offsets_h),
         gl.to_tensor(stride_blocks_b), gl.to_tensor(stride_blocks_h), gl.to_tensor(num_items), gl.to_tensor(num_heads),
         gl.to_tensor(num_rows), gl.to_tensor(num_queries), gl.to_tensor(num_keys), gl.to_tensor(first_more),
     )  # fmt: skip
+    far = Far(
+        far_offsets, far_boxes, far_bias, gl.to_tensor(stride_far_offsets_b), gl.to_tensor(stride_far_offsets_h),
+        gl.to_tensor(stride_far_boxes_b), gl.to_tensor(stride_far_boxes_h), gl.to_tensor(stride_far_bias_b),
+        gl.to_tensor(stride_far_bias_h), gl.to_tensor(stride_far_bias),
+    )  # fmt: skip
     pipe = make_pipe(shape, q_desc.dtype)
     PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if GATHER_WARPS > 0 else 1
     producer_args = (
         q_desc, k_desc, v_desc, more_k_desc, more_v_desc, key, value,
-        stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, counter, heads_per_key, lists, pipe, shape,
+        stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, counter, heads_per_key, lists, far, pipe,
+        shape,
     )  # fmt: skip
     consumer_args = (
         o_desc,
@@ -493,6 +576,7 @@ def forward_kernel(
         stride_bias,
         scale,
         lists,
+        far,
         pipe,
         shape,
     )

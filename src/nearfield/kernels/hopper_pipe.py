@@ -5,8 +5,10 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from nearfield.kernels.gluon_names import aggregate, constexpr_function
+from nearfield.plan import BOX
 
 GROUP = gl.constexpr(64)  # queries of one warpgroup
+FAR_BOX = gl.constexpr(BOX)  # consecutive keys of the far part that travel together
 
 
 @aggregate
@@ -25,11 +27,12 @@ class Shape:
     DYNAMIC: gl.constexpr
     HAS_BIAS: gl.constexpr
     HAS_MORE: gl.constexpr  # keys from `first_more` on are in tensors of their own
+    HAS_FAR: gl.constexpr  # after its list a row reads keys of a second plan (`Far`)
 
     @constexpr_function
     def __init__(
         self, D, Q_BLOCK, K_BLOCK, TILE, STAGES, CONSUMERS, GATHER_WARPS, RAGGED, HAS_ORDER, DYNAMIC, HAS_BIAS,
-        HAS_MORE,
+        HAS_MORE, HAS_FAR,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
         self.Q_BLOCK = gl.constexpr(Q_BLOCK)
@@ -43,6 +46,7 @@ class Shape:
         self.DYNAMIC = gl.constexpr(DYNAMIC)
         self.HAS_BIAS = gl.constexpr(HAS_BIAS)
         self.HAS_MORE = gl.constexpr(HAS_MORE)
+        self.HAS_FAR = gl.constexpr(HAS_FAR)
 
 
 @aggregate
@@ -81,6 +85,38 @@ class Lists:
         self.num_queries = num_queries
         self.num_keys = num_keys
         self.first_more = first_more
+
+
+@aggregate
+class Far:
+    """Other keys that a row reads after its list, each with a bias: where they are, in boxes of consecutive ones."""
+
+    offsets: gl.tensor
+    boxes: gl.tensor
+    bias: gl.tensor
+    stride_offsets_b: gl.tensor
+    stride_offsets_h: gl.tensor
+    stride_boxes_b: gl.tensor
+    stride_boxes_h: gl.tensor
+    stride_bias_b: gl.tensor
+    stride_bias_h: gl.tensor
+    stride_bias: gl.tensor
+
+    @constexpr_function
+    def __init__(
+        self, offsets, boxes, bias, stride_offsets_b, stride_offsets_h, stride_boxes_b, stride_boxes_h,
+        stride_bias_b, stride_bias_h, stride_bias,
+    ):  # fmt: skip
+        self.offsets = offsets
+        self.boxes = boxes
+        self.bias = bias
+        self.stride_offsets_b = stride_offsets_b
+        self.stride_offsets_h = stride_offsets_h
+        self.stride_boxes_b = stride_boxes_b
+        self.stride_boxes_h = stride_boxes_h
+        self.stride_bias_b = stride_bias_b
+        self.stride_bias_h = stride_bias_h
+        self.stride_bias = stride_bias
 
 
 @aggregate
@@ -212,3 +248,41 @@ def tokens_of(entries, count, tile, lane, num_keys, shape):
         block = gl.load(entries + gl.minimum(slot, count - 1), mask=count > lane * 0, other=0)
         token = block * shape.K_BLOCK + lane % shape.K_BLOCK
     return token, (slot < count) & (token < num_keys)
+
+
+# -- the far part ------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def boxes_of(batch, head, row, far):
+    """The boxes of a row (`nearfield.plan.Boxes`), and how many there are."""
+    long_batch, long_head = batch.to(gl.int64), head.to(gl.int64)
+    offsets = far.offsets + long_batch * far.stride_offsets_b + long_head * far.stride_offsets_h + row
+    start = gl.load(offsets)
+    boxes = far.boxes + long_batch * far.stride_boxes_b + long_head * far.stride_boxes_h + start
+    return boxes, gl.load(offsets + 1) - start
+
+
+@gluon.jit
+def num_far_tiles(count, shape):
+    return (count + shape.TILE // FAR_BOX - 1) // (shape.TILE // FAR_BOX)
+
+
+@gluon.jit
+def first_of_box(box):
+    return box // (2 * FAR_BOX)
+
+
+@gluon.jit
+def far_bias_of(boxes, count, tile, lane, bias, stride_bias, shape):
+    """The bias of the keys of a tile that is there; -inf for those that a box lacks, and for boxes past the last."""
+    slot = tile * (shape.TILE // FAR_BOX)
+    box = gl.load(boxes + slot)
+    first, length = first_of_box(box).to(gl.int64), box % (2 * FAR_BOX)
+    for later in gl.static_range(1, shape.TILE // FAR_BOX):
+        box = gl.load(boxes + slot + later, mask=slot + later < count, other=0)  # else a box of no keys
+        first = gl.where(lane < later * FAR_BOX, first, first_of_box(box).to(gl.int64))
+        length = gl.where(lane < later * FAR_BOX, length, box % (2 * FAR_BOX))
+    place = lane % FAR_BOX
+    token = first + place.to(gl.int64)
+    return gl.load(bias + token * stride_bias, mask=place < length, other=-float("inf"))

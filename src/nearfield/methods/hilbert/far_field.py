@@ -69,6 +69,7 @@ def far_field_of(
             num_queries=geometry.num_tokens,
             num_keys=len(sizes),
         )
+        _find_boxes(plan)
         bias = sizes.double().log().float()
         return FarField(spans, pattern.far, starts, sizes.int().to(device), bias.to(device), plan)
 
@@ -81,7 +82,17 @@ def interleaved_far_field(
     turns = turns_of_heads(pattern, phase, heads)
     fields = [far_field_of(pattern, geometry, turn, q_block, k_block, device) for turn in turns]
     plans = [field.plan for field in fields if field is not None]
-    return fields[0]._replace(plan=per_head(plans)) if fields[0] is not None else None
+    if fields[0] is None:
+        return None
+    plan = per_head(plans)
+    _find_boxes(plan)
+    return fields[0]._replace(plan=plan)
+
+
+def _find_boxes(plan: Plan) -> None:
+    """A row reads summaries in few stretches: all but those of its tiles. Only a kernel gains from knowing them."""
+    if plan.device.type == "cuda":
+        plan.find_boxes()
 
 
 def far_spans(layout: Layout, geometry: Geometry, k_block: int) -> tuple[Span, ...]:
