@@ -1,10 +1,8 @@
 """Every implementation of `nearfield.attend` against plain attention and against each other. Needs pytest alone."""
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +31,6 @@ import nearfield
 from nearfield import Plan, Positions, planning
 from nearfield._types import Impl
 from nearfield.attend import attend_continued
-from nearfield.plan import BLOCKS
 
 IMPLEMENTATIONS = [
     "reference",
@@ -131,7 +128,7 @@ def test_plain_torch_dtypes(dtype: torch.dtype, impl: str, device: torch.device)
 @every_implementation
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("q_block", "k_block"), [(128, 128), (128, 64), (64, 16), (64, 1), (16, 16), (192, 64)]
+    ("q_block", "k_block"), [(128, 128), (128, 64), (128, 192), (64, 16), (64, 1), (16, 16), (192, 64)]
 )
 def test_long_sequences(
     q_block: int, k_block: int, dtype: torch.dtype, impl: str, device: torch.device
@@ -595,31 +592,6 @@ def test_more_than_two_billion_elements(impl: str, device: torch.device) -> None
         ):
             results[f"grad_{name}"] = gradient[:, -1:, own]
     assert_within_budget(small, impl, backward=impl == "triton", results=results)
-
-
-@NEEDS_TRITON
-def test_the_hopper_kernel_refuses_blocks_that_its_tiles_do_not_cut_evenly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from nearfield.kernels import hopper
-
-    monkeypatch.setattr(hopper, "compute_capability", lambda device: (9, 0))
-    query: Any = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=(1, 1, 400, 64))
-    plan = random_plan(400, 500, q_block=128, k_block=192)
-    assert "k_block 192" in str(hopper.unsupported(query, query, plan, None, None, False))
-    for q_block, k_block in itertools.product((64, 128, 192), (size for size in BLOCKS if size <= 128)):
-        tile = hopper.launch_for(q_block, k_block, 128).tile
-        assert max(tile, k_block) % min(tile, k_block) == 0, (q_block, k_block)
-
-
-@pytest.mark.gpu
-def test_blocks_of_192_keys_are_left_to_the_plain_kernels(device: torch.device) -> None:
-    """Tiles of 64 or 128 keys of the Hopper kernel would not have read all of them."""
-    inputs = random_inputs(1, 2, 400, 500, 64, dtype=torch.bfloat16, device=device)
-    for q_block in (64, 128, 192):
-        plan = random_plan(400, 500, q_block=q_block, k_block=192, device=device)
-        call = Call(*inputs, plan)
-        assert_within_budget(call, "triton", results=run(call, "auto"))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from nearfield import attend as attend_function
 from nearfield import operators, planning
 from nearfield._types import Positions
 from nearfield.attend import Part, attend_together
-from nearfield.plan import Plan
+from nearfield.plan import BLOCKS, Plan
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
 
@@ -445,6 +445,13 @@ def test_boxes_cross_the_operator(
     assert near_boxes is None
     assert far.boxes is not None
     assert all(map(torch.equal, far_boxes, far.boxes))
+
+
+@NEEDS_TRITON
+def test_tiles_of_the_hopper_kernel_cut_blocks_evenly_or_hold_whole_ones() -> None:
+    for q_block, k_block, dim in itertools.product((64, 128, 192), BLOCKS, (64, 128)):
+        tile = hopper_kernels().launch_for(q_block, k_block, dim).tile
+        assert max(tile, k_block) % min(tile, k_block) == 0, (q_block, k_block)
 
 
 @NEEDS_TRITON

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.attending import NEEDS_TRITON, assert_budget
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import normalize
 
 import nearfield
 from nearfield import Geometry, curves, planning
@@ -226,6 +227,23 @@ def test_kernel_takes_nan_zeros_and_strides(
         assert got[0, 0].tolist() == list(range(n))
     three, one = (torch.tensor([x], device=device, dtype=torch.int32) for x in (3, 1))
     assert kernel.locate(OPPOSITE.to(device)[None, None], three, one, 1).tolist() == [[[1]]]
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("few", [256, 0])
+def test_cosines_beyond_one_are_no_less_than_the_least(
+    few: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """As products in tf32 are. Of tokens that are alike or opposite nothing is gained after two choices."""
+    from nearfield.kernels import locate as kernel
+
+    monkeypatch.setattr(kernel, "_FEW", few)
+    for module in (kernel, reference):
+        monkeypatch.setattr(module, "normalize", lambda x, dim: 1.0005 * normalize(x, dim=dim))
+    features = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [1, 0], [-1, 0], [-1, 0]]).to(device)[None, None]
+    length, count = (torch.tensor([x], device=device, dtype=torch.int32) for x in (6, 4))
+    for call in ((length, count, 4), (length, length, 6)):
+        assert torch.equal(kernel.locate(features, *call), reference.locate(features, *call))
 
 
 @NEEDS_TRITON
