@@ -12,6 +12,7 @@ import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from tests import tiny_models
+from tests.attending import NEEDS_TRITON, assert_budget
 from tests.test_adapters import EVERYTHING, SPARSE, assert_differ, assert_same, double, run
 from tests.tiles import paper
 from tests.tiny_models import MODELS, first
@@ -635,3 +636,44 @@ def test_compiled_training_step(name: str, is_checkpointed: bool, graphs: Any) -
         loss(model, name, (14, 9))  # another call before the backward pass
         assert_same_gradients(gradients_after(later, model), expected)
         assert graphs()
+
+
+# -- rotation ------------------------------------------------------------------------------------------------------
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("name", ["flux", "flux2"])
+def test_sparse_layers_rotate_by_a_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Two samples of one table: the kernel's rows serve both."""
+    from nearfield.kernels import rotate
+
+    turned: list[tuple[int, ...]] = []
+    right = rotate.rotate
+    monkeypatch.setattr(rotate, "rotate", lambda x, *rows: turned.append(tuple(x.shape)) or right(x, *rows))
+    make, inputs_of = MODELS[name]
+    model = make().to(device)
+    inputs = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in inputs_of((4, 6), 2).items()}
+    first_is_dense = dataclasses.replace(SPARSE, dense_layers=1)
+    found = {}
+    for impl in ("grouped", "triton"):
+        with nearfield.apply(model, first_is_dense, impl=impl):
+            found[impl] = run(model, inputs)
+        # Queries and keys of every layer but one, text and image.
+        expected = 2 * (len(model.transformer_blocks) + len(model.single_transformer_blocks) - 1)
+        assert len(turned) == (expected if impl == "triton" else 0)
+    with nearfield.apply(model.double(), first_is_dense):
+        exact = run(model, double(inputs))
+    assert_budget("output", found["triton"], exact, found["grouped"])
+
+
+@NEEDS_TRITON
+def test_models_that_are_trained_rotate_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has no gradient."""
+    from nearfield.kernels import rotate
+
+    monkeypatch.setattr(rotate, "rotate", lambda *_: pytest.fail("called"))
+    model, inputs = tiny_models.flux().requires_grad_(True), tiny_models.flux_inputs((2, 4), 1)
+    with nearfield.apply(model, SPARSE, impl="triton"):
+        assert first(model(**inputs)).requires_grad

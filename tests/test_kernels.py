@@ -316,6 +316,8 @@ def test_kernel_turns_by_the_rows_of_each_sample(
     exact = rotate_reference.rotate(x.double(), cos.double(), sin.double())
     assert_budget("turned", turned, exact, rotate_reference.rotate(x, cos, sin))
     assert turned.stride() == x.stride()
+    for_all = cos[:1], sin[:1]
+    assert torch.equal(kernel.rotate(x, *for_all)[1:], kernel.rotate(x[1:], *for_all))
     gaps = torch.randn(2, heads, length, 3 * dim, device=device, dtype=dtype)[..., dim : 2 * dim]
     assert_budget(
         "gaps",

@@ -92,5 +92,5 @@ def _adapted(layer: Layer, part: Part, merger: Merger | None, switch: Switch) ->
     if not (layer.is_sparse or is_split or is_merged):
         return replace(layer, group=group)
     heads = layer.attention.heads, layer.attention.inner_dim // layer.attention.heads
-    installed = sparse_processor(layer.processor, switch, part.impl, heads)
+    installed = sparse_processor(layer.processor, switch, part.impl, heads, part.spec.rotary)
     return replace(layer, group=group, installed=installed)

@@ -3,10 +3,14 @@
 It calls the processor that was there, which projects, normalises and rotates as it always did, and takes over only
 where that one calls `scaled_dot_product_attention`. So it has no model code of its own. The call is taken over by a
 `TorchFunctionMode`: nothing is patched, other threads and models see nothing, and torch.compile traces through it.
+
+Where a kernel rotates in one pass what plain torch does in nine, the processor that was there is given no rotary rows,
+and queries and keys are turned at the call that is taken over.
 """
 
 import copy
 import functools
+import inspect
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -17,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from nearfield import kernels
 from nearfield._checks import shape_of, wrong_value
 from nearfield._types import Attended, Impl
+from nearfield.adapters.spec import Arguments
 from nearfield.methods import Reader
 from nearfield.reference import rotate as reference
 
@@ -33,10 +38,10 @@ class Switch(Protocol):
 
 
 class Extras(NamedTuple):
-    """What attention among merged tokens has to add.
+    """What is left to do where the call is taken over.
 
     Args:
-        rows: rotary rows (cos, sin) of each sample, `[B, 1, tokens, head_dim]`: the original was given none.
+        rows: rotary rows (cos, sin) of each sample, `[B or 1, 1, tokens, head_dim]`: the original was given none.
         bias: on keys, `[B, 1, tokens]`.
     """
 
@@ -51,11 +56,17 @@ class SparseProcessor:
         original: the processor that was there.
         switch: the part of the model the processor belongs to.
         heads: (heads, head_dim) that the layer has.
+        rotary: the argument with rotary rows, as `Spec.rotary`.
     """
 
-    def __init__(self, original: Any, switch: Switch, impl: Impl, heads: tuple[int, int]) -> None:
+    def __init__(
+        self, original: Any, switch: Switch, impl: Impl, heads: tuple[int, int], rotary: str = ""
+    ) -> None:
         self.original = original
         self.heads = heads
+        self.rotary = rotary
+        # Without itself and the attention module.
+        self._names = tuple(inspect.signature(type(original).__call__).parameters)[2:]
         self.ending_in_torch = _ending_in_torch(original)
         self.switch = switch
         self.impl = impl
@@ -79,6 +90,8 @@ class SparseProcessor:
         reader = self.dense_reader if self.switch.is_dense_step else self.reader or self.dense_reader
         if reader is None and extras is None:
             return self.original(attn, *args, **kwargs)
+        if extras is None and self._turns_by_kernel():
+            extras, args, kwargs = self._without_rows(args, kwargs)
         redirect = _Redirect(reader, self.impl, self.heads, extras or _NOTHING)
         with redirect:
             out = self.ending_in_torch(attn, *args, **kwargs)
@@ -86,6 +99,20 @@ class SparseProcessor:
             got = f"{redirect.times} calls in {type(self.original).__name__}"
             wrong_value("processor", "call `scaled_dot_product_attention` once", got)
         return out
+
+    def _turns_by_kernel(self) -> bool:
+        """Whether tokens may be turned by the kernel, which has no gradient; what is compiled needs none."""
+        return bool(self.rotary) and not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+
+    def _without_rows(self, args: Any, kwargs: Any) -> tuple[Extras | None, Any, Any]:
+        """Rotary rows, and the other arguments of the original: it is given none."""
+        arguments = Arguments(self._names, args, kwargs)
+        rows = arguments.get(self.rotary)
+        if rows is None or rows[0].dim() != 2 or not kernels.are_wanted(self.impl, rows[0]):
+            return None, args, kwargs
+        cos, sin = rows
+        arguments.set(self.rotary, None)
+        return Extras((cos[None, None], sin[None, None]), None), arguments.args, arguments.kwargs
 
     def _called_outside(self) -> None:
         if not torch.compiler.is_compiling():
@@ -139,9 +166,11 @@ class RememberingReader:
         return self.reader.attend(*args, **kwargs)
 
 
-def sparse_processor(original: Any, switch: Switch, impl: Impl, heads: tuple[int, int]) -> SparseProcessor:
+def sparse_processor(
+    original: Any, switch: Switch, impl: Impl, heads: tuple[int, int], rotary: str = ""
+) -> SparseProcessor:
     kind: Any = type(original)
-    return _class_like(kind)(original, switch, impl, heads)
+    return _class_like(kind)(original, switch, impl, heads, rotary)
 
 
 def refuse_to_copy(name: str) -> NoReturn:

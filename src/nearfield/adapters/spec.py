@@ -134,6 +134,8 @@ class Spec:
         conditioning: the argument of the model whose first tensor tells the calls of one step apart.
         refused: arguments that must be None, and why.
         attention_kwargs: the argument that is passed on to processors.
+        rotary: the argument of processors with rotary rows (cos, sin), `[tokens, head_dim]` and each value twice, by
+            which they turn queries and keys just before these are read; empty if there is none, or of another kind.
         size: the grid of a region for an image of so many pixels.
         images: the grids that the tokens of such a grid are treated as: usually itself.
         is_video: whether it makes several frames.
@@ -157,6 +159,7 @@ class Spec:
     conditioning: str = "encoder_hidden_states"
     refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     attention_kwargs: str = "joint_attention_kwargs"
+    rotary: str = ""
     size: Callable[[Any, str, Pixels], Grid] = lambda model, region, pixels: (
         pixels.height // 16,
         pixels.width // 16,

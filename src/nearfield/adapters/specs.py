@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from nearfield.adapters.blocks import ROTARY
 from nearfield.adapters.grids import GridReader
 from nearfield.adapters.spec import (
     CROSS_ATTENTION,
@@ -103,6 +104,7 @@ IMAGE_SPECS = (
         takes_references=True,
         can_split=True,
         processors=("FluxAttnProcessor",),
+        rotary=ROTARY,
         text=512,
     ),
     Spec(
@@ -113,6 +115,7 @@ IMAGE_SPECS = (
         takes_references=True,
         can_split=True,
         processors=("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"),
+        rotary=ROTARY,
         refused={"kv_cache_mode": "Cached reference images have no place in the order of the tokens."},
         text=512,
     ),

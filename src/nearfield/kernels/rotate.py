@@ -65,9 +65,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `nearfield.reference.rotate`. Rows are float32."""
     batch, heads, tokens, dim = x.shape
     out = torch.empty_like(x)
+    row_strides = [
+        stride for rows in (cos, sin) for stride in (rows.stride(0) if len(rows) > 1 else 0, rows.stride(2))
+    ]
     _rotate_kernel[(triton.cdiv(heads, _HEADS), triton.cdiv(tokens, _TOKENS), batch)](
         x, cos, sin, out, heads, tokens, *x.stride()[:3], *out.stride()[:3],
-        cos.stride(0), cos.stride(2), sin.stride(0), sin.stride(2),
+        *row_strides,
         HEADS=_HEADS, TOKENS=_TOKENS, DIM=dim, PAD=padded(dim), num_warps=4,
     )  # fmt: skip
     return out

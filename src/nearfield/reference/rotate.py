@@ -9,7 +9,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: `[B, H, tokens, D]`.
-        cos, sin: `[B, 1, tokens, D]`, each value twice.
+        cos, sin: `[B or 1, 1, tokens, D]`, each value twice; one row for the whole batch, or one for each sample.
     """
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
