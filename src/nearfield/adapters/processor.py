@@ -64,9 +64,9 @@ class SparseProcessor:
     ) -> None:
         self.original = original
         self.heads = heads
-        self.rotary = rotary
         # Without itself and the attention module.
         self._names = tuple(inspect.signature(type(original).__call__).parameters)[2:]
+        self.rotary = rotary if rotary in self._names else ""
         self.ending_in_torch = _ending_in_torch(original)
         self.switch = switch
         self.impl = impl
