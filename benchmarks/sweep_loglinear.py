@@ -1,17 +1,21 @@
 """Time the shapes that LogLinear's kernels may be launched with, one kernel after another, then whole calls.
 
-    PYTHONPATH=src python benchmarks/sweep_loglinear.py --compile-only   # fills Triton's cache, nothing is timed
-    PYTHONPATH=src python benchmarks/sweep_loglinear.py 4x6x16384x64 1x6x65536x64
+    PYTHONPATH=src python benchmarks/sweep_loglinear.py --compile-only --jobs 8   # fills Triton's cache, times nothing
+    PYTHONPATH=src python benchmarks/sweep_loglinear.py 4x6x16384x64 1x6x65536x64 --json sweep.json
     PYTHONPATH=src python benchmarks/sweep_loglinear.py 4x6x16384x64 --kernels near-forward,near-key
 
-Needs a GPU; for those who tune. The first shape of a kernel is the one in use; the others must give what it gives, up
-to rounding, or get no figure. What comes out belongs into the tables of launch.py, and a line into docs/performance.md.
+Needs a GPU; for those who tune. The first shape of a kernel is the one in use (of pairs: both parts apart); the others
+must give what it gives, up to rounding, or get no figure. What comes out belongs into the tables of launch.py, a line
+into docs/performance.md, and the document that `--json` writes into benchmarks/results.
 """
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,12 +23,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from nearfield._files import write_json
 from nearfield._types import Attended
 from nearfield.attend import Part, attend_together
+from nearfield.bench import machine
 from nearfield.bench.check import poisoned_memory
 from nearfield.bench.loglinear import LogLinearBench
 from nearfield.bench.loglinear_cases import CASES
-from nearfield.bench.timing import Effort, Function, captured, measure
+from nearfield.bench.timing import Effort, Function, Timing, captured, measure
 from nearfield.kernels import backward, forward, hopper, launch, pair, pool, select
 from nearfield.kernels.launch import Tiles
 from nearfield.methods.loglinear import Chosen, choose
@@ -32,56 +38,64 @@ from nearfield.operators import merge
 from nearfield.plan import Plan
 
 NEAR_FORWARD = (
+    Tiles(16, 32, 1, 3),
+    Tiles(16, 32, 1, 2),
+    Tiles(16, 32, 1, 4),
+    Tiles(16, 16, 1, 3),
+    Tiles(16, 64, 1, 3),
     Tiles(16, 64, 4, 3),
-    Tiles(16, 64, 2, 3),
+    Tiles(64, 64, 4, 2, pack=4),
+)
+FAR_FORWARD = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, registers=128), Tiles(64, 64, 4, 2))
+NEAR_QUERY = (
+    Tiles(64, 64, 4, 3, registers=128, pack=4),
     Tiles(16, 64, 1, 3),
     Tiles(16, 32, 1, 3),
-    Tiles(32, 64, 2, 3, pack=2),
-    Tiles(64, 64, 4, 3, pack=4),
-    Tiles(64, 64, 4, 3, registers=128, pack=4),
-    Tiles(64, 64, 4, 2, pack=4),
-    Tiles(64, 32, 4, 3, pack=4),
+    Tiles(16, 32, 1, 2),
+    Tiles(64, 64, 4, 2, registers=128, pack=4),
 )
-FAR_FORWARD = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, registers=128), Tiles(128, 64, 8, 3))
-NEAR_QUERY = (
-    Tiles(16, 64, 4, 3),
-    Tiles(16, 64, 2, 3),
-    Tiles(16, 64, 1, 3),
-    Tiles(64, 64, 4, 3, pack=4),
-    Tiles(64, 64, 4, 3, registers=128, pack=4),
-    Tiles(64, 32, 4, 3, pack=4),
+FAR_QUERY = (
+    Tiles(64, 64, 4, 3, registers=128),
+    Tiles(64, 64, 4, 2, registers=128),
+    Tiles(64, 64, 4, 3),
 )
-FAR_QUERY = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, registers=128), Tiles(64, 32, 4, 3))
 NEAR_KEY = (
-    Tiles(16, 64, 4, 2),
-    Tiles(16, 64, 2, 2),
-    Tiles(16, 32, 2, 3),
-    Tiles(64, 64, 4, 2, pack=4),
-    Tiles(64, 64, 8, 2, pack=4),
     Tiles(64, 32, 4, 3, pack=4),
-    Tiles(32, 64, 4, 2, pack=2),
+    Tiles(64, 32, 4, 2, pack=4),
+    Tiles(64, 32, 4, 3, registers=168, pack=4),
+    Tiles(64, 64, 4, 2, pack=4),
+    Tiles(16, 64, 2, 2),
+    Tiles(16, 64, 1, 2),
+    Tiles(16, 32, 1, 2),
+    Tiles(16, 32, 1, 3),
+    Tiles(32, 32, 2, 3, pack=2),
 )
 FAR_KEY = (
-    Tiles(16, 64, 4, 2),
-    Tiles(16, 64, 4, 2, chunk=0),
     Tiles(16, 64, 2, 2),
+    Tiles(16, 64, 1, 2),
+    Tiles(16, 32, 1, 2),
+    Tiles(16, 32, 1, 3),
+    Tiles(16, 32, 2, 3),
+    Tiles(16, 128, 2, 2),
+    *(Tiles(16, 64, warps, 2, chunk=chunk) for warps in (2, 1) for chunk in (16, 32, 64)),
     Tiles(64, 64, 4, 2, pack=4),
-    Tiles(64, 64, 8, 2, pack=4),
-    Tiles(64, 32, 4, 2, pack=4),
 )
 PAIR = (
-    Tiles(64, 64, 4, 3, pack=4),
-    Tiles(64, 64, 4, 3, registers=128, pack=4),
     Tiles(64, 64, 4, 2, pack=4),
-    Tiles(64, 32, 4, 3, pack=4),
+    Tiles(64, 64, 4, 2, registers=128, pack=4),
+    Tiles(64, 64, 4, 2, registers=168, pack=4),
+    Tiles(64, 64, 4, 3, registers=128, pack=4),
+    Tiles(64, 64, 4, 3, registers=168, pack=4),
+    Tiles(64, 32, 4, 2, pack=4),
 )
 POOL = {
     f"{tokens} tokens, {loads} loads unrolled": {"_TOKENS": tokens, "_UNROLLED": loads}
     for tokens, loads in ((256, 16), (512, 16), (256, 8))
 }
-SELECT = {f"{warps} warps": {"_WARPS": warps} for warps in (4, 2, 1)}
+SELECT = {f"{candidates} candidates a warp": {"_PER_WARP": candidates} for candidates in (64, 32, 128)}
 
 GLUON = "gluon"
+WHOLE = "whole calls, graphs"
 PARTS = {(16, 16): "near", (128, 16): "far"}
 """Parts by their blocks of queries and keys."""
 
@@ -121,7 +135,7 @@ class Call(NamedTuple):
 
     def together(self, tiles: Tiles | None, bench: LogLinearBench) -> Attended:
         """Both parts, by one kernel if its shape is given."""
-        parts = [Part(*self.part(is_near)) for is_near in (True, False)]
+        parts = [Part(*self.part(is_near), rows_alike=is_near) for is_near in (True, False)]
         with patch.object(launch, "PAIR", tiles), torch.no_grad():
             return attend_together(self.query, parts, impl=bench.impl)
 
@@ -132,9 +146,9 @@ class Call(NamedTuple):
 
     def query_gradients_apart(self) -> Tensor:
         total = None
-        for key, value, plan, bias in (self.part(is_near=True), self.part(is_near=False)):
-            given = (self.gradient, *self.statistics, self.query, key, value, plan, bias, None, self.scale)
-            total = backward.query_gradient(*given, before=total)
+        for is_near in (True, False):
+            given = (self.gradient, *self.statistics, self.query, *self.part(is_near), None, self.scale)
+            total = backward.query_gradient(*given, before=total, alike=is_near)
         assert total is not None
         return total
 
@@ -264,13 +278,12 @@ def _error(mine: Tensor, theirs: Tensor) -> float:
 
 def sweep(
     bench: LogLinearBench, kernels: Iterable[str], effort: Effort | None
-) -> Iterator[tuple[str, dict[str, float]]]:
-    """Milliseconds of each kernel's shapes; none of what only had to be compiled."""
+) -> Iterator[tuple[str, dict[str, Timing]]]:
+    """The times of each kernel's shapes; none of what only had to be compiled."""
     call = call_of(bench)
     for kernel in kernels:
         functions = right_ones(variants(kernel, call, bench))
-        timings = measure(functions, bench.device, effort) if effort and functions else {}
-        yield kernel, {label: timing.median for label, timing in timings.items()}
+        yield kernel, measure(functions, bench.device, effort) if effort and functions else {}
 
 
 @contextmanager
@@ -278,10 +291,10 @@ def chosen_shapes(best: Mapping[str, str]) -> Iterator[None]:
     """LogLinear's kernels in the given shapes, by kernel and name; all other plans in theirs."""
 
     def chooser(kind: str, usual: Callable[..., Tiles]) -> Callable[..., Tiles]:
-        def tiles(*given: Any) -> Tiles:
+        def tiles(*given: Any, **likeness: bool) -> Tiles:
             kernel = f"{PARTS.get(given[-2:])}-{kind}"
             found = [shape for shape in SHAPES.get(kernel, ()) if name(shape) == best.get(kernel)]
-            return found[0] if found else usual(*given)
+            return found[0] if found else usual(*given, **likeness)
 
         return tiles
 
@@ -303,8 +316,8 @@ def chosen_shapes(best: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def whole_calls(bench: LogLinearBench, best: Mapping[str, str], effort: Effort) -> dict[str, float]:
-    """Milliseconds of whole calls as CUDA graphs: as they are, in the best shapes, and in those with parts apart."""
+def whole_calls(bench: LogLinearBench, best: Mapping[str, str], effort: Effort) -> dict[str, Timing]:
+    """Whole calls as CUDA graphs: as they are, in the best shapes, and in those with parts apart."""
     functions = bench._functions()
     works = ("forward", "forward + backward")
     graphs = {f"{work}, as it is": captured(functions[work], bench.device) for work in works}
@@ -315,7 +328,50 @@ def whole_calls(bench: LogLinearBench, best: Mapping[str, str], effort: Effort) 
     for kind, shapes in kinds.items():
         with chosen_shapes(shapes):
             graphs |= {f"{work}, {kind}": captured(functions[work], bench.device) for work in works}
-    return {label: timing.median for label, timing in measure(graphs, bench.device, effort).items()}
+    return measure(graphs, bench.device, effort)
+
+
+def swept(case: str, kernels: Iterable[str], effort: Effort | None) -> dict[str, dict[str, Timing]]:
+    """Every kernel's shapes, then whole calls in the best ones, said as they come; empty where nothing is timed."""
+    bench = LogLinearBench(CASES[case], torch.device("cuda"), effort or Effort(1, 0.0))
+    found: dict[str, dict[str, Timing]] = {}
+    for kernel, timings in sweep(bench, kernels, effort):
+        _say(case, kernel, timings)
+        if timings:
+            found[kernel] = timings
+    if found and effort:
+        best = {
+            kernel: min(timings, key=lambda label, timings=timings: timings[label].median)
+            for kernel, timings in found.items()
+        }
+        found[WHOLE] = whole_calls(bench, best, effort)
+        _say(case, WHOLE, found[WHOLE])
+    return found
+
+
+def _say(case: str, kernel: str, timings: Mapping[str, Timing]) -> None:
+    lines = [f"{timing.median:9.4f} ms  {label}" for label, timing in timings.items()]
+    print("\n".join([f"{case}: {kernel}", *lines]), flush=True)
+
+
+def as_json(found: Mapping[str, Mapping[str, Mapping[str, Timing]]]) -> dict[str, Any]:
+    """By case, kernel and shape, with the machine's facts."""
+    milliseconds = {
+        case: {
+            kernel: {label: asdict(timing) for label, timing in timings.items()}
+            for kernel, timings in kernels.items()
+        }
+        for case, kernels in found.items()
+    }
+    facts = machine.facts()
+    return {"format": 1, "benchmark": "sweep-loglinear", "machine": facts, "milliseconds": milliseconds}
+
+
+def compile_all(cases: Iterable[str], kernels: Iterable[str], jobs: int) -> None:
+    """Every kernel of the first case in some process: what is compiled depends on sizes in little."""
+    work = [(case, [kernel], None) for case in cases for kernel in kernels]
+    with get_context("spawn").Pool(jobs) as pool:
+        pool.starmap(swept, work, chunksize=1)
 
 
 def main() -> None:
@@ -325,6 +381,8 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=["4x6x16384x64"], metavar="CASE")
     parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
+    parser.add_argument("--json", type=Path, help="where to write what was found")
     options = parser.parse_args()
     kernels = options.kernels.split(",")
     for given, known in ((options.cases, CASES), (kernels, KERNELS)):
@@ -332,20 +390,14 @@ def main() -> None:
             parser.error(f"must be among {', '.join(known)}; got {', '.join(unknown)}")
     if not torch.cuda.is_available():
         parser.error("`torch` must see a GPU; got none. The interpreter's times mean nothing.")
-    effort = Effort(rounds=3, seconds=0.06)
+    if options.compile_only:
+        compile_all(options.cases, kernels, options.jobs)
+        return
+    found = {}
     for case in options.cases:
-        bench = LogLinearBench(CASES[case], torch.device("cuda"), effort)
-        best = {}
-        for kernel, found in sweep(bench, kernels, None if options.compile_only else effort):
-            print(f"{case}: {kernel}", flush=True)
-            for label, milliseconds in found.items():
-                print(f"{milliseconds:9.4f} ms  {label}", flush=True)
-            if found:
-                best[kernel] = min(found, key=lambda label: found[label])
-        if best:
-            print(f"{case}: whole calls, graphs", flush=True)
-            for label, milliseconds in whole_calls(bench, best, effort).items():
-                print(f"{milliseconds:9.4f} ms  {label}", flush=True)
+        found[case] = swept(case, kernels, Effort(rounds=3, seconds=0.06))
+        if options.json:
+            write_json(options.json, as_json(found))
 
 
 if __name__ == "__main__":

@@ -133,20 +133,22 @@ def test_two_parts_are_read_by_one_kernel(
     near = random_plan(100, num_keys, q_block=16, k_block=16, **blocks)  # type: ignore[arg-type]
     far = random_plan(100, 40, q_block=64, k_block=8, seed=1, **blocks)  # type: ignore[arg-type]
     bias, far_bias = (random_bias(2, 2, length, device=device) for length in (num_keys, 40))
-    parts = [Part(far_key, far_value, far, far_bias), Part(key, value, near, bias)]
+    parts = [Part(far_key, far_value, far, far_bias), Part(key, value, near, bias, rows_alike=True)]
     weights = torch.randn(query.shape, device=device)
 
-    def attended() -> tuple[Tensor, ...]:
+    def attended(parts: list[Part]) -> tuple[Tensor, ...]:
         leaf = query.clone().requires_grad_()
         with poisoned_memory():
             out, lse = attend_together(leaf, parts, impl="triton")
             return out.detach(), lse.detach(), *torch.autograd.grad(out, leaf, weights)
 
-    apart = attended()
+    apart = attended(parts)
     tiles = Tiles(32, 32, 4, 2, pack=2)
     for function in ("pair_tiles", "pair_gradient_tiles"):
         monkeypatch.setattr(pair, function, lambda query, near, far: tiles)
-    paired = attended()
+    paired = attended(parts)
+    # Rows that nobody calls alike are walked one by one.
+    assert all(map(torch.equal, attended([part._replace(rows_alike=False) for part in parts]), apart))
     for mine, theirs in zip(paired, apart, strict=True):
         assert not torch.equal(mine, theirs)  # the other kernel ran
         torch.testing.assert_close(mine, theirs)
@@ -157,6 +159,34 @@ def test_two_parts_are_read_by_one_kernel(
     assert launch.pair_tiles(half, near, far) == tiles
     assert launch.pair_tiles(query, near, far) is None
     assert launch.pair_tiles(half, far, far) is None
+
+
+def test_rows_are_packed_only_if_called_alike(device: torch.device) -> None:
+    """And small tiles have few warps only where programs are many, for the precision and the heads they were measured
+    with."""
+    from nearfield.kernels import launch
+
+    half = torch.empty(1, 4, 8192, 64, device=device, dtype=torch.float16)
+    few, wide, exact = half[:, :, :256], torch.empty(1, 4, 8192, 128, device=device).half(), half.float()
+    assert launch.key_gradient_tiles(half, half, 16, 16, alike=True).pack == 4
+    assert launch.query_gradient_tiles(half, 16, 16, alike=True).pack == 4
+    for query in (half, few, wide, exact):
+        assert launch.key_gradient_tiles(query, query, 16, 16).pack == 1
+        assert launch.query_gradient_tiles(query, 16, 16).pack == 1
+    for query in (wide, exact):
+        assert launch.key_gradient_tiles(query, query, 16, 16, alike=True).pack == 1
+        assert launch.query_gradient_tiles(query, 16, 16, alike=True).pack == 1
+    for query, warps in ((half, (1, 1, 2)), (few, (4, 4, 4)), (wide, (4, 4, 4)), (exact, (4, 4, 4))):
+        tiles = (
+            launch.forward_tiles(query, query, 16, 16),
+            launch.query_gradient_tiles(query, 16, 16),
+            launch.key_gradient_tiles(query, query, 128, 16),
+        )
+        assert tuple(each.warps for each in tiles) == warps
+    near, far = (random_plan(256, 256, q_block=q_block, k_block=16, device=device) for q_block in (16, 128))
+    assert launch.pair_tiles(few, near, far) == launch.PAIR
+    assert launch.pair_gradient_tiles(few, near, far) == launch.PAIR_GRADIENT
+    assert launch.pair_tiles(wide, near, far) is None
 
 
 @pytest.mark.gpu
@@ -207,7 +237,7 @@ def test_on_a_gpu_long_rows_are_shared_by_default() -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
     query, key, value = (x.to(dtype) for x in random_inputs(1, 2, 16384, 256, 64, device=device))
     plan = random_plan(16384, 256, q_block=128, k_block=16, heads=2, share=0.1, device=device)
-    tiles = key_gradient_tiles(query, 128, 16)
+    tiles = key_gradient_tiles(query, key, 128, 16)
     assert chunk_of(2, plan.transpose(), tiles) > 0
     grad_out = torch.randn_like(query)
     lse = torch.full((1, 2, 16384), 5.0, device=device)

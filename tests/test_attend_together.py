@@ -142,7 +142,7 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
             [],
             [],
             [part.plan._extent for part in parts],
-            [16, 16, 32, 8],
+            [16, 16, 0, 32, 8, 0],
             0.25,
             "triton",
         ),
@@ -431,7 +431,7 @@ def test_boxes_cross_the_operator(
     seen = []
 
     def none_at_once(_: Tensor, parts: Sequence[Any], __: float) -> None:
-        seen.append([plan.boxes for _, _, plan, _ in parts])
+        seen.append([plan.boxes for _, _, plan, *_ in parts])
 
     monkeypatch.setattr("nearfield.kernels.attend.attend_together_forward", none_at_once)
 

@@ -414,6 +414,32 @@ def test_predictions_of_kernels_and_of_plain_torch(device: torch.device) -> None
         torch.testing.assert_close(plain.dropped, fused.dropped, rtol=1e-4, atol=1e-6)
 
 
+@NEEDS_TRITON
+@pytest.mark.parametrize("length", [160, 150])
+def test_log_linear_attention_by_kernels_is_what_plain_torch_makes_of_the_same_picks(
+    length: int, device: torch.device
+) -> None:
+    """In half precision, where rows are packed and one kernel reads both parts; equal bits from run to run."""
+    generator = torch.Generator().manual_seed(0)
+    # Whole numbers, repeated over blocks: means and products are exact, so picks are equal.
+    made = torch.randint(-2, 3, (3, 1, 1, 10, 16), generator=generator).repeat_interleave(16, 3)
+    leaves = [x[:, :, :length].to(device, torch.float16).requires_grad_() for x in made]
+    method = LogLinear(topk=3, levels=1)
+    cotangent = torch.randn(leaves[0].shape, generator=generator).to(leaves[0])
+
+    def results(impl: str, dtype: torch.dtype) -> list[Tensor]:
+        fresh = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        with poisoned_memory():
+            out = log_linear_attention(*fresh, method=method, impl=impl)  # type: ignore[arg-type]
+            return [out.detach(), *torch.autograd.grad(out, fresh, cotangent.to(dtype))]
+
+    got, again = (results("triton", torch.float16) for _ in range(2))
+    assert all(map(torch.equal, got, again))
+    exact, low = results("grouped", torch.float64), results("grouped", torch.float16)
+    for name, *values in zip(("out", "query", "key", "value"), got, exact, low, strict=True):
+        assert_budget(name, *values)
+
+
 # -- at size, where there is a GPU ---------------------------------------------------------------------------------
 
 

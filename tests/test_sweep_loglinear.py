@@ -1,6 +1,7 @@
 """The sweep over launch shapes of LogLinear's kernels, in the interpreter: what it runs, and what it refuses."""
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -42,15 +43,38 @@ def test_every_kernel_runs_in_every_kind_of_shape(
     assert list(found) == kernels
     assert capsys.readouterr().out == ""
     best = {kernel: sweeping.name(shapes[-1]) for kernel, shapes in sweeping.SHAPES.items()}
+    query, key, _ = bench.inputs
     with sweeping.chosen_shapes(best):
-        assert (
-            sweeping.forward.forward_tiles(*bench.inputs[:2], 16, 16) == sweeping.SHAPES["near-forward"][-1]
-        )
-        assert (
-            sweeping.backward.key_gradient_tiles(bench.inputs[0], 128, 16) == sweeping.SHAPES["far-key"][-1]
-        )
-        usual = sweeping.forward.forward_tiles(*bench.inputs[:2], 128, 64)
-    assert usual == sweeping.forward.forward_tiles(*bench.inputs[:2], 128, 64)
+        assert sweeping.forward.forward_tiles(query, key, 16, 16) == sweeping.SHAPES["near-forward"][-1]
+        found = sweeping.backward.key_gradient_tiles(query, key, 128, 16, alike=False)
+        assert found == sweeping.SHAPES["far-key"][-1]
+        usual = sweeping.forward.forward_tiles(query, key, 128, 64)
+    assert usual == sweeping.forward.forward_tiles(query, key, 128, 64)
+
+
+def test_shapes_in_use_come_first(sweeping: ModuleType) -> None:
+    """What the others are compared with is what a call runs."""
+    half = torch.empty(4, 6, 16384, 64, dtype=torch.bfloat16, device="meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweeping.launch, "compute_capability", lambda _: (9, 0))
+        in_use = {
+            "near-forward": sweeping.launch.forward_tiles(half, half, 16, 16),
+            "near-query": sweeping.launch.query_gradient_tiles(half, 16, 16, alike=True),
+            "far-query": sweeping.launch.query_gradient_tiles(half, 128, 16),
+            "near-key": sweeping.launch.key_gradient_tiles(half, half, 16, 16, alike=True),
+            "far-key": sweeping.launch.key_gradient_tiles(half, half[:, :, :1088], 128, 16),
+        }
+    assert {kernel: shapes[0] for kernel, shapes in sweeping.SHAPES.items() if kernel in in_use} == in_use
+    assert sweeping.launch.PAIR in sweeping.PAIR
+    assert sweeping.launch.PAIR_GRADIENT in sweeping.PAIR
+
+
+def test_figures_are_written_with_the_facts_of_the_machine(sweeping: ModuleType, tmp_path: Path) -> None:
+    timings = {"a shape": sweeping.Timing.of([1.0, 2.0, 4.0])}
+    sweeping.write_json(tmp_path / "sweep.json", sweeping.as_json({"a case": {"a kernel": timings}}))
+    document = json.loads((tmp_path / "sweep.json").read_text())
+    assert document["milliseconds"]["a case"]["a kernel"]["a shape"]["median"] == 2.0
+    assert document["machine"]["versions"]["torch"] == torch.__version__
 
 
 def test_a_wrong_or_broken_shape_gets_no_figure(

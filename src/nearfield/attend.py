@@ -162,7 +162,7 @@ def attend_together(
         leaves = (query, part.key, part.value, bias)
         wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         lists += (
-            *all_lists(part.plan, query, part.key, wants_gradient, impl),
+            *all_lists(part.plan, query, part.key, wants_gradient, impl, part.rows_alike),
             *(part.plan.boxes or (None, None)),
         )
         if bias is not None:
@@ -179,7 +179,7 @@ def attend_together(
         [side for pair in positions.values() for side in pair],
         list(positions),
         [part.plan._extent for part in parts],
-        [size for part in parts for size in (part.plan.q_block, part.plan.k_block)],
+        [size for part in parts for size in (part.plan.q_block, part.plan.k_block, part.rows_alike)],
         _checked_scale(scale, query),
         impl,
     )

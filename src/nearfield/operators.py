@@ -29,16 +29,20 @@ def check_sizes(extent: Tensor, query: Tensor, key: Tensor) -> None:
 
 
 def all_lists(
-    plan: Plan, query: Tensor, key: Tensor, wants_gradient: bool, impl: str
+    plan: Plan, query: Tensor, key: Tensor, wants_gradient: bool, impl: str, rows_alike: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """A plan as it crosses an operator: lists and starting order, its own and its transpose's."""
+    """A plan as it crosses an operator: lists and starting order, its own and its transpose's.
+
+    Rows that are alike are mostly packed, and then need no order: it is made when it is asked for.
+    """
     runs_kernels = query.is_cuda and impl not in ("grouped", "reference")
     transposed = _transposed(plan, runs_kernels) if wants_gradient else None
     order, transposed_order = None, None
     if runs_kernels:
         batch, heads = query.shape[:2]
         order = plan.longest_first(batch, heads)
-        transposed_order = transposed.longest_first(batch, key.shape[1]) if transposed else None
+        if transposed and not rows_alike:
+            transposed_order = transposed.longest_first(batch, key.shape[1])
     lists = transposed.offsets if transposed else None, transposed.blocks if transposed else None
     return plan.offsets, plan.blocks, order, *lists, transposed_order
 
@@ -86,10 +90,11 @@ def _rebuilt_plan(
     transposed_lists: Sequence[Tensor | None],
     q_block: int,
     k_block: int,
+    rows_alike: bool = False,
 ) -> Plan:
     """The plan on the inner side of the operator, with what was already derived from it outside.
 
-    Rows that came without an order need none.
+    Rows that came without an order need none, or (those that are alike, transposed) may still be asked for it.
     """
     batch, heads, num_queries = query.shape[:3]
     num_keys = key.shape[2]
@@ -99,7 +104,8 @@ def _rebuilt_plan(
     offsets, blocks, key_order = transposed_lists
     if offsets is not None and blocks is not None:
         transposed = Plan(offsets, blocks, k_block, q_block, num_keys, num_queries, check=False)
-        transposed._derived["order", batch, key.shape[1]] = key_order
+        if key_order is not None or not rows_alike:
+            transposed._derived["order", batch, key.shape[1]] = key_order
         plan._derived["transpose"] = transposed
     return plan
 
@@ -274,13 +280,20 @@ def merge(first: Attended, second: Attended) -> Attended:
 
 
 class Part(NamedTuple):
-    """Keys and values beside others, and who reads them; see `attend` for each."""
+    """Keys and values beside others, and who reads them; see `attend` for each.
+
+    Args:
+        rows_alike: rows of the plan that are next to each other read much the same. Kernels may then walk several at
+            once, which is slower where it is not so; and what is not a number, or not finite, in a value that only one
+            of them reads reaches the others, too.
+    """
 
     key: Tensor
     value: Tensor
     plan: Plan
     key_bias: Tensor | None = None
     positions: Positions | None = None
+    rows_alike: bool = False
 
 
 _LISTS = 8  # as `all_lists` gives them, and boxes
@@ -306,11 +319,11 @@ def _rebuilt_parts(
         ]
         assert offsets is not None
         assert blocks is not None
-        q_block, k_block = sizes[2 * number : 2 * number + 2]
-        plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block)
+        q_block, k_block, alike = sizes[3 * number : 3 * number + 3]
+        plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block, bool(alike))
         if box_offsets is not None and boxes is not None:
             plan._derived["boxes"] = Boxes(box_offsets, boxes)
-        parts.append(Part(key, value, plan, bias, pairs.get(number)))
+        parts.append(Part(key, value, plan, bias, pairs.get(number), bool(alike)))
     return parts
 
 
@@ -325,7 +338,7 @@ def _attend_together(
     positions: Sequence[Tensor],  # of queries and keys in turns, of the parts `positioned`; without gradients
     positioned: Sequence[int],
     extents: Sequence[Tensor],
-    sizes: Sequence[int],
+    sizes: Sequence[int],  # of each part: `q_block`, `k_block`, whether its rows are alike
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
@@ -363,15 +376,16 @@ def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str
     comes last and saves the merging."""
     choices = []
     for part in parts:
-        key, _, plan, bias, positions = part
-        chosen = explain_choice(query, key, plan, key_bias=bias, positions=positions, impl=impl)
+        chosen = explain_choice(
+            query, part.key, part.plan, key_bias=part.key_bias, positions=part.positions, impl=impl
+        )
         choices.append((chosen.impl, part))
     return sorted(choices, key=lambda choice: choice[0] == "triton")
 
 
-def _plain(parts: Sequence[Part]) -> list[tuple[Tensor, Tensor, Plan, Tensor | None]]:
+def _plain(parts: Sequence[Part]) -> list[tuple[Tensor, Tensor, Plan, Tensor | None, bool]]:
     """As the kernels that know no positions take them."""
-    return [(part.key, part.value, part.plan, part.key_bias) for part in parts]
+    return [(part.key, part.value, part.plan, part.key_bias, part.rows_alike) for part in parts]
 
 
 @_attend_together.register_fake

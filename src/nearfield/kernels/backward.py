@@ -478,14 +478,16 @@ def query_gradient(
     scale: float,
     tiles: Tiles | None = None,
     before: Tensor | None = None,
+    alike: bool = False,
 ) -> Tensor:
     """
     Args:
         before: the gradient from other keys, to which this one is added in place.
+        alike: see `launch.query_gradient_tiles`.
     """
     batch, heads, num_queries, _ = query.shape
     grad_query = torch.empty_like(query) if before is None else before
-    tiles = tiles or query_gradient_tiles(query, plan.q_block, plan.k_block)
+    tiles = tiles or query_gradient_tiles(query, plan.q_block, plan.k_block, alike=alike)
     rows = rows_of(plan, tiles, batch, heads)
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.q_block)
@@ -517,7 +519,12 @@ def key_gradient(
     positions: Positions | None,
     scale: float,
     tiles: Tiles | None = None,
+    alike: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """
+    Args:
+        alike: see `launch.query_gradient_tiles`.
+    """
     batch, heads, num_queries, _ = query.shape
     key_heads = key.shape[1]
     transposed = plan.transpose()
@@ -525,7 +532,7 @@ def key_gradient(
     grad_bias = None
     if key_bias is not None:
         grad_bias = torch.empty(batch, heads, plan.num_keys, device=query.device, dtype=torch.float32)
-    tiles = tiles or key_gradient_tiles(query, plan.q_block, plan.k_block)
+    tiles = tiles or key_gradient_tiles(query, key, plan.q_block, plan.k_block, alike=alike)
     rows = rows_of(transposed, tiles, batch, key_heads)
     chunk, chunks = _chunks(query, key, transposed, tiles)
     sums = (chunks, batch, key_heads, plan.num_keys)

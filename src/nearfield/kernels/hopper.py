@@ -23,6 +23,8 @@ from nearfield.kernels.launch import (
 from nearfield.plan import BOX, Plan
 
 KeyPart = tuple[Tensor, Tensor, Plan, Tensor | None]
+KnownPart = tuple[Tensor, Tensor, Plan, Tensor | None, bool]
+"""And whether its rows are alike, which matters to the plain kernels only."""
 """Keys, values, who reads them, and their bias."""
 
 
@@ -216,11 +218,13 @@ def _boxes_and_bias(far: KeyPart) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[
     return (*plan.boxes, bias), (*list_strides(*plan.boxes), *bias.stride())
 
 
-def attend_together_forward(query: Tensor, parts: Sequence[KeyPart], scale: float) -> Attended | None:
+def attend_together_forward(query: Tensor, parts: Sequence[KnownPart], scale: float) -> Attended | None:
     """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
-    if len(parts) != 2 or not suits_far(*parts):
+    if len(parts) != 2:
         return None
-    near, far = parts
+    near, far = parts[0][:4], parts[1][:4]
+    if not suits_far(near, far):
+        return None
     return attend_forward(query, *near, None, scale, far=far)
 
 

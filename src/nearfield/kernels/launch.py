@@ -54,17 +54,21 @@ def forward_tiles(query: Tensor, key: Tensor, q_block: int, k_block: int) -> Til
     if q_block % 128 == 0 and query.shape[-1] == 128 and k_block >= 64 and suits_copy_engine(key):
         # Half the registers for two programs per processor: one multiplies while the other exponentiates.
         return Tiles(128, 64, 8, 2, registers=128)
-    return Tiles(_fit(q_block, 64), _other_tile(k_block, 64), 4, 3)
+    own = _fit(q_block, 64)
+    if own == 16 and k_block < 32 and _is_narrow(query) and _are_many(query, own):
+        # Several warps would exchange maxima and sums of every step. (16 x 64 with four of them: 1.8 times the time.)
+        return Tiles(16, 32, 1, 3)
+    return Tiles(own, _other_tile(k_block, 64), 4, 3)
 
 
-PAIR: Tiles | None = None
-PAIR_GRADIENT: Tiles | None = None
-"""How one kernel reads two parts, if it does (`pair.py`), and the query gradient of both: yet to be measured, see
-docs/performance.md."""
+PAIR: Tiles | None = Tiles(64, 64, 4, 2, pack=4)
+PAIR_GRADIENT: Tiles | None = Tiles(64, 64, 4, 3, registers=128, pack=4)
+"""How one kernel reads two parts, if it does (`pair.py`), and the query gradient of both. Measured, as all shapes below
+that are for narrow heads, on an H200 with 64 channels in bf16; see docs/performance.md."""
 
 
 def pair_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
-    """How one kernel reads two parts; None: each is read by its own."""
+    """How one kernel reads two parts, rows of the first packed; None: each is read by its own."""
     return _if_fit(PAIR, query, near, far)
 
 
@@ -74,22 +78,58 @@ def pair_gradient_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
 
 
 def _if_fit(tiles: Tiles | None, query: Tensor, near: Plan, far: Plan) -> Tiles | None:
-    if tiles is None or query.dtype == torch.float32:
+    if tiles is None or not _is_narrow(query):
         return None
     fits = near.q_block * tiles.pack == tiles.own and far.q_block % tiles.own == 0
     return tiles if fits and max(near.k_block, far.k_block) <= tiles.other else None
 
 
-def query_gradient_tiles(query: Tensor, q_block: int, k_block: int) -> Tiles:
+def query_gradient_tiles(query: Tensor, q_block: int, k_block: int, *, alike: bool = False) -> Tiles:
+    """
+    Args:
+        alike: rows next to each other read much the same, and may be packed.
+    """
     if query.dtype == torch.float32:
         return Tiles(_fit(q_block, 32), _other_tile(k_block, 32), 4, 1)
-    return Tiles(_fit(q_block, 64), _other_tile(k_block, 64), 4, 3)
+    own, other = _fit(q_block, 64), _other_tile(k_block, 64)
+    if not _is_narrow(query) or k_block >= 64:
+        return Tiles(own, other, 4, 3)
+    limit = 128 if _is_hopper(query) else None  # for four programs per processor
+    if alike and q_block == 16:
+        return Tiles(64, 64, 4, 3, registers=limit, pack=4)
+    if own == 16 and _are_many(query, own):
+        return Tiles(16, 64, 1, 3)
+    return Tiles(own, other, 4, 3, registers=limit if own == 64 else None)
 
 
-def key_gradient_tiles(query: Tensor, q_block: int, k_block: int) -> Tiles:
+def key_gradient_tiles(
+    query: Tensor, key: Tensor, q_block: int, k_block: int, *, alike: bool = False
+) -> Tiles:
+    """See `query_gradient_tiles`: what is packed here are blocks of keys."""
     if query.dtype == torch.float32:
         return Tiles(_fit(k_block, 32), _other_tile(q_block, 32), 4, 1)
-    return Tiles(_fit(k_block, 64), _other_tile(q_block, 64), 4, 2)
+    own = _fit(k_block, 64)
+    if alike and q_block == k_block == 16 and _is_narrow(query):
+        return Tiles(64, 32, 4, 3, pack=4)
+    warps = 2 if own == 16 and _is_narrow(query) and _are_many(key, own) else 4
+    return Tiles(own, _other_tile(q_block, 64), warps, 2)
+
+
+def _is_narrow(query: Tensor) -> bool:
+    """Heads for which the shapes of small tiles were measured, or that need less: half precision, up to 64 channels."""
+    return query.element_size() == 2 and padded(query.shape[-1]) <= 64
+
+
+_MANY = 1024
+"""Programs that fill a large GPU even if they have one or two warps each: eight to a processor."""
+
+
+def _are_many(owned: Tensor, own: int) -> bool:
+    return owned.shape[0] * owned.shape[1] * owned.shape[2] // own >= _MANY
+
+
+def _is_hopper(query: Tensor) -> bool:
+    return is_interpreted() or compute_capability(query.device) >= (9, 0)
 
 
 _AT_ONCE = 512

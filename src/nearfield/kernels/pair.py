@@ -30,6 +30,8 @@ from nearfield.kernels.walk import load_rows, store_rows
 from nearfield.plan import Plan
 
 PairPart = tuple[Tensor, Tensor, Plan, Tensor | None]
+KnownPart = tuple[Tensor, Tensor, Plan, Tensor | None, bool]
+"""And whether its rows are alike: see `Part` in operators.py."""
 
 
 @triton.jit
@@ -226,14 +228,15 @@ def query_gradient_of_pair(
     return grad_query
 
 
-def _near_and_far(parts: Sequence[PairPart]) -> tuple[PairPart, PairPart] | None:
+def _near_and_far(parts: Sequence[KnownPart]) -> tuple[PairPart, PairPart] | None:
+    """Two parts that one kernel may read: the rows of the first are packed, which they must be fit for."""
     if len(parts) != 2:
         return None
     near, far = sorted(parts, key=lambda part: part[2].q_block)
-    return near, far
+    return (near[:4], far[:4]) if near[4] else None
 
 
-def attend_together_forward(query: Tensor, parts: Sequence[PairPart], scale: float) -> Attended | None:
+def attend_together_forward(query: Tensor, parts: Sequence[KnownPart], scale: float) -> Attended | None:
     """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
     pair = _near_and_far(parts)
     tiles = pair and pair_tiles(query, pair[0][2], pair[1][2])
@@ -244,22 +247,20 @@ def attend_together_backward(
     grad_out: Tensor,
     grad_lse: Tensor,
     query: Tensor,
-    parts: Sequence[PairPart],
+    parts: Sequence[KnownPart],
     out: Tensor,
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
     """The gradients of a softmax over several parts, whose `out` and `lse` these are: each part's by itself."""
     given = (grad_out, *row_statistics(grad_out, grad_lse, out, lse.contiguous()), query)
-    others = [
-        key_gradient(*given, key, value, plan, key_bias, None, scale) for key, value, plan, key_bias in parts
-    ]
+    others = [key_gradient(*given, *part[:4], None, scale, alike=part[4]) for part in parts]
     pair = _near_and_far(parts)
     tiles = pair and pair_gradient_tiles(query, pair[0][2], pair[1][2])
     if pair and tiles:
         return query_gradient_of_pair(*given, *pair, scale, tiles), others
     grad_query: Tensor | None = None
-    for key, value, plan, key_bias in parts:
-        grad_query = query_gradient(*given, key, value, plan, key_bias, None, scale, before=grad_query)
+    for part in parts:
+        grad_query = query_gradient(*given, *part[:4], None, scale, before=grad_query, alike=part[4])
     assert grad_query is not None
     return grad_query, others

@@ -17,8 +17,8 @@ from nearfield.kernels.walk import dot, load_rows
 MOST_CANDIDATES = 1024
 _ROWS = 16
 """Queries of one program, the least a dot takes: more of them, and the scores no longer fit in registers."""
-_WARPS = 4
-"""Of one program that chooses among up to 256 candidates."""
+_PER_WARP = 64
+"""Candidates for which a program has one warp more, up to 8 of them."""
 
 
 @triton.jit
@@ -109,6 +109,6 @@ def select(
         BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=triton.next_power_of_2(count),
         DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=_WARPS if lanes <= 256 else 8, num_stages=1,
+        num_warps=min(8, max(1, lanes // _PER_WARP)), num_stages=1,
     )  # fmt: skip
     return chosen

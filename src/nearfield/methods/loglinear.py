@@ -322,7 +322,7 @@ def _attend(
     chosen = choose(method, query, key, value, text=text, scale=scale, impl=impl)
     if chosen.far is None or chosen.key is None or chosen.value is None:
         return attend(query, key, value, chosen.near, scale=scale, impl=impl)
-    near = Part(key, value, chosen.near)
+    near = Part(key, value, chosen.near, rows_alike=True)  # neighbours choose among the same blocks
     far = Part(chosen.key, chosen.value, chosen.far, chosen.bias)
     return attend_together(query, [near, far], scale=scale, impl=impl)
 
