@@ -22,9 +22,15 @@ KNOWN_GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Versions of Triton whose Gluon the Hopper kernels were compiled with; see `gluon_names.py`."""
 
 
+@lru_cache
+def _module(name: str) -> Any:
+    """Remembered: even what is imported takes `import_module` some microseconds to find, at every call."""
+    return importlib.import_module(name)
+
+
 def load(impl: str) -> Any:
     """The module with `attend_forward` and `attend_backward` of "triton" or "gluon"."""
-    return importlib.import_module(_MODULES[impl])
+    return _module(_MODULES[impl])
 
 
 def unsupported(
@@ -108,7 +114,7 @@ def helper(name: str, *call: Any) -> Any:
     """The module of that name, as "select", if its kernels can run such a call (see its `unsupported`), else None."""
     if _missing("triton") is not None:
         return None
-    module = importlib.import_module(f"nearfield.kernels.{name}")
+    module = _module(f"nearfield.kernels.{name}")
     return module if module.unsupported(*call) is None else None
 
 
