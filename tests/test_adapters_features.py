@@ -641,6 +641,10 @@ def test_compiled_training_step(name: str, is_checkpointed: bool, graphs: Any) -
 # -- rotation ------------------------------------------------------------------------------------------------------
 
 
+def _moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
 @NEEDS_TRITON
 @pytest.mark.parametrize("name", ["flux", "flux2"])
 def test_sparse_layers_rotate_by_a_kernel(
@@ -654,7 +658,7 @@ def test_sparse_layers_rotate_by_a_kernel(
     monkeypatch.setattr(rotate, "rotate", lambda x, *rows: turned.append(tuple(x.shape)) or right(x, *rows))
     make, inputs_of = MODELS[name]
     model = make().to(device)
-    inputs = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in inputs_of((4, 6), 2).items()}
+    inputs = _moved(inputs_of((4, 6), 2), device)
     first_is_dense = dataclasses.replace(SPARSE, dense_layers=1)
     found = {}
     for impl in ("grouped", "triton"):
@@ -663,17 +667,20 @@ def test_sparse_layers_rotate_by_a_kernel(
         # Queries and keys of every layer but one, text and image.
         expected = 2 * (len(model.transformer_blocks) + len(model.single_transformer_blocks) - 1)
         assert len(turned) == (expected if impl == "triton" else 0)
-    with nearfield.apply(model.double(), first_is_dense):
+    with nearfield.apply(model.double(), first_is_dense, impl="grouped"):
         exact = run(model, double(inputs))
     assert_budget("output", found["triton"], exact, found["grouped"])
 
 
 @NEEDS_TRITON
-def test_models_that_are_trained_rotate_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_are_trained_rotate_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     """The kernel has no gradient."""
     from nearfield.kernels import rotate
 
     monkeypatch.setattr(rotate, "rotate", lambda *_: pytest.fail("called"))
-    model, inputs = tiny_models.flux().requires_grad_(True), tiny_models.flux_inputs((2, 4), 1)
+    model = tiny_models.flux().requires_grad_(True).to(device)
+    inputs = _moved(tiny_models.flux_inputs((2, 4), 1), device)
     with nearfield.apply(model, SPARSE, impl="triton"):
         assert first(model(**inputs)).requires_grad
