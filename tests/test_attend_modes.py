@@ -1,13 +1,19 @@
 """Attend under the modes of torch a user may be in, and with inputs laid out in unusual ways."""
 
+from typing import Any
+
 import numpy
 import pytest
 import torch
 from tests.attending import NEEDS_TRITON, Call, assert_within_budget, random_inputs, random_plan, run
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearfield
 from nearfield import Plan, Positions, explain_choice, planning
+from nearfield._types import Attended
+from nearfield.attend import Part, attend_together
+from nearfield.operators import is_unobserved
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
 
@@ -53,6 +59,65 @@ def test_autocast_does_not_reach_inside(impl: str, device: torch.device) -> None
     for name, value in run(call, impl).items():
         assert inside[name].dtype == value.dtype
         assert torch.equal(inside[name], value), name
+
+
+class _Seen(TorchDispatchMode):
+    """Which of the library's operators were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "nearfield":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("is_together", [False, True])
+def test_eager_inference_needs_no_operator(is_together: bool, impl: str, device: torch.device) -> None:
+    """And gives what the operator gives, bit for bit."""
+    query, key, value = random_inputs(1, 2, 40, dim=16, device=device)
+    plan = random_plan(40, 40, q_block=32, k_block=16, device=device)
+    bias = torch.randn(40, device=device)
+
+    def call() -> Attended:
+        if is_together:
+            parts = [Part(key, value, plan, bias), Part(value, key, plan)]
+            return attend_together(query, parts, impl=impl)  # type: ignore[arg-type]
+        return nearfield.attend(query, key, value, plan, key_bias=bias, impl=impl)  # type: ignore[arg-type]
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        for name in ("attend", "attend_together"):
+            patch.setattr(torch.ops.nearfield, name, lambda *_: pytest.fail("an operator was called"))
+        at_once = call()
+    with torch.no_grad(), _Seen() as seen:
+        observed = call()
+    part_by_part = ["nearfield::attend"] * (1 + is_together)
+    assert seen.names == (
+        ["nearfield::attend_together"] if is_together and impl == "triton" else part_by_part
+    )
+    for one, other in zip(at_once, observed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_observes_a_call_gets_an_operator() -> None:
+    x = torch.randn(2, 1, 4, 8)
+    assert is_unobserved(x, None, torch.nn.Parameter(x, requires_grad=False))
+    with torch.no_grad():
+        assert is_unobserved(x.clone().requires_grad_())
+    assert not is_unobserved(x, x.clone().requires_grad_())
+    with _Seen():
+        assert not is_unobserved(x)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    assert not is_unobserved(fake)
+    found: list[bool] = []
+    torch.func.vmap(lambda each: found.append(is_unobserved(each)) or each)(x)
+    torch.jit.trace(lambda each: found.append(is_unobserved(each)) or each + 1, x, check_trace=False)
+    assert found == [False, False]
+    assert is_unobserved(x)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -1,9 +1,9 @@
 """The public operation: check the call, run it, differentiate it.
 
 One call travels like this: `attend` checks the arguments and hands the plan's lists to the registered operator
-`nearfield::attend` (`operators.py`), which is opaque to torch.compile. Inside it `explain_choice`
+`nearfield::attend` (`operators.py`), which is opaque to torch.compile. Inside it (`read`) `explain_choice`
 (`implementations.py`) picks an implementation for the real tensors. Its gradient is the operator
-`nearfield::attend_backward` over the same lists.
+`nearfield::attend_backward` over the same lists. Eager inference goes to `read` at once.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,17 @@ from torch.autograd import forward_ad
 from nearfield import kernels
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Gradients, Impl, Positions
-from nearfield.operators import Part, all_lists, check_sizes, lse_dtype, merge, read_continued
+from nearfield.operators import (
+    Part,
+    all_lists,
+    check_sizes,
+    is_unobserved,
+    lse_dtype,
+    merge,
+    read,
+    read_continued,
+    read_together,
+)
 from nearfield.plan import Plan
 
 __all__ = ["Part", "attend", "attend_continued", "attend_together", "gradients", "merge"]
@@ -65,6 +75,8 @@ def attend(
     if positions is not None:
         positions = _checked_positions(positions, query, key)
     scale = _checked_scale(scale, query)
+    if is_unobserved(query, key, value, key_bias):
+        return read(query, Part(key, value, plan, key_bias, positions), scale, impl)
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (query, key, value, key_bias)
     )
@@ -152,13 +164,15 @@ def attend_together(
             for part in parts
         )
         return reduce(merge, attended)
+    parts = [_checked_part(query, part, impl) for part in parts]
+    scale = _checked_scale(scale, query)
+    if is_unobserved(query, *(x for part in parts for x in (part.key, part.value, part.key_bias))):
+        return read_together(query, parts, scale, impl)
     lists: list[Tensor | None] = []
     biases: dict[int, Tensor] = {}
     positions: dict[int, Positions] = {}
     for number, part in enumerate(parts):
-        _check_call(query, part.key, part.value, part.plan, impl)
-        _refuse_forward_mode(query, part.key, part.value, part.key_bias)
-        bias = None if part.key_bias is None else _expanded_bias(part.key_bias, query, part.key)
+        bias = part.key_bias
         leaves = (query, part.key, part.value, bias)
         wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         lists += (
@@ -168,7 +182,7 @@ def attend_together(
         if bias is not None:
             biases[number] = bias
         if part.positions is not None:
-            positions[number] = _checked_positions(part.positions, query, part.key)
+            positions[number] = part.positions
     out, lse = torch.ops.nearfield.attend_together(
         query,
         [part.key for part in parts],
@@ -180,10 +194,20 @@ def attend_together(
         list(positions),
         [part.plan._extent for part in parts],
         [size for part in parts for size in (part.plan.q_block, part.plan.k_block, part.rows_alike)],
-        _checked_scale(scale, query),
+        scale,
         impl,
     )
     return Attended(out, lse)
+
+
+def _checked_part(query: Tensor, part: Part, impl: Impl) -> Part:
+    key, _, plan, bias, positions = part[:5]
+    _check_call(query, key, part.value, plan, impl)
+    _refuse_forward_mode(query, key, part.value, bias)
+    return part._replace(
+        key_bias=None if bias is None else _expanded_bias(bias, query, key),
+        positions=None if positions is None else _checked_positions(positions, query, key),
+    )
 
 
 def _differentiates_positions(query: Tensor, parts: Sequence[Part]) -> bool:

@@ -5,7 +5,7 @@ an implementation is chosen for the real tensors.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -113,8 +113,26 @@ def _rebuilt_plan(
 @contextmanager
 def _undisturbed(query: Tensor) -> Iterator[None]:
     """On the GPU of the tensors, whichever is current, and in the precision they came in, whatever autocast says."""
-    with torch.cuda.device_of(query), torch.autocast(query.device.type, enabled=False):
+    kind = query.device.type
+    autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    with torch.cuda.device_of(query), autocast:
         yield
+
+
+def is_unobserved(*tensors: Tensor | None) -> bool:
+    """Whether a call needs no operator: nothing traces it, differentiates it, or stands in for its tensors.
+
+    Eager inference is such a call, and its operator would cost the host more than the rest of it.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    needs_none = not torch.is_grad_enabled()
+    return all(x is None or (type(x) in _ORDINARY and (needs_none or not x.requires_grad)) for x in tensors)
+
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def _paired(query_positions: Tensor | None, key_positions: Tensor | None) -> Positions | None:
@@ -146,11 +164,19 @@ def _attend(
     check_sizes(extent, query, key)
     plan = _rebuilt_plan(query, key, (offsets, blocks), order, (None, None, None), q_block, k_block)
     positions = _paired(query_positions, key_positions)
-    asked = cast(Impl, impl)
-    name = explain_choice(query, key, plan, key_bias=key_bias, positions=positions, impl=asked).impl
+    attended = read(query, Part(key, value, plan, key_bias, positions), scale, cast(Impl, impl))
+    return attended.out, attended.lse
+
+
+def read(query: Tensor, part: "Part", scale: float, impl: Impl) -> Attended:
+    """What the operator does: the forward by the implementation that is chosen for these tensors."""
+    key, value, plan, key_bias, positions = part[:5]
+    name = explain_choice(query, key, plan, key_bias=key_bias, positions=positions, impl=impl).impl
     with _undisturbed(query):
-        out, lse = implementation(name).attend_forward(query, key, value, plan, key_bias, positions, scale)
-    return out, lse
+        attended: Attended = implementation(name).attend_forward(
+            query, key, value, plan, key_bias, positions, scale
+        )
+    return attended
 
 
 @_attend.register_fake
@@ -345,9 +371,16 @@ def _attend_together(
     parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes, positions, positioned)
     for part, extent in zip(parts, extents, strict=True):
         check_sizes(extent, query, part.key)
+    attended = read_together(query, parts, scale, cast(Impl, impl))
+    return attended.out, attended.lse
+
+
+def read_together(query: Tensor, parts: Sequence[Part], scale: float, impl: Impl) -> Attended:
+    """What the operator does: all parts by one kernel where one can, else one after another."""
+    has_positions = any(part.positions is not None for part in parts)
     with _undisturbed(query):
-        in_turn = _in_turn(query, parts, cast(Impl, impl))
-        attended = None if positioned else _at_once(query, parts, [name for name, _ in in_turn], scale)
+        in_turn = _in_turn(query, parts, impl)
+        attended = None if has_positions else _at_once(query, parts, [name for name, _ in in_turn], scale)
         for name, part in in_turn if attended is None else ():
             forward = implementation(name).attend_forward
             call = (query, part.key, part.value, part.plan, part.key_bias, part.positions, scale)
@@ -358,7 +391,7 @@ def _attend_together(
             else:
                 attended = merge(attended, forward(*call))
     assert attended is not None
-    return attended.out, attended.lse
+    return attended
 
 
 def _at_once(query: Tensor, parts: Sequence[Part], names: Sequence[str], scale: float) -> Attended | None:

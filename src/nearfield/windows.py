@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nearfield import kernels
 from nearfield._types import Impl
+from nearfield.operators import is_unobserved
 from nearfield.reference import windows as reference
 
 _FAINTEST = -60.0  # scores so far below the largest add nothing, and their exponentials are still above zero
@@ -24,6 +25,8 @@ def window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: Im
         starts: `[windows]`, the first token of each.
         sizes: `[windows]`, how many tokens each holds, from 1 to `window`. No token is in two windows.
     """
+    if is_unobserved(x):
+        return _read_windows(x, starts, sizes, window, impl)
     means: Tensor = torch.ops.nearfield.window_means(x, starts, sizes, window, impl)
     return means
 
@@ -88,7 +91,13 @@ def _module(x: Tensor, impl: str) -> Any:
 
 @torch.library.custom_op("nearfield::window_means", mutates_args=())
 def _window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    means: Tensor = _module(x, impl).window_means_forward(x, starts, sizes, window)
+    return _read_windows(x, starts, sizes, window, impl)
+
+
+def _read_windows(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    """What the operator does."""
+    with torch.cuda.device_of(x):
+        means: Tensor = _module(x, impl).window_means_forward(x, starts, sizes, window)
     return means
 
 
@@ -101,7 +110,8 @@ def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tenso
 def _window_means_backward(
     grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str
 ) -> Tensor:
-    spread: Tensor = _module(grad, impl).window_means_backward(grad, starts, sizes, window, length)
+    with torch.cuda.device_of(grad):
+        spread: Tensor = _module(grad, impl).window_means_backward(grad, starts, sizes, window, length)
     return spread
 
 
