@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearfield
 from nearfield import Plan, Positions, explain_choice, planning
+from nearfield._eager import is_unobserved
 from nearfield._types import Attended
 from nearfield.attend import Part, attend_together
-from nearfield.operators import is_unobserved
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
 

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "nearfield"
 
 LEVELS = {
-    0: {"_files", "_types", "curves", "keeping", "levels"},
+    0: {"_eager", "_files", "_types", "curves", "keeping", "levels"},
     1: {"_checks", "geometry", "plan"},
     2: {"reference", "kernels", "grouped"},
     3: {

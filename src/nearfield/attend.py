@@ -17,12 +17,12 @@ from torch.autograd import forward_ad
 
 from nearfield import kernels
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
+from nearfield._eager import is_unobserved
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.operators import (
     Part,
     all_lists,
     check_sizes,
-    is_unobserved,
     lse_dtype,
     merge,
     read,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nearfield import kernels
+from nearfield._eager import is_unobserved
 from nearfield._types import Impl
-from nearfield.operators import is_unobserved
 from nearfield.reference import windows as reference
 
 _FAINTEST = -60.0  # scores so far below the largest add nothing, and their exponentials are still above zero
