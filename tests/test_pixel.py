@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from tests.attending import NEEDS_TRITON
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nearfield import GatedBlocks, LogLinear, SparseLinear, curves
 from nearfield.demo.model import num_parameters
 from nearfield.demo.pixel import (
     PixelConfig,
     PixelTransformer,
+    compiled_body,
     load_pixel_model,
     noise,
     noise_scale,
@@ -164,6 +167,10 @@ def test_dense_layers_stay_full() -> None:
 # -- torch.compile -------------------------------------------------------------------------------------------------
 
 
+def compile_with(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+
+
 @pytest.fixture
 def graphs() -> Iterator[Any]:
     torch._dynamo.reset()
@@ -173,10 +180,14 @@ def graphs() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("attention", ["full", *SPARSE])
-def test_compiled_as_one_graph_it_learns_the_same(attention: str, graphs: Any) -> None:
-    model = lively(attention, SPARSE.get(attention))
-    compiled = torch.compile(model.body, fullgraph=True, backend="aot_eager")
+def test_one_graph_serves_all_layers_and_learns_the_same(
+    attention: str, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_with("aot_eager", monkeypatch)
+    model = lively(attention, SPARSE.get(attention), layers=2)
+    compiled = compiled_body(model.body)
     images, level = call()
     gradients = []
     for body in (None, compiled, compiled):
@@ -188,14 +199,29 @@ def test_compiled_as_one_graph_it_learns_the_same(attention: str, graphs: Any) -
         torch.testing.assert_close(one, two)
 
 
+def test_kernels_of_torch_have_graphs_of_their_own(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds the kernel it was traced with, whatever is asked for when it is called."""
+    compile_with("aot_eager", monkeypatch)
+    model = lively().float()
+    images, level = (x.float() for x in call())
+    with torch.no_grad():
+        for name, kernel in (("math", SDPBackend.MATH), ("flash", SDPBackend.FLASH_ATTENTION)):
+            with sdpa_kernel(kernel):
+                model(images, level, compiled_body(model.body, name))
+    assert graphs() == 2
+
+
 @NEEDS_TRITON
-def test_the_kernels_compile_as_one_graph(graphs: Any, device: torch.device) -> None:
+def test_the_kernels_compile_as_one_graph(
+    graphs: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU: pooling, choosing and reading are operators, nothing is decided while tracing."""
     model = lively("loglinear", {"topk": 2}).float().to(device)
     layer: Any = model.body.layers[0]
     layer.attention.impl = "triton"
     images, level = (x.float().to(device)[:1] for x in call(8, 6))
-    compiled = torch.compile(model.body, fullgraph=True, backend="eager")
+    compile_with("eager", monkeypatch)
+    compiled = compiled_body(model.body)
     with torch.no_grad():
         torch.testing.assert_close(model(images, level, compiled), model(images, level))
     assert graphs() == 1

@@ -24,9 +24,10 @@ from nearfield.demo.lora import AdapterLora, FusedLora, suits
 from nearfield.demo.model import load_model, save_model
 from nearfield.demo.storage import BadFile, read_tensors, write_tensors
 from nearfield.training import distill, recording
+from nearfield.training import loop as loop_module
 from nearfield.training.data import Latents, Picture, encode, pictures
 from nearfield.training.flow import FlowTraining, Recipe, mixed, noise_levels
-from nearfield.training.loop import CHECKPOINT, LOG, Diverged, Draws, Loop, Schedule
+from nearfield.training.loop import CHECKPOINT, LOG, Diverged, Draws, Loop, Outcome, Schedule
 from nearfield.training.runs import MODEL
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -181,6 +182,41 @@ def test_a_budget_of_time_ends_a_run(tmp_path: Path) -> None:
     assert len(outcome.losses) == outcome.step > 0
 
 
+def test_models_are_kept_at_equal_steps_and_at_equal_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on until both moments came, over several runs; compiling and keeping are no training."""
+    clock = [0.0]
+    monkeypatch.setattr(loop_module.time, "monotonic", lambda: clock[0])
+    kept: list[tuple[str, int]] = []
+
+    def trained(**schedule: Any) -> Outcome:
+        loop = small_loop(tmp_path, keep_steps=7, keep_seconds=18.0, **schedule)
+        if (tmp_path / CHECKPOINT).exists():
+            loop.resume()
+        loss, first = loop._loss, loop.step
+
+        def timed(step: int, part: int) -> torch.Tensor:
+            clock[0] += 100 if step == first else 1
+            return loss(step, part)
+
+        def keep(mark: str) -> None:
+            clock[0] += 50
+            kept.append((mark, loop.step))
+
+        loop._loss = timed
+        return loop.run(on_mark=keep)
+
+    assert trained(steps=9).training_seconds == 9
+    assert kept == [("steps", 7)]
+    outcome = trained()
+    # The eleventh and each fifth step after it are looked at; the tenth counts from then on.
+    assert kept[1:] == [("seconds", 20)]
+    assert (outcome.ending, outcome.step, outcome.training_seconds) == ("steps", 20, 20)
+    lines = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
+    assert [line["seconds"] for line in lines[10:]] == list(range(11, 21))
+
+
 def test_a_request_to_terminate_ends_with_a_checkpoint(tmp_path: Path) -> None:
     loop = small_loop(tmp_path, steps=10**9)
 
@@ -200,7 +236,7 @@ def test_a_loss_that_is_no_number_keeps_the_checkpoint(tmp_path: Path) -> None:
     loop = small_loop(tmp_path, steps=9)
     loop.resume()
     loop._loss = lambda step, part: loop.parameters["z"].sum() * math.nan
-    with pytest.raises(Diverged, match="the loss is nan near step 9"):
+    with pytest.raises(Diverged, match="the loss is nan near step 4"):
         loop.run()
     assert read_tensors(tmp_path / CHECKPOINT)[1]["step"] == 3
 

@@ -25,7 +25,7 @@ from nearfield.demo.sampler import precision
 from nearfield.training.data import Pixels
 from nearfield.training.loop import Schedule
 from nearfield.training.pixel import PixelRecipe, PixelTraining
-from nearfield.training.runs import Backend, attention_backend
+from nearfield.training.runs import Backend, attention_backend, quiet_compiling
 
 _CHECKED_SIDE = 24
 _EVERYTHING: dict[str, dict[str, Any]] = {
@@ -94,7 +94,7 @@ class PixelBench:
 
     def run(self, variants: Sequence[Variant], announce: Callable[[str], None]) -> list[PixelResult]:
         """Make one step with each, then time those that could. What breaks is a result, too."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, quiet_compiling():
             steps: dict[str, Callable[[], object]] = {}
             contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
             results = list[PixelResult]()

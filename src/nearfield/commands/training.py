@@ -83,6 +83,15 @@ def _add_train_pixel(models: Any) -> None:
     add_integer(parser, "--size", 64, "pixels per side, each a token", least=8, most=1024)
     add_integer(parser, "--batch", 16, "pictures per step")
     _add_schedule(parser, learning_rate=1e-4, warm_up=200, average=0.9999)
+    add_integer(parser, "--keep-steps", None, "keep the model of this step, in model-steps.safetensors")
+    add_number(
+        parser,
+        "--keep-seconds",
+        None,
+        "keep the model when steps have taken so long, in model-seconds.safetensors; without --steps, training ends when"
+        " it was kept at both",
+        is_above=True,
+    )
     add_attention(parser)
     parser.add_argument(
         "--init",
@@ -406,7 +415,8 @@ def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
 def _schedule(arguments: argparse.Namespace) -> "Schedule":
     from nearfield.training.loop import Schedule
 
-    if arguments.steps is None and arguments.minutes is None:
+    keep = {name: getattr(arguments, name, None) for name in ("keep_steps", "keep_seconds")}
+    if (arguments.steps, arguments.minutes, *keep.values()) == (None,) * 4:
         wrong("--steps", "be given, or `--minutes`", None, "Training has to end somewhere.")
     # Recorded calls come one by one, so a step has as many parts as samples.
     parts = arguments.batch if getattr(arguments, "model", None) else arguments.accumulate
@@ -420,6 +430,7 @@ def _schedule(arguments: argparse.Namespace) -> "Schedule":
             average=arguments.average,
             parts=parts,
             checkpoint_seconds=arguments.checkpoint_seconds,
+            **keep,
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -484,6 +495,7 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
         "ending": outcome.ending,
         "loss": outcome.loss if done else None,
         "seconds": outcome.seconds,
+        "training_seconds": outcome.training_seconds,
         "steps_of_this_run": done,
         "tokens_per_second": outcome.tokens_per_second,
         "batch": arguments.batch,

@@ -234,25 +234,27 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, chosen: Plan) ->
     """Linear attention to the blocks that a plan does not list; zero for queries whose plan lists all.
 
     The weight of a key is the product of its features with the query's, over the sum of all such products; features are
-    a softmax over channels. Sums over the keys of a block are made once, sums over blocks by one product with a mask.
+    a softmax over channels. Sums over the keys of a block are made once, sums over blocks by products with a mask. The
+    features' own sums, which give the sum of weights, stand apart: beside the values they would make matrices of odd
+    width, which tensor cores do not take.
 
     Args:
         chosen: of full rows, each id once.
     """
     repeats = query.shape[1] // key.shape[1]
-    # One more channel of ones sums the weights.
-    ones = value.new_ones(*value.shape[:3], 1)
-    features, extended = _blocks(key.softmax(-1), chosen.k_block), torch.cat([value, ones], -1)
-    states = features.mT @ _blocks(extended, chosen.k_block)  # [B, G, columns, D, D + 1]
-    states = states.repeat_interleave(repeats, 1)
+    features = _blocks(key.softmax(-1), chosen.k_block)
+    states = features.mT @ _blocks(value, chosen.k_block)  # [B, G, columns, D, D]
+    weights = features.sum(-2).to(states.dtype)
+    if repeats > 1:
+        states, weights = (x.repeat_interleave(repeats, 1) for x in (states, weights))
     unread = states.new_ones(*query.shape[:2], chosen.num_rows, chosen.num_columns)
     ids = chosen.blocks.view(*unread.shape[:3], -1).long()
     unread = unread.scatter(-1, ids, 0.0)
     sums = (unread @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
-    weighted = (_blocks(query.softmax(-1), chosen.q_block) @ sums).flatten(2, 3)[:, :, : query.shape[2]]
-    total = weighted[..., -1:]
-    shares: Tensor = weighted[..., :-1] / torch.where(total == 0, 1.0, total)
-    return shares
+    rows = _blocks(query.softmax(-1), chosen.q_block)
+    total = (rows * (unread @ weights)[:, :, :, None]).sum(-1, keepdim=True)
+    shares: Tensor = (rows @ sums) / torch.where(total == 0, 1.0, total)
+    return shares.flatten(2, 3)[:, :, : query.shape[2]]
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

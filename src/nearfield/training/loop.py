@@ -24,8 +24,12 @@ CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
 FORMAT = 1
 
 _FETCH = 20  # steps between looks at the loss: each one waits for the device
+_CLOSE = 5  # the same where a moment must not be missed by much
 
 Ending = Literal["steps", "minutes", "stopped"]
+Mark = Literal["steps", "seconds"]
+"""A moment whose model is kept: so many steps were done, or they took so many seconds."""
+
 LossOf = Callable[[int, int], Tensor]
 """The loss of a step (from 0) and of one of its parts."""
 
@@ -46,6 +50,8 @@ class Schedule:
         clip: largest norm of the gradient.
         parts: pieces of a batch that are computed one after another, to save memory.
         checkpoint_seconds: time between checkpoints.
+        keep_steps, keep_seconds: keep the model when so many steps are done, and when steps have taken so long, over all
+            runs, without pauses and what the first step of a run compiles. Without `steps`, training ends when both are.
     """
 
     steps: int | None = None
@@ -59,15 +65,28 @@ class Schedule:
     clip: float = 1.0
     parts: int = 1
     checkpoint_seconds: float = 120.0
+    keep_steps: int | None = None
+    keep_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.steps is None and self.minutes is None:
+        if self.steps is None and self.minutes is None and not self.marks:
             wrong_value("steps", "be given, or `minutes`", None, "Training has to end somewhere.")
         for name in ("warm_up", "cool_down"):
             check_int(name, getattr(self, name), at_least=0)
         check_int("parts", self.parts, at_least=1)
         if self.cool_down and self.steps is None:
             wrong_value("cool_down", "be 0 where `steps` is not given", self.cool_down)
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        wanted: dict[Mark, float | None] = {"steps": self.keep_steps, "seconds": self.keep_seconds}
+        return tuple(mark for mark, value in wanted.items() if value is not None)
+
+    def has_passed(self, mark: Mark, step: int, seconds: float) -> bool:
+        """Whether a mark lies behind so many steps, which took so many seconds."""
+        if mark == "steps":
+            return self.keep_steps is not None and step >= self.keep_steps
+        return self.keep_seconds is not None and seconds >= self.keep_seconds
 
     def rate(self, step: int) -> float:
         """The learning rate of a step (from 0)."""
@@ -84,7 +103,8 @@ class Outcome(NamedTuple):
         ending: "steps" all were done, "minutes" the time was up, "stopped" by a signal.
         loss: mean over the last steps of this run; NaN if there was none.
         losses: of every step of this run.
-        tokens_per_second: without pauses and the first steps, which compile; None where nobody said what a step holds.
+        tokens_per_second: without pauses and the first step, which compiles; None where nobody said what a step holds.
+        training_seconds: what all steps took, of earlier runs, too, without pauses and compiling.
     """
 
     step: int
@@ -93,6 +113,7 @@ class Outcome(NamedTuple):
     losses: tuple[float, ...]
     seconds: float
     tokens_per_second: float | None = None
+    training_seconds: float = 0.0
 
 
 class Loop:
@@ -134,42 +155,65 @@ class Loop:
         on_step: Callable[[int, float | None], None] | None = None,
         on_pause: Callable[[], None] | None = None,
         pause_seconds: float = math.inf,
+        on_mark: Callable[[Mark], None] | None = None,
     ) -> Outcome:
         """Train until an end is reached. Ctrl-C and a request to terminate end it after the step, with a checkpoint.
 
         Args:
             on_step: called with the number of steps done and the last known loss.
             on_pause: called every `pause_seconds` (to draw samples), and at the end.
+            on_mark: called when a mark of the schedule is reached, to keep the model.
         """
         if self.step == 0:
             (self.folder / LOG).unlink(missing_ok=True)  # of another run
         started = saved = paused = self._speed.restart()
         pending, losses = list[Tensor](), list[float]()
         ending: Ending | None = None
+        ahead = [mark for mark in self.schedule.marks if not self._has_passed(mark)]
+
+        def look() -> None:
+            losses.extend(self._fetched(pending))
+            for mark in [mark for mark in ahead if self._has_passed(mark)]:
+                ahead.remove(mark)
+                if on_mark is not None:
+                    on_mark(mark)
+                    self._speed.restart()
+
         with _Signals() as signals:
             while (ending := self._ending(started, signals)) is None:
                 pending.append(self.advance())
-                if len(pending) == _FETCH:
-                    losses += self._fetched(pending)
+                if len(pending) >= self._look_after or self.step == self.schedule.keep_steps:
+                    look()
                 if on_step is not None:
                     on_step(self.step, losses[-1] if losses else None)
                 now = time.monotonic()
                 if now - saved > self.schedule.checkpoint_seconds:
-                    losses += self._fetched(pending)
+                    look()
                     self.save()
                     saved = self._speed.restart()
                 if on_pause is not None and now - paused > pause_seconds:
-                    losses += self._fetched(pending)
+                    look()
                     on_pause()
                     paused = self._speed.restart()
-            losses += self._fetched(pending)
+            look()
             self.save()
             if on_pause is not None:
                 on_pause()
         recent = losses[-100:]
         mean = sum(recent) / len(recent) if recent else math.nan
         seconds = time.monotonic() - started
-        return Outcome(self.step, ending, mean, tuple(losses), seconds, self._speed.mean())
+        speed = self._speed.mean()
+        return Outcome(self.step, ending, mean, tuple(losses), seconds, speed, self._speed.seconds)
+
+    @property
+    def _look_after(self) -> int:
+        """Steps between looks; the first one of a run, which compiles, is looked at alone."""
+        if not self._speed.is_warm:
+            return 1
+        return _CLOSE if self.schedule.keep_seconds is not None else _FETCH
+
+    def _has_passed(self, mark: Mark) -> bool:
+        return self.schedule.has_passed(mark, self.step, self._speed.seconds)
 
     def _ending(self, started: float, signals: "_Signals") -> Ending | None:
         schedule = self.schedule
@@ -179,6 +223,8 @@ class Loop:
             return "steps"
         if schedule.minutes is not None and time.monotonic() - started > 60 * schedule.minutes:
             return "minutes"
+        if schedule.steps is None and schedule.marks and all(map(self._has_passed, schedule.marks)):
+            return "steps"
         return None
 
     def advance(self) -> Tensor:
@@ -213,11 +259,12 @@ class Loop:
                 f"the loss is {losses[-1]} near step {self.step}; go on from the last checkpoint with a lower rate"
             )
         first = self.step - len(losses) + 1
-        speed = self._speed.of(len(losses))
+        look = self._speed.of(len(losses))
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / LOG).open("a", encoding="utf-8") as file:
             for number, loss in enumerate(losses, first):
-                file.write(json.dumps({"step": number, "loss": loss} | speed) + "\n")
+                line = {"step": number, "loss": loss, "seconds": round(look.at(number - first), 6)}
+                file.write(json.dumps(line | look.speed) + "\n")
         return losses
 
     @contextmanager
@@ -302,13 +349,33 @@ class Loop:
         lines = path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.step]
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._speed.seconds = json.loads(kept[-1]).get("seconds", 0.0) if kept else 0.0
+
+
+class _Look(NamedTuple):
+    """What is known of some steps: when the last one ended, what each took, and their speed."""
+
+    steps: int
+    end: float
+    each: float
+    speed: dict[str, float]
+
+    def at(self, place: int) -> float:
+        """When one of the steps ended, in seconds of training."""
+        return self.end - (self.steps - 1 - place) * self.each
 
 
 class _Speed:
-    """Tokens per second between looks at the loss, when the device has done what it was given."""
+    """Seconds and tokens per second between looks at the loss, when the device has done what it was given.
+
+    The first look of a run is at a step that compiles: it counts as if it had taken what the following ones take.
+    """
 
     def __init__(self, tokens: int | None) -> None:
         self.tokens = tokens
+        self.seconds = 0.0
+        self.is_warm = False
+        self._uncounted = 0
         self._since = time.monotonic()
         self._looks = list[tuple[int, float]]()
 
@@ -317,14 +384,19 @@ class _Speed:
         self._since = time.monotonic()
         return self._since
 
-    def of(self, steps: int) -> dict[str, float]:
+    def of(self, steps: int) -> _Look:
         """What the log says about the steps since the last look."""
         before = self._since
         seconds = self.restart() - before
+        each = seconds / steps if self.is_warm else 0.0
+        self.seconds += each * (steps + self._uncounted)
+        self._uncounted = 0 if self.is_warm else steps
+        self.is_warm = True
         if self.tokens is None or seconds <= 0:
-            return {}
+            return _Look(steps, self.seconds, each, {})
         self._looks.append((steps, seconds))
-        return {"tokens_per_second": round(steps * self.tokens / seconds, 1)}
+        speed = {"tokens_per_second": round(steps * self.tokens / seconds, 1)}
+        return _Look(steps, self.seconds, each, speed)
 
     def mean(self) -> float | None:
         looks = self._looks[1:] or self._looks

@@ -18,6 +18,7 @@ from nearfield.demo.model import Packing
 from nearfield.demo.pixel import (
     PixelConfig,
     PixelTransformer,
+    compiled_body,
     load_pixel_model,
     noise_scale,
     sample,
@@ -41,7 +42,7 @@ class PixelRecipe:
         batch: pictures per step.
         seed: of the weights, the batches, the noise and the levels.
         dense_kernel: which of torch's kernels computes full attention.
-        compiled: let torch.compile make the model faster; the first step then takes minutes.
+        compiled: let torch.compile make the layers faster; the first step then takes longer.
         samples: pictures on a sample sheet, 0 for none.
         sample_steps, sample_seconds: denoising steps per picture, and time between sheets.
         packing: how the model is written: in 8 bits, in bfloat16, or as it is.
@@ -97,7 +98,7 @@ class PixelTraining(TrainingRun):
         self.model = _first_model(recipe, start).to(self.device).train()
         self.pixels = pixels.to(self.device) if fits(pixels.values, self.device) else pixels
         self._draws = Draws(recipe.seed, self.device)
-        self._body = torch.compile(self.model.body, fullgraph=True) if recipe.compiled else None
+        self._body = compiled_body(self.model.body, recipe.dense_kernel) if recipe.compiled else None
         tokens = recipe.batch * size**2
         self.loop = Loop(
             dict(self.model.named_parameters()), self.loss, schedule, folder, recipe.facts(), tokens

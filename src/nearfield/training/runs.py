@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import nearfield
 from nearfield._checks import wrong_value
 from nearfield.demo.pictures import grid_of, write_picture
-from nearfield.training.loop import CHECKPOINT, Loop, Outcome, Schedule
+from nearfield.training.loop import CHECKPOINT, Loop, Mark, Outcome, Schedule
 
 Backend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 MODEL = "model.safetensors"
@@ -58,19 +58,24 @@ class TrainingRun(ABC):
         self.loop.resume()
 
     def run(self) -> Outcome:
-        with attention_backend(self._backend), warnings.catch_warnings():
-            # torch.compile looks for gradients of what a model is given, and torch then warns of looking.
-            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-            return self.loop.run(self._on_step, self.publish, self._sample_seconds)
+        with attention_backend(self._backend), quiet_compiling():
+            return self.loop.run(self._on_step, self.publish, self._sample_seconds, self.keep)
 
     def publish(self) -> None:
         """Write the averaged model, and a sheet of samples."""
         with self.loop.averaged():
-            facts = {"step": self.loop.step, "recipe": self._facts, "nearfield": nearfield.__version__}
-            self.save(self.folder / MODEL, facts)
+            self.save(self.folder / MODEL, self._written_facts())
             images = self.samples()
             if images is not None:
                 write_picture(self.folder / f"samples-{self.loop.step:06d}.png", grid_of(images))
+
+    def keep(self, mark: Mark) -> None:
+        """Write the averaged model of a moment to a file that stays as it is: `model-steps`, `model-seconds`."""
+        with self.loop.averaged():
+            self.save(self.folder / f"model-{mark}.safetensors", self._written_facts())
+
+    def _written_facts(self) -> dict[str, Any]:
+        return {"step": self.loop.step, "recipe": self._facts, "nearfield": nearfield.__version__}
 
     @abstractmethod
     def save(self, path: Path, facts: dict[str, Any]) -> None:
@@ -84,6 +89,14 @@ class TrainingRun(ABC):
 def check_parts(batch: int, schedule: Schedule) -> None:
     if batch % schedule.parts:
         wrong_value("batch", f"be a multiple of `parts` ({schedule.parts})", batch)
+
+
+@contextmanager
+def quiet_compiling() -> Iterator[None]:
+    """torch.compile looks for gradients of what it is given, and torch then warns of looking."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        yield
 
 
 @contextmanager
