@@ -13,13 +13,15 @@ usage: benchmarks/train_pixel.sh COMMAND ...
   stage STATE FILE...                     keep files: photographs (.tar), wheels (.whl, unpacked), anything else
   train STATE RUN MINUTES [OPTION]        train RUN = SIZE-ATTENTION[-LABEL]; from STATE/start.safetensors if it is there
   start STATE RUN                         the model of RUN becomes STATE/start.safetensors, from which new runs start
+  plan STATE MINUTES [NAME=VALUE]...      all of the comparison, most important first; the same call again goes on
   bench STATE SIZE BATCH [OPTION]         training speed of every attention, to STATE/bench/SIZE.json
   sample STATE RUN NUM MINUTES [OPTION]   pictures by the model of RUN, to STATE/samples/RUN
   fid STATE RUN [OPTION]                  their distance to the photographs, to STATE/quality/RUN.json
-  collect STATE DIR [RUN]...              what travels: models in parts, newest sheets, logs, figures
+  collect STATE DIR [RUN]...              what travels: one archive of logs, figures and pictures; models of RUNs in parts
+  publish RESULTS                         collected results to figures and tables of docs/quality.md
   join STATE RUN PART...                  put a collected model back: STATE/runs/RUN/model.safetensors
-OPTIONs are those of the nearfield command that runs; the last one wins. A slice should end within nine minutes: eight
-for `train` leave time to start, to compile and to write.
+OPTIONs are those of the nearfield command that runs; the last one wins. `train` needs a minute more than it is given, to
+start, to compile and to write; `plan` does not. NAMEs and VALUEs are the settings in benchmarks/plan_pixel.py.
 END
     exit 2
 }
@@ -85,6 +87,15 @@ start)
     [ $# -eq 1 ] || usage
     cp "$(model_of "$1")" "$state/start.safetensors"
     ;;
+plan)
+    [ $# -ge 1 ] || usage
+    "$python" benchmarks/plan_pixel.py "$state" "$@"
+    ;;
+publish)
+    [ $# -eq 0 ] || usage
+    nearfield bench pixel --results "$state" --json benchmarks/results/pixel-training-cats.json \
+        --plot docs/images/pixel-loss.png --sheet docs/images/pixel-samples.png --page docs/quality.md
+    ;;
 bench)
     [ $# -ge 2 ] || usage
     mkdir -p "$state/bench"
@@ -108,17 +119,13 @@ collect)
     shift
     mkdir -p "$out"
     for run in "$@"; do
-        folder="$state/runs/$run"
-        [ ! -f "$folder/model.safetensors" ] || split --bytes=15M "$folder/model.safetensors" "$out/$run-model.part-"
-        sheet=$(find "$folder" -name 'samples-*.png' | sort | tail -1)
-        [ -z "$sheet" ] || cp "$sheet" "$out/$run-$(basename "$sheet")"
-        [ ! -f "$folder/log.jsonl" ] || gzip -c "$folder/log.jsonl" > "$out/$run-log.jsonl.gz"
-        [ ! -f "$folder/last.json" ] || cp "$folder/last.json" "$out/$run-last.json"
-        [ ! -f "$state/quality/$run.json" ] || cp "$state/quality/$run.json" "$out/$run-quality.json"
+        split --bytes=15M "$(model_of "$run")" "$out/$run-model.part-"
     done
-    for file in "$state"/bench/*.json; do
-        [ ! -f "$file" ] || cp "$file" "$out/bench-pixel-$(basename "$file")"
-    done
+    # The first pictures of a model show it; the others have done their work in its FID.
+    (cd "$state" && find . \( -name plan.json -o -path './bench/*.json' -o -path './quality/*.json' -o -path './printed/*' \
+        -o -path './runs/*/log.jsonl' -o -path './runs/*/last.json' -o -path './runs/*/samples-*.png' \
+        -o -path './samples/*/00000[0-7].png' \) -print | LC_ALL=C sort | tar -czf results.part -T -)
+    mv "$state/results.part" "$out/pixel-results.tar.gz"
     ls -l "$out"
     ;;
 join)

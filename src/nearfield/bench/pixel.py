@@ -81,10 +81,22 @@ class PixelResult:
 
 
 class PixelBench:
-    """Measures all lines of one task."""
+    """Measures all lines of one task.
 
-    def __init__(self, task: PixelTask, device: torch.device, effort: Effort) -> None:
+    Args:
+        dense_kernels: torch's kernels that full attention is measured with; by default those that are fast there.
+    """
+
+    def __init__(
+        self,
+        task: PixelTask,
+        device: torch.device,
+        effort: Effort,
+        dense_kernels: Sequence[Backend] | None = None,
+    ) -> None:
         self.task, self.device, self.effort = task, device, effort
+        fast: tuple[Backend, ...] = ("cudnn", "flash") if device.type == "cuda" else ("auto",)
+        self.dense_kernels = fast if dense_kernels is None else tuple(dense_kernels)
         generator = torch.Generator().manual_seed(0)
         self.pixels = Pixels(
             torch.randint(
@@ -114,11 +126,10 @@ class PixelBench:
 
     def lines(self, variants: Sequence[Variant]) -> list[PixelResult]:
         """Full attention once per kernel of torch."""
-        dense: tuple[Backend, ...] = ("cudnn", "flash") if self.device.type == "cuda" else ("auto",)
         return [
             PixelResult(variant, kernel, "broke")
             for variant in variants
-            for kernel in (dense if variant.attention == "full" else ("auto",))
+            for kernel in (self.dense_kernels if variant.attention == "full" else ("auto",))
         ]
 
     def _tried(self, result: PixelResult, folder: Path) -> tuple[PixelResult, PixelTraining | None]:

@@ -4,10 +4,11 @@ import argparse
 from typing import Any
 
 from nearfield.bench import pixel_cases
-from nearfield.commands.arguments import OK, UsageError, comma_list, command
+from nearfield.commands.arguments import OK, UsageError, comma_list, command, member
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.options import add_device, add_integer, add_json
 from nearfield.commands.reports import note_load, verdict, write_reports
+from nearfield.commands.training import BACKENDS, TINY_PIXEL
 
 
 def add_command(benchmarks: Any) -> None:
@@ -33,6 +34,12 @@ def add_command(benchmarks: Any) -> None:
     add_integer(parser, "--batch", 16, "pictures per step", most=4096)
     add_integer(parser, "--rounds", 5, "turns in which everything is timed", least=2, most=1000)
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the models faster")
+    parser.add_argument(
+        "--dense-kernels",
+        type=comma_list(member("--dense-kernels", BACKENDS)),
+        metavar="A,B",
+        help=f"torch's kernels for full attention: any of {', '.join(BACKENDS)} (default on a GPU: cudnn,flash)",
+    )
     parser.add_argument("--tiny", action="store_true", help="two narrow layers")
     add_device(parser)
     add_json(parser)
@@ -48,7 +55,6 @@ def _variant_name(text: str) -> str:
 
 def _bench_pixel(arguments: argparse.Namespace) -> int:
     from nearfield.bench import machine
-    from nearfield.commands.training import TINY_PIXEL
 
     device = chosen_device(arguments.device)
     variants = [pixel_cases.read_variant(name) for name in arguments.attention]
@@ -75,7 +81,7 @@ def _bench_pixel(arguments: argparse.Namespace) -> int:
             return OK
         note_load(device.type)
         effort = Effort(arguments.rounds, seconds=0.4 * arguments.rounds, most=10)
-        bench = pixel.PixelBench(task, device, effort)
+        bench = pixel.PixelBench(task, device, effort, arguments.dense_kernels)
         with Progress(len(bench.lines(variants)) + 1) as progress:
             results = bench.run(variants, progress.step)
     print(f"{machine.device_name(device)}, {words}")

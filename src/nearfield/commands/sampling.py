@@ -12,6 +12,8 @@ from nearfield.commands.options import add_device, add_integer, add_json, add_nu
 from nearfield.commands.progress import Bar, time_for
 from nearfield.commands.reports import write_reports
 
+_EVALUATED = 1024  # pictures that the loss of a model is the mean of
+
 
 def add_commands(commands: Any) -> None:
     parser = command(
@@ -20,6 +22,7 @@ def add_commands(commands: Any) -> None:
         _sample,
         "make pictures with a model of `nearfield train pixel`, each in a file of its own",
         "  nearfield sample --weights run128/model.safetensors --num 5000 --out samples\n"
+        "  nearfield sample --weights run128/model.safetensors --out samples --data cats512 --json sample.json\n"
         "  nearfield quality samples cats512 --size 128",
     )
     parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="the model")
@@ -39,6 +42,15 @@ def add_commands(commands: Any) -> None:
         None,
         "begin no further batch after this time; the same command goes on",
         is_above=True,
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="photographs: tell the model's loss with them, too, with noise that is the same for every model",
+    )
+    parser.add_argument(
+        "--pixels", type=Path, metavar="DIR", help="where their pixels are kept (default: --out)"
     )
     add_device(parser)
     add_json(parser, "write figures and machine facts")
@@ -77,16 +89,30 @@ def _sample(arguments: argparse.Namespace) -> int:
                     raise UsageError(str(error)) from None
                 pictures.write_pictures(arguments.out, images, first)
                 missing, made = missing[count:], made + count
+        loss = _loss(arguments, model, settings["size"]) if arguments.data else None
     seconds = time.monotonic() - started
     print(
         f"wrote {made} pictures to {arguments.out}, {arguments.num - len(missing)} of {arguments.num} are there"
     )
+    if loss is not None:
+        print(f"loss with {arguments.data}: {loss:.5f}")
     if missing:
         print("time is up; the same command goes on")
-    return OK if write_reports(_document(settings, made, seconds, len(missing)), arguments.json) else FAILED
+    document = _document(settings, made, seconds, len(missing), loss)
+    return OK if write_reports(document, arguments.json) else FAILED
 
 
-def _document(settings: dict[str, Any], made: int, seconds: float, missing: int) -> dict[str, Any]:
+def _loss(arguments: argparse.Namespace, model: Any, size: int) -> float:
+    from nearfield.training.data import pictures, read_pixels
+    from nearfield.training.pixel import evaluated_loss
+
+    pixels = read_pixels(pictures(arguments.data), arguments.pixels or arguments.out, size)
+    return evaluated_loss(model, pixels, min(_EVALUATED, len(pixels)), batch=arguments.batch)
+
+
+def _document(
+    settings: dict[str, Any], made: int, seconds: float, missing: int, loss: float | None
+) -> dict[str, Any]:
     from nearfield.bench import machine
 
     return {
@@ -96,5 +122,6 @@ def _document(settings: dict[str, Any], made: int, seconds: float, missing: int)
         "settings": settings,
         "pictures_of_this_run": made,
         "missing": missing,
+        "loss": loss,
         "seconds": seconds,
     }

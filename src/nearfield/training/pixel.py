@@ -31,6 +31,7 @@ from nearfield.training.loop import Draws, Loop, Schedule
 from nearfield.training.runs import Backend, TrainingRun, check_parts
 
 _AT_ONCE = 16  # pictures of a sample sheet
+_EVALUATION = 2**20 - 1  # a seed that no training is likely to have
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,7 @@ class PixelTraining(TrainingRun):
         parts = self.loop.schedule.parts
         indices = self._draws.indices(step, part, self.recipe.batch, parts, len(self.pixels))
         clean = self.pixels.take(indices).to(self.device)
-        generator = self._draws.generator(step, part)
-        noise = torch.randn(clean.shape, generator=generator, device=self.device)
-        noise *= noise_scale(*clean.shape[2:])
-        level = torch.rand(len(clean), generator=generator, device=self.device)
-        with precision(self.device):
-            velocity = self.model(mixed(clean, noise, level), level, self._body)
-        return mse_loss(velocity.float(), noise - clean)
+        return _velocity_error(self.model, clean, self._draws.generator(step, part), self._body)
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         save_pixel_model(path, self.model, facts, self.recipe.packing)
@@ -126,6 +121,36 @@ class PixelTraining(TrainingRun):
             return None
         groups = (range(first, min(first + _AT_ONCE, number)) for first in range(0, number, _AT_ONCE))
         return torch.cat([sample(self.model, group, steps=steps) for group in groups])
+
+
+def _velocity_error(
+    model: PixelTransformer, clean: Tensor, generator: torch.Generator, body: Any = None
+) -> Tensor:
+    """The mean squared error of the velocity at pictures with noise of random levels."""
+    noise = torch.randn(clean.shape, generator=generator, device=clean.device)
+    noise *= noise_scale(*clean.shape[2:])
+    level = torch.rand(len(clean), generator=generator, device=clean.device)
+    with precision(clean.device):
+        velocity = model(mixed(clean, noise, level), level, body)
+    return mse_loss(velocity.float(), noise - clean)
+
+
+@torch.no_grad()
+def evaluated_loss(model: PixelTransformer, pixels: Pixels, num: int, *, batch: int = 64) -> float:
+    """The loss of a model with the first `num` pictures in an order, noise and levels that are the same for all models.
+
+    So models can be compared by far smaller differences than by the losses of their last steps.
+    """
+    check_int("num", num, at_least=1)
+    device = next(model.parameters()).device
+    draws = Draws(_EVALUATION, device)
+    total = 0.0
+    for step, first in enumerate(range(0, num, batch)):
+        few = min(batch, num - first)
+        indices = torch.cat([draws.indices(first + place, 0, 1, 1, len(pixels)) for place in range(few)])
+        clean = pixels.take(indices).to(device)
+        total += few * float(_velocity_error(model, clean, draws.generator(step)))
+    return total / num
 
 
 def _first_model(recipe: PixelRecipe, start: Path | None) -> PixelTransformer:
