@@ -151,12 +151,16 @@ class Plan:
         for group in (sparse[:1], sparse[1:]):
             runs = [full, *group] if group == sparse[:1] else group
             yield from ([self.training(run)] for run in runs)
-            yield from self.pictures([(run, "steps") for run in runs] + [(run, "seconds") for run in group[:1]])
+            yield from self.pictures(
+                [(run, "steps") for run in runs] + [(run, "seconds") for run in group[:1]]
+            )
             if group == sparse[:1]:
                 yield from ([self.speed(words)] for words in others)
         ablations = [self.run(name) for name in settings.ablations]
         yield from ([self.training(run)] for run in ablations)
-        yield from self.pictures([(run, "steps") for run in ablations] + [(run, "seconds") for run in sparse[1:]])
+        yield from self.pictures(
+            [(run, "steps") for run in ablations] + [(run, "seconds") for run in sparse[1:]]
+        )
         if settings.large:
             yield from ([self.large(name)] for name in ("loglinear", "full"))
 
@@ -224,7 +228,16 @@ class Plan:
 
         def chains(minutes: float) -> list[Chain]:
             command = ["train", "pixel", "--out", str(folder), "--size", size, "--batch", batch, *self.data()]
-            command += ["--learning-rate", rate, "--warm-up", "50", *attention, *end, "--minutes", str(minutes)]
+            command += [
+                "--learning-rate",
+                rate,
+                "--warm-up",
+                "50",
+                *attention,
+                *end,
+                "--minutes",
+                str(minutes),
+            ]
             command += ["--checkpoint-seconds", "1e6", "--sample-seconds", "1e6", "--resume"]
             command += ["--samples", str(self.settings.sheet)]
             command += ["--json", str(folder / "last.json"), *(["--init", str(start)] if start else [])]
@@ -252,7 +265,10 @@ class Plan:
         report, made = self.state / "quality" / f"{name}.json", self.state / "quality" / f"{name}-made.json"
         # Full attention sets the measure: its model is the same at equal steps and at equal time.
         kept = "seconds" if run == self.run("full") else mark
-        weights, images = self.state / "runs" / run / f"model-{kept}.safetensors", self.state / "samples" / name
+        weights, images = (
+            self.state / "runs" / run / f"model-{kept}.safetensors",
+            self.state / "samples" / name,
+        )
 
         def chains(minutes: float) -> list[Chain]:
             sample = ["sample", "--weights", str(weights), "--out", str(images), "--json", str(made)]
@@ -315,7 +331,11 @@ class Plan:
                 break  # what follows compares what this one trains
             while begun and (left := self.ends - time.monotonic()) > STARTING + ENDING:
                 self._side_by_side(begun, left)
-                begun = [part for part in begun if self.record(part).status == "broke" and not self.is_settled(part)]
+                begun = [
+                    part
+                    for part in begun
+                    if self.record(part).status == "broke" and not self.is_settled(part)
+                ]
         return all(self.is_settled(part) for group in self.groups() for part in group)
 
     def is_settled(self, part: Part) -> bool:
@@ -383,7 +403,9 @@ def _forked(chain: Chain, printed: Path, threads: int) -> int:
             print("$ nearfield", *command, flush=True)
             code = cli.main(command)
             is_sampling = command[0] == "sample"
-            if code != cli.OK or (is_sampling and not _is_complete(Path(command[command.index("--json") + 1]))):
+            if code != cli.OK or (
+                is_sampling and not _is_complete(Path(command[command.index("--json") + 1]))
+            ):
                 break
     except BaseException as error:  # a child may not return into the code of its parent
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

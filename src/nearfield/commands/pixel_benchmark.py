@@ -1,13 +1,24 @@
 """`nearfield bench pixel`: training steps of a transformer on pixels."""
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 from nearfield.bench import pixel_cases
-from nearfield.commands.arguments import OK, UsageError, comma_list, command, member
+from nearfield.commands.arguments import (
+    FAILED,
+    OK,
+    UsageError,
+    comma_list,
+    command,
+    member,
+    output_file,
+    wrong,
+)
 from nearfield.commands.generating import chosen_device, missing_extras_told
-from nearfield.commands.options import add_device, add_integer, add_json
-from nearfield.commands.reports import note_load, verdict, write_reports
+from nearfield.commands.options import add_device, add_integer, add_json, add_plot
+from nearfield.commands.reports import note_load, require_reports, verdict, write_all, write_reports
 from nearfield.commands.training import BACKENDS, TINY_PIXEL
 
 
@@ -19,7 +30,8 @@ def add_command(benchmarks: Any) -> None:
         "time whole training steps on pixels, for every attention in turns",
         "  nearfield bench pixel --tiny --size 32 --batch 2\n"
         "  nearfield bench pixel --size 128 --batch 16 --compile --json pixel128.json\n"
-        "  nearfield bench pixel --size 256 --batch 4 --attention full,loglinear:levels=2,gated:topk=32 --compile",
+        "  nearfield bench pixel --size 256 --batch 4 --attention full,loglinear:levels=2,gated:topk=32 --compile\n"
+        "  nearfield bench pixel --results pixel-results.tar.gz --plot loss.png --sheet samples.png",
     )
     parser.add_argument(
         "--attention",
@@ -43,6 +55,25 @@ def add_command(benchmarks: Any) -> None:
     parser.add_argument("--tiny", action="store_true", help="two narrow layers")
     add_device(parser)
     add_json(parser)
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: tell what training runs came to, collected by benchmarks/train_pixel.sh",
+    )
+    add_plot(parser, "for --results: draw the losses", ".png", ".svg")
+    parser.add_argument(
+        "--sheet",
+        type=output_file("--sheet", ".png"),
+        metavar="FILE",
+        help="for --results: pictures of every model, one above the other (.png)",
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="for --results: put the tables between the marks for them on this Markdown page",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 
@@ -54,6 +85,11 @@ def _variant_name(text: str) -> str:
 
 
 def _bench_pixel(arguments: argparse.Namespace) -> int:
+    if arguments.results is not None:
+        return _show_results(arguments)
+    for name in ("plot", "sheet", "page"):
+        if getattr(arguments, name) is not None:
+            wrong(f"--{name}", "come with `--results`", repr(str(getattr(arguments, name))))
     from nearfield.bench import machine
 
     device = chosen_device(arguments.device)
@@ -88,3 +124,50 @@ def _bench_pixel(arguments: argparse.Namespace) -> int:
     print(pixel.results_table(results, task))
     document = pixel.as_json(results, task, machine.facts())
     return verdict(results, write_reports(document, arguments.json))
+
+
+def _places_of_pictures(arguments: argparse.Namespace) -> dict[str, str]:
+    """Pictures that are made along with a page, as seen from there."""
+    made = {
+        "Loss against pictures and time, and over full attention's": arguments.plot,
+        "The first pictures of every model": arguments.sheet,
+    }
+    folder = arguments.page.resolve().parent
+    return {
+        words: Path(os.path.relpath(path.resolve(), folder)).as_posix()
+        for words, path in made.items()
+        if path is not None
+    }
+
+
+def _show_results(arguments: argparse.Namespace) -> int:
+    """Tables of what was trained elsewhere, as JSON, on a page, and as pictures."""
+    if not arguments.results.exists():
+        wrong("--results", "name a file or a folder that is there", repr(str(arguments.results)))
+    if arguments.page is not None and not arguments.page.is_file():
+        wrong("--page", "name a page that is there", repr(str(arguments.page)))
+    require_reports("--plot", arguments.plot, arguments.json)
+    with missing_extras_told():
+        from nearfield._files import replace_file, write_json
+        from nearfield.bench import pixel_results
+        from nearfield.plots.lines import loss_lines
+
+        try:
+            with pixel_results.opened(arguments.results) as collected:
+                document = pixel_results.as_json(collected)
+                print(pixel_results.tables(document))
+                writers = {
+                    arguments.json: lambda path: write_json(path, document),
+                    arguments.plot: lambda path: loss_lines(path, document["results"]),
+                    arguments.sheet: lambda path: pixel_results.write_sheet(path, collected),
+                }
+                if arguments.page is not None:
+                    results = pixel_results.markdown(document, _places_of_pictures(arguments))
+                    page = pixel_results.put_into(arguments.page.read_text(encoding="utf-8"), results)
+                    writers[arguments.page] = lambda path: replace_file(
+                        path, lambda part: part.write_text(page, encoding="utf-8")
+                    )
+                written = write_all({path: write for path, write in writers.items() if path is not None})
+        except pixel_results.BadResults as error:
+            raise UsageError(f"`--results` cannot be used: {error}.") from None
+    return OK if written else FAILED

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -73,17 +73,22 @@ def write_reports(
     device_name: str = "",
 ) -> bool:
     """Write what was asked for, each whatever becomes of the other; returns whether all of it was written."""
-    writers: dict[Path, Callable[[], None]] = {}
+    writers: dict[Path, Callable[[Path], object]] = {}
     if json_path:
-        writers[json_path] = lambda: write_json(json_path, document)
+        writers[json_path] = lambda path: write_json(path, document)
     if picture and draw and any(record["status"] == "ok" for record in document["results"]):
-        writers[picture] = lambda: draw(picture, document["results"], device_name)
+        writers[picture] = lambda path: draw(path, document["results"], device_name)
     elif picture:
         print("nothing to draw: no result passed its check", file=sys.stderr)
+    return write_all(writers)
+
+
+def write_all(writers: Mapping[Path, Callable[[Path], object]]) -> bool:
+    """Write every file, whatever becomes of the others; returns whether all of them were written."""
     written = True
     for path, write in writers.items():
         try:
-            write()
+            write(path)
         except OSError as error:
             print(f"nearfield: error: {path} was not written: {error}", file=sys.stderr)
             written = False

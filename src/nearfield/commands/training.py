@@ -88,8 +88,8 @@ def _add_train_pixel(models: Any) -> None:
         parser,
         "--keep-seconds",
         None,
-        "keep the model when steps have taken so long, in model-seconds.safetensors; without --steps, training ends when"
-        " it was kept at both",
+        "keep the model when steps have taken so long, in model-seconds.safetensors; without --steps, training ends"
+        " when it was kept at both",
         is_above=True,
     )
     add_attention(parser)
@@ -415,7 +415,7 @@ def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
 def _schedule(arguments: argparse.Namespace) -> "Schedule":
     from nearfield.training.loop import Schedule
 
-    keep = {name: getattr(arguments, name, None) for name in ("keep_steps", "keep_seconds")}
+    keep: dict[str, Any] = {name: getattr(arguments, name, None) for name in ("keep_steps", "keep_seconds")}
     if (arguments.steps, arguments.minutes, *keep.values()) == (None,) * 4:
         wrong("--steps", "be given, or `--minutes`", None, "Training has to end somewhere.")
     # Recorded calls come one by one, so a step has as many parts as samples.

@@ -1,4 +1,4 @@
-"""Lines over a share or a number: `bench retrieval`, `bench recall`, `bench scaling`."""
+"""Lines over a share or a number: `bench retrieval`, `bench recall`, `bench scaling`, and training on pixels."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,3 +131,60 @@ def _draw_step_times(axis: Any, records: Sequence[dict[str, Any]], colours: dict
                 axis.plot(*zip(*drawn, strict=True), linestyle=style, color=colour, linewidth=1.3)
     if not axis.lines:
         axis.text(0.5, 0.5, "no kernel times\nmeasured", ha="center", transform=axis.transAxes, color=MUTED)
+
+
+def loss_lines(path: Path, records: Sequence[dict[str, Any]], title: str = "") -> None:
+    """The losses of training runs against pictures seen, against time, and over full attention's at the same pictures.
+
+    A row for each size at which several attentions were trained. Records hold `size`, `batch`, `name`, `attention`,
+    `label`, `curve` and `over_full`: points of step, seconds and loss.
+    """
+    pyplot = require_pyplot()
+    sizes = [size for size, mine in _by_size(records).items() if len(mine) > 1]
+    figure, axes = pyplot.subplots(
+        max(1, len(sizes)), 3, figsize=(13.5, 4.0 * max(1, len(sizes))), squeeze=False
+    )
+    colours = colours_of(dict.fromkeys(record["attention"] for record in records))
+    for size, (samples, seconds, shares) in zip(sizes, axes, strict=False):
+        for record in _by_size(records)[size]:
+            style = _style_of(record, colours)
+            points = list(zip(*record["curve"], strict=True))
+            samples.plot([step * record["batch"] for step in points[0]], points[2], **style)
+            seconds.plot(points[1], points[2], **style)
+            if record["over_full"] and record["attention"] != "full":
+                steps, _, over = zip(*record["over_full"], strict=True)
+                shares.plot([step * record["batch"] for step in steps], over, **style)
+        shares.axhline(1, color=colours.get("full", INK), linewidth=1.2)
+        shares.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+        samples.set_title(f"{size} px", loc="left", fontsize=10, color=INK, fontweight="bold")
+        label_axes(samples, "pictures", "loss")
+        label_axes(seconds, "seconds of training", "loss")
+        label_axes(shares, "pictures", "loss over full attention's")
+        seconds.legend(frameon=False, fontsize=8)
+        for axis in (samples, seconds, shares):
+            thin_spines(axis)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, fontweight="bold")
+    figure.tight_layout()
+    save(figure, path)
+
+
+def _by_size(records: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    sizes: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        if record["curve"] and record["batch"]:
+            sizes.setdefault(record["size"], []).append(record)
+    return sizes
+
+
+def _style_of(record: dict[str, Any], colours: dict[str, str]) -> dict[str, Any]:
+    """A colour for each attention; what something was taken away from is thin, in a dash of its own."""
+    dashes = {None: "-", "unenriched": "--", "unweighted": "-.", "raster": ":"}
+    width = 1.5 if record["label"] is None else 1.0
+    dash = dashes.get(record["label"], "--")
+    return {
+        "color": colours[record["attention"]],
+        "linestyle": dash,
+        "linewidth": width,
+        "label": record["name"],
+    }

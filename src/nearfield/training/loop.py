@@ -50,8 +50,9 @@ class Schedule:
         clip: largest norm of the gradient.
         parts: pieces of a batch that are computed one after another, to save memory.
         checkpoint_seconds: time between checkpoints.
-        keep_steps, keep_seconds: keep the model when so many steps are done, and when steps have taken so long, over all
-            runs, without pauses and what the first step of a run compiles. Without `steps`, training ends when both are.
+        keep_steps, keep_seconds: keep the model when so many steps are done, and when steps have taken so long, over
+            all runs, without pauses and what the first step of a run compiles. Without `steps`, training ends when
+            both have come.
     """
 
     steps: int | None = None
