@@ -48,7 +48,7 @@ class Settings:
         large, large_batch, large_seconds: of a last comparison of loss and looks, full beside log-linear; 0 for none.
         small_rate, rate: learning rates.
         attention, ablations: what is compared with full attention.
-        pictures: of each kept model, for FID; 0 for none.
+        pictures: of each kept model, for FID; 0 for none. A multiple of 64: a smaller last batch is compiled anew.
         sheet: pictures on the sample sheet at the end of a run.
         benchmarks: sizes at which training speed is measured, with their batch: 128x16,256x4.
         compiled, tiny: options of `train pixel`.
@@ -56,18 +56,18 @@ class Settings:
 
     small: int = 32
     small_batch: int = 256
-    small_seconds: float = 280.0
+    small_seconds: float = 240.0
     small_rate: float = 4e-4
     size: int = 64
     batch: int = 64
-    seconds: float = 100.0
+    seconds: float = 90.0
     rate: float = 2e-4
     large: int = 128
     large_batch: int = 16
     large_seconds: float = 60.0
     attention: tuple[str, ...] = ("loglinear", "gated", "linear")
     ablations: tuple[str, ...] = tuple(ABLATIONS)
-    pictures: int = 1000
+    pictures: int = 1024
     sheet: int = 16
     benchmarks: tuple[str, ...] = ("128x16", "256x4")
     compiled: bool = True
@@ -274,7 +274,10 @@ class Plan:
             sample = ["sample", "--weights", str(weights), "--out", str(images), "--json", str(made)]
             sample += ["--num", str(self.settings.pictures), "--minutes", str(minutes), "--batch", "64"]
             measure = ["quality", str(images), str(self.statistics), "--json", str(report), *self.features()]
-            return [[[*sample, *self.data()], *([measure] if self.statistics.exists() else [])]]
+            rest = [measure] if self.statistics.exists() else []
+            plain = [*sample, *self.data()]
+            compiled = ["--compile"] if self.settings.compiled else []
+            return [[[*plain, *compiled], *rest], [plain, *rest]]
 
         def is_done() -> bool:
             """Where photographs could not be measured, there are pictures to look at, and a loss."""

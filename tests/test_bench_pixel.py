@@ -30,6 +30,12 @@ def test_every_attention_is_timed_in_one_run() -> None:
     assert "1.00x" in shown  # full over itself
 
 
+def test_full_attention_is_timed_with_each_kernel_of_torch() -> None:
+    bench = pixel.PixelBench(TASK, CPU, EFFORT, ("math", "flash"))
+    results = bench.run([Variant("full", "full")], lambda _: None)
+    assert [(result.name, result.status) for result in results] == [("full, math", "ok"), ("full, flash", "ok")]
+
+
 def test_what_breaks_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = PixelTraining.loss
 
@@ -62,7 +68,7 @@ def test_a_wrong_model_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "pixel", "--tiny", "--size", "16", "--batch", "1", "--rounds", "2", "--device", "cpu"]
-    words += ["--attention", "full,loglinear:topk=2"]
+    words += ["--attention", "full,loglinear:topk=2", "--dense-kernels", "math"]
     assert main([*words, "--dry-run"]) == 0
     assert "training steps at 16 px, 256 tokens x 1 on" in capsys.readouterr().out
     assert main([*words, "--json", str(tmp_path / "pixel.json")]) == 0
@@ -71,6 +77,7 @@ def test_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureF
     assert document["benchmark"] == "pixel"
     assert document["task"]["tokens_per_step"] == 256
     assert [record["fields"] for record in document["results"]] == [{}, {"topk": 2}]
+    assert [record["dense_kernel"] for record in document["results"]] == ["math", None]
     assert all(record["tokens_per_second"] > 0 for record in document["results"])
 
 

@@ -1,6 +1,7 @@
 """Training on pixels: real photographs, noise that grows with the size, exact resumption, the commands around it."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from nearfield.bench.pixel_cases import ATTENTION
 from nearfield.demo.pixel import PixelConfig, PixelTransformer, load_pixel_model
 from nearfield.demo.storage import BadFile, write_tensors
 from nearfield.training.data import Pixels, pictures, read_pixels
-from nearfield.training.loop import LOG, Diverged, Schedule
-from nearfield.training.pixel import PixelRecipe, PixelTraining
+from nearfield.training.loop import LOG, Diverged, Draws, Schedule
+from nearfield.training.pixel import _EVALUATION, PixelRecipe, PixelTraining, evaluated_loss
 from nearfield.training.runs import MODEL
 
 SIZE = 16
@@ -135,6 +136,19 @@ def test_speed_sheets_and_the_model_are_written(pixels: Pixels, tmp_path: Path) 
         assert sheet.size == (SIZE, 2 * SIZE + 4)
 
 
+def test_a_better_model_has_less_loss_on_the_same_draws(pixels: Pixels, tmp_path: Path) -> None:
+    run = training(pixels, tmp_path, 30)
+    before = evaluated_loss(run.model, pixels, 24)
+    assert before == evaluated_loss(run.model, pixels, 24)
+    # A new model gives no velocity: what is left are the squares of noise and pictures.
+    draws = Draws(_EVALUATION, torch.device("cpu"))
+    noises = [torch.randn(1, 3, SIZE, SIZE, generator=draws.generator(number)) for number in range(24)]
+    clean = [pixels.take(draws.indices(number, 0, 1, 1, 12)) for number in range(24)]
+    assert before == pytest.approx(float((torch.cat(noises) - torch.cat(clean)).square().mean()), rel=1e-5)
+    run.run()
+    assert evaluated_loss(run.model, pixels, 24) < 0.9 * before
+
+
 def test_other_settings_are_refused(pixels: Pixels, tmp_path: Path) -> None:
     training(pixels, tmp_path, 1).run()
     with pytest.raises(BadFile, match="was made with batch = 4, not 2; resume with the same settings"):
@@ -182,7 +196,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> st
     return captured.out if code == 0 else captured.err
 
 
-def test_train_and_sample(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_train_and_sample(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     train = [
         "train",
         "pixel",
@@ -227,6 +243,18 @@ def test_train_and_sample(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "5 of 5 are there" in printed
     assert files[3].read_bytes() == kept
     assert json.loads((tmp_path / "sample.json").read_text())["pictures_of_this_run"] == 2
+
+    measure = [*sample, "--compile", "--data", CATS, "--pixels", tmp_path, "--json", tmp_path / "loss.json"]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    files[0].unlink()
+    printed = run(capsys, *measure)
+    torch._dynamo.reset()
+    loss = json.loads((tmp_path / "loss.json").read_text())["loss"]
+    assert f"loss with {CATS}: {loss:.5f}" in printed
+    model, _ = load_pixel_model(tmp_path / "a" / MODEL)
+    known = read_pixels(pictures(CATS), tmp_path, SIZE)
+    assert loss == pytest.approx(evaluated_loss(model, known, 12, batch=5), rel=1e-5)
     error = run(capsys, *sample, "--seed", 1, code=2)
     assert "`--out` must hold pictures of the same settings, or none; got" in error
     assert "made with seed = 0 instead of 1. Name another folder." in error

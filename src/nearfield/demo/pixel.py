@@ -322,6 +322,7 @@ def sample(
 
     Args:
         size: pixels per side, or (height, width); by default what the model was trained at.
+        body: what to call in the place of the model's: the same, compiled.
     """
     check_int("steps", steps, at_least=1)
     size = model.config.size if size is None else size

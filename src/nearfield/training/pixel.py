@@ -110,7 +110,8 @@ class PixelTraining(TrainingRun):
         parts = self.loop.schedule.parts
         indices = self._draws.indices(step, part, self.recipe.batch, parts, len(self.pixels))
         clean = self.pixels.take(indices).to(self.device)
-        return _velocity_error(self.model, clean, self._draws.generator(step, part), self._body)
+        noise, level = _drawn(clean.shape, self._draws.generator(step, part))
+        return _velocity_error(self.model, clean, noise, level, self._body)
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         save_pixel_model(path, self.model, facts, self.recipe.packing)
@@ -123,33 +124,41 @@ class PixelTraining(TrainingRun):
         return torch.cat([sample(self.model, group, steps=steps) for group in groups])
 
 
+def _drawn(shape: torch.Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noise for pictures of a shape, as strong as their size asks, and their levels."""
+    noise = torch.randn(shape, generator=generator, device=generator.device)
+    level = torch.rand(shape[0], generator=generator, device=generator.device)
+    return noise * noise_scale(*shape[2:]), level
+
+
 def _velocity_error(
-    model: PixelTransformer, clean: Tensor, generator: torch.Generator, body: Any = None
+    model: PixelTransformer, clean: Tensor, noise: Tensor, level: Tensor, body: Any = None
 ) -> Tensor:
-    """The mean squared error of the velocity at pictures with noise of random levels."""
-    noise = torch.randn(clean.shape, generator=generator, device=clean.device)
-    noise *= noise_scale(*clean.shape[2:])
-    level = torch.rand(len(clean), generator=generator, device=clean.device)
+    """The mean squared error of the velocity at pictures with noise."""
     with precision(clean.device):
         velocity = model(mixed(clean, noise, level), level, body)
     return mse_loss(velocity.float(), noise - clean)
 
 
 @torch.no_grad()
-def evaluated_loss(model: PixelTransformer, pixels: Pixels, num: int, *, batch: int = 64) -> float:
-    """The loss of a model with the first `num` pictures in an order, noise and levels that are the same for all models.
+def evaluated_loss(model: PixelTransformer, pixels: Pixels, num: int, *, batch: int = 16) -> float:
+    """The mean loss of a model over `num` pictures, with noise and levels that are the same for all models.
 
     So models can be compared by far smaller differences than by the losses of their last steps.
+
+    Args:
+        batch: pictures at a time; what is drawn for a picture does not depend on it.
     """
     check_int("num", num, at_least=1)
     device = next(model.parameters()).device
-    draws = Draws(_EVALUATION, device)
+    draws = Draws(_EVALUATION, torch.device("cpu"))
     total = 0.0
-    for step, first in enumerate(range(0, num, batch)):
-        few = min(batch, num - first)
-        indices = torch.cat([draws.indices(first + place, 0, 1, 1, len(pixels)) for place in range(few)])
+    for numbers in torch.arange(num).split(batch):
+        indices = torch.cat([draws.indices(number, 0, 1, 1, len(pixels)) for number in numbers.tolist()])
         clean = pixels.take(indices).to(device)
-        total += few * float(_velocity_error(model, clean, draws.generator(step)))
+        drawn = [_drawn(clean[:1].shape, draws.generator(number)) for number in numbers.tolist()]
+        noise, level = (torch.cat(parts).to(device) for parts in zip(*drawn, strict=True))
+        total += len(numbers) * float(_velocity_error(model, clean, noise, level))
     return total / num
 
 
