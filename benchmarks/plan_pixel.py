@@ -15,16 +15,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+BEGUN = time.monotonic()  # importing takes seconds, too
 
-from nearfield import cli
-from nearfield._files import write_json
+import torch  # noqa: E402
+
+from nearfield import cli  # noqa: E402
+from nearfield._files import write_json  # noqa: E402
 
 STARTING, ENDING = 20.0, 15.0  # seconds from a fork to the first step, and from the last step to the end
 ABLATIONS = {
@@ -108,12 +110,21 @@ class Part(NamedTuple):
         is_done: looks for its result.
         chains: makes its commands, for so many minutes; further ones for when the first broke.
         least: seconds below which it is not begun; parts that cannot go on later need all of their time.
+        needs: files without which it is not begun.
+        cost: seconds of the GPU, where several share it.
+        most: seconds after which it must have hung.
     """
 
     name: str
     is_done: Callable[[], bool]
     chains: Callable[[float], list[Chain]]
     least: float = 60.0
+    needs: tuple[Path, ...] = ()
+    cost: float = 0.0
+    most: float = float("inf")
+
+    def can_begin(self, seconds: float) -> bool:
+        return seconds >= self.least and all(path.exists() for path in self.needs)
 
 
 @dataclass
@@ -181,7 +192,7 @@ class Plan:
                 command += ["--dense-kernels", self.dense_kernel()]
             return [[command]]
 
-        return Part(f"bench-{size}", report.exists, chains, least=30 if self.settings.tiny else 130)
+        return Part(f"bench-{size}", report.exists, chains, least=30 if self.settings.tiny else 130, most=300)
 
     def pretraining(self) -> Part:
         settings = self.settings
@@ -238,7 +249,7 @@ class Plan:
                 "--minutes",
                 str(minutes),
             ]
-            command += ["--checkpoint-seconds", "1e6", "--sample-seconds", "1e6", "--resume"]
+            command += ["--checkpoint-seconds", "100", "--sample-seconds", "1e6", "--resume"]
             command += ["--samples", str(self.settings.sheet)]
             command += ["--json", str(folder / "last.json"), *(["--init", str(start)] if start else [])]
             kernel = ["--dense-kernel", self.dense_kernel()] if "full" in attention else []
@@ -246,7 +257,8 @@ class Plan:
             return [[[*command, *kernel, *self.switches()]], [plain]]
 
         kept = [folder / f"model-{mark}.safetensors" for mark in marks]
-        return Part(f"train-{run}", lambda: all(path.exists() for path in kept), chains)
+        needs = () if start is None else (start,)
+        return Part(f"train-{run}", lambda: all(path.exists() for path in kept), chains, needs=needs)
 
     def photographs(self) -> list[Part]:
         if not self.settings.pictures:
@@ -283,7 +295,14 @@ class Plan:
             """Where photographs could not be measured, there are pictures to look at, and a loss."""
             return report.exists() or (not self.statistics.exists() and _is_complete(made))
 
-        return Part(f"pictures-{name}", is_done, chains, least=30)
+        return Part(
+            f"pictures-{name}",
+            is_done,
+            chains,
+            least=40,
+            needs=(weights,),
+            cost=0.025 * self.settings.pictures,
+        )
 
     # -- what commands share -------------------------------------------------------------------------------------
 
@@ -327,19 +346,29 @@ class Plan:
     def carry_out(self) -> bool:
         """Do what there is time for; returns whether that was everything."""
         for group in self.groups():
-            waiting = [part for part in group if not self.is_settled(part)]
-            left = self.ends - time.monotonic()
-            begun = [part for part in waiting if left >= part.least]
-            if len(begun) < len(waiting) and any(part.name.startswith("train-") for part in waiting):
+            while begun := self._startable(group):
+                self._side_by_side(begun, self.left)
+            is_unfinished = any(not self.is_settled(part) for part in group)
+            if is_unfinished and any(part.name.startswith("train-") for part in group):
                 break  # what follows compares what this one trains
-            while begun and (left := self.ends - time.monotonic()) > STARTING + ENDING:
-                self._side_by_side(begun, left)
-                begun = [
-                    part
-                    for part in begun
-                    if self.record(part).status == "broke" and not self.is_settled(part)
-                ]
         return all(self.is_settled(part) for group in self.groups() for part in group)
+
+    @property
+    def left(self) -> float:
+        """Seconds in which parts may run."""
+        return self.ends - time.monotonic()
+
+    def _startable(self, group: Sequence[Part]) -> list[Part]:
+        """Parts to begin now: not so many side by side that none would end in time."""
+        if self.left < STARTING + ENDING:
+            return []
+        begun: list[Part] = []
+        for part in group:
+            cost = sum(other.cost for other in begun) + part.cost
+            fits = not begun or cost <= self.left - STARTING - ENDING
+            if fits and not self.is_settled(part) and part.can_begin(self.left):
+                begun.append(part)
+        return begun
 
     def is_settled(self, part: Part) -> bool:
         record = self.record(part)
@@ -352,7 +381,7 @@ class Plan:
 
     def _side_by_side(self, parts: Sequence[Part], left: float) -> None:
         started = time.monotonic()
-        running = {}
+        running: dict[int, Part] = {}
         for part in parts:
             chains = part.chains(max(1.0, left - STARTING - ENDING) / 60)
             chain = chains[min(self.record(part).broke, len(chains) - 1)]
@@ -361,7 +390,12 @@ class Plan:
             running[_forked(chain, printed, max(1, torch.get_num_threads() // len(parts)))] = part
         try:
             while running:
-                for child, code in _ended(running, self.ends + ENDING - time.monotonic()):
+                last = self.ends + ENDING
+                patience = {
+                    child: min(last, started + part.most) - time.monotonic()
+                    for child, part in running.items()
+                }
+                for child, code in _ended(patience):
                     part = running.pop(child)
                     self._note(part, code, time.monotonic() - started)
         finally:
@@ -371,8 +405,9 @@ class Plan:
     def _note(self, part: Part, code: int, seconds: float) -> None:
         record = self.record(part)
         record.seconds += seconds
-        is_late = time.monotonic() > self.ends  # then it was asked to stop
-        record.status = "done" if part.is_done() else "going on" if code == cli.OK or is_late else "broke"
+        # Whoever ends early without a result, or with an error before it was asked to stop, would do so again.
+        ran_out = self.left < 0 or (code == cli.OK and self.left < 2 * (STARTING + ENDING))
+        record.status = "done" if part.is_done() else "going on" if ran_out else "broke"
         record.broke += record.status == "broke"
         print(f"  {part.name}: {record.status} after {seconds:.0f} s", flush=True)
         if record.status == "broke":
@@ -423,10 +458,14 @@ def _is_complete(report: Path) -> bool:
     return known is not None and known["missing"] == 0
 
 
-def _ended(children: dict[int, Any], patience: float) -> list[tuple[int, int]]:
-    """Children that have ended, with their codes. Whoever is late is asked to stop, then made to."""
+def _ended(children: Mapping[int, float]) -> list[tuple[int, int]]:
+    """Children that have ended, with their codes; whoever has no more time is asked to stop, then made to.
+
+    Args:
+        children: the seconds that each has left.
+    """
     found = []
-    for child in list(children):
+    for child, patience in children.items():
         number, status = os.waitpid(child, os.WNOHANG)
         if number:
             found.append((child, os.waitstatus_to_exitcode(status)))
@@ -434,7 +473,7 @@ def _ended(children: dict[int, Any], patience: float) -> list[tuple[int, int]]:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL if patience < -ENDING else signal.SIGTERM)
     if not found:
-        time.sleep(0.1 if patience >= 0 else 1.0)
+        time.sleep(0.1 if min(children.values()) >= 0 else 1.0)
     return found
 
 
@@ -455,9 +494,8 @@ def _import_everything() -> None:
 def main(words: Sequence[str]) -> int:
     if len(words) < 2:
         sys.exit(__doc__)
-    started = time.monotonic()
     state, minutes = Path(words[0]), float(words[1])
-    plan = Plan(state, Settings.read(words[2:]), started + 60 * minutes - ENDING)
+    plan = Plan(state, Settings.read(words[2:]), BEGUN + 60 * minutes - ENDING)
     _import_everything()
     is_everything = plan.carry_out()
     plan.write()

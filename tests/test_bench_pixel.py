@@ -33,7 +33,10 @@ def test_every_attention_is_timed_in_one_run() -> None:
 def test_full_attention_is_timed_with_each_kernel_of_torch() -> None:
     bench = pixel.PixelBench(TASK, CPU, EFFORT, ("math", "flash"))
     results = bench.run([Variant("full", "full")], lambda _: None)
-    assert [(result.name, result.status) for result in results] == [("full, math", "ok"), ("full, flash", "ok")]
+    assert [(result.name, result.status) for result in results] == [
+        ("full, math", "ok"),
+        ("full, flash", "ok"),
+    ]
 
 
 def test_what_breaks_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

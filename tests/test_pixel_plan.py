@@ -114,11 +114,6 @@ def test_what_is_done_is_not_done_again(carried: Carried, tmp_path: Path) -> Non
     begun = [line.split("] ")[1] for line in printed.splitlines() if " s left] " in line]
     assert begun == ["pictures-12-loglinear-seconds"]
     assert (state / "runs" / "12-loglinear" / "log.jsonl").read_bytes() == before
-    # Nothing is begun that there is no time for.
-    shutil.rmtree(state / "runs" / "12-full")
-    printed = script("plan", state, 1, *SETTINGS.split())
-    assert "s left]" not in printed
-    assert printed.strip().endswith("time is up; the same call goes on")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +134,26 @@ def test_wrong_settings_are_named(word: str, message: str, monkeypatch: pytest.M
     assert str(ended.value).startswith(message)
 
 
+def test_nothing_is_begun_without_time_or_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import plan_pixel
+
+    def refused(*_: object) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(plan_pixel, "_forked", refused)
+    settings = plan_pixel.Settings.read(SETTINGS.split())
+    assert not plan_pixel.Plan(tmp_path, settings, plan_pixel.time.monotonic() + 20).carry_out()
+    pictures = plan_pixel.Plan(tmp_path, settings, 0.0).sampled("12-full", "steps")
+    assert not pictures.can_begin(1000)
+    (tmp_path / "runs" / "12-full").mkdir(parents=True)
+    (tmp_path / "runs" / "12-full" / "model-seconds.safetensors").touch()
+    assert pictures.can_begin(1000)
+    assert not pictures.can_begin(20)
+
+
 def test_parts_that_break_are_tried_in_another_way_and_then_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,12 +168,24 @@ def test_parts_that_break_are_tried_in_another_way_and_then_left(
         return len(tried)
 
     monkeypatch.setattr(plan_pixel, "_forked", forked)
-    monkeypatch.setattr(plan_pixel, "_ended", lambda running, _: [(child, 1) for child in list(running)])
+    monkeypatch.setattr(plan_pixel, "_ended", lambda children: [(child, 1) for child in children])
     part = plan.pretraining()
     monkeypatch.setattr(plan, "groups", lambda: iter([[part]]))
     assert plan.carry_out()  # nothing is left that could be done
     assert ["--compile" in words for words in tried] == [True, False]
     assert plan.records[part.name].broke == 2
+
+
+def test_who_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import plan_pixel
+
+    hanging = subprocess.Popen(["sleep", "60"])
+    child = hanging.pid
+    assert plan_pixel._ended({child: 5.0}) == []
+    assert plan_pixel._ended({child: -1.0}) == []
+    assert plan_pixel._ended({child: 5.0}) == [(child, -15)]
+    hanging.returncode = -15  # waited for above
 
 
 def test_what_travels_is_small_and_shows_everything(archive: Path) -> None:

@@ -77,10 +77,11 @@ class Run(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """All that was collected."""
+    """All that was collected: settings and parts are the plan's."""
 
     folder: Path
     settings: dict[str, Any]
+    parts: dict[str, Any]
     runs: list[Run]
     benchmarks: list[dict[str, Any]]
 
@@ -123,7 +124,7 @@ def read_folder(folder: Path) -> Collected:
     benchmarks = [
         _read(path) for path in sorted((folder / "bench").glob("*.json"), key=lambda path: int(path.stem))
     ]
-    return Collected(folder, plan["settings"], runs, benchmarks)
+    return Collected(folder, plan["settings"], plan["parts"], runs, benchmarks)
 
 
 def _run(folder: Path, place: Path) -> Run:
@@ -167,6 +168,7 @@ def as_json(collected: Collected) -> dict[str, Any]:
         "benchmark": "pixel-training",
         "machine": next((run.last["machine"] for run in collected.runs if run.last), {}),
         "settings": collected.settings,
+        "parts": collected.parts,
         "throughput": [_throughput(benchmark) for benchmark in collected.benchmarks],
         "results": [_record(run, collected.full(run.size)) for run in collected.runs],
     }
@@ -177,6 +179,7 @@ def _throughput(benchmark: dict[str, Any]) -> dict[str, Any]:
         "name",
         "attention",
         "status",
+        "note",
         "milliseconds",
         "tokens_per_second",
         "over_full",
