@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = {"start.md": "README.md"} | {
     name: name for name in ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")
 }
-SHOWN = ("examples/*.py", "examples/*.ipynb", "benchmarks/*.sh", "LICENSE")
+SHOWN = ("examples/*.py", "examples/*.ipynb", "benchmarks/*.sh", "benchmarks/*.py", "LICENSE")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 ROW = re.compile(r"^\| \[([^]]+)\]\(([^)]+\.md)\)", re.MULTILINE)
 

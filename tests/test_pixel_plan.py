@@ -233,6 +233,7 @@ def test_results_become_tables_and_pictures(
     assert text.count("| training speed |") == 1
     assert f"| {full['equal_samples']['fid']:.1f} |" in text
     assert "](images/loss.png)" in text
+    assert "[results.json](../results.json)" in text
     assert "FID and KID: 40 pictures, 20 steps, against 40 photographs." in " ".join(text.split())
     with Image.open(files["--plot"]) as losses, Image.open(files["--sheet"]) as sheet:
         assert losses.width > 1000

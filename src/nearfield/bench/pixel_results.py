@@ -239,14 +239,21 @@ def tables(document: dict[str, Any]) -> str:
     )
 
 
-def markdown(document: dict[str, Any], pictures: Mapping[str, str] | None = None) -> str:
-    """The same for a page, with how it came about, and pictures by what they show and where they are."""
+def markdown(
+    document: dict[str, Any], pictures: Mapping[str, str] | None = None, source: str | None = None
+) -> str:
+    """The same for a page, with how it came about.
+
+    Args:
+        pictures: what they show, and where they are.
+        source: where the document is.
+    """
     parts = [_markdown(rows) for rows in (_speed_rows(document), _quality_rows(document)) if len(rows) > 1]
     shown = [f"![{words}]({place})" for words, place in (pictures or {}).items()]
-    return "\n\n".join([_circumstances(document), *parts, *shown])
+    return "\n\n".join([_circumstances(document, source), *parts, *shown])
 
 
-def _circumstances(document: dict[str, Any]) -> str:
+def _circumstances(document: dict[str, Any], source: str | None) -> str:
     settings, machine = document["settings"], document["machine"]
     processors = [gpu["name"] for gpu in machine.get("gpus", ())] or [
         machine.get("cpu", {}).get("name", "unknown")
@@ -260,6 +267,8 @@ def _circumstances(document: dict[str, Any]) -> str:
         " the others until they have made as many steps (equal samples) and taken as long (equal time).",
         "Loss: of the averaged model, with 1,024 photographs, noise and levels that are the same for all.",
     ]
+    if source is not None:
+        sentences.append(f"All figures: [{Path(source).name}]({source}).")
     for images, references in counts.items():
         sentences.append(f"FID and KID: {images:,} pictures, 20 steps, against {references:,} photographs.")
     return fill(" ".join(sentences), 118)

@@ -132,12 +132,11 @@ def _places_of_pictures(arguments: argparse.Namespace) -> dict[str, str]:
         "Loss against pictures and time, and over full attention's": arguments.plot,
         "The first pictures of every model": arguments.sheet,
     }
-    folder = arguments.page.resolve().parent
-    return {
-        words: Path(os.path.relpath(path.resolve(), folder)).as_posix()
-        for words, path in made.items()
-        if path is not None
-    }
+    return {words: _seen_from(arguments.page, path) for words, path in made.items() if path is not None}
+
+
+def _seen_from(page: Path, path: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), page.resolve().parent)).as_posix()
 
 
 def _show_results(arguments: argparse.Namespace) -> int:
@@ -162,7 +161,8 @@ def _show_results(arguments: argparse.Namespace) -> int:
                     arguments.sheet: lambda path: pixel_results.write_sheet(path, collected),
                 }
                 if arguments.page is not None:
-                    results = pixel_results.markdown(document, _places_of_pictures(arguments))
+                    source = arguments.json and _seen_from(arguments.page, arguments.json)
+                    results = pixel_results.markdown(document, _places_of_pictures(arguments), source)
                     page = pixel_results.put_into(arguments.page.read_text(encoding="utf-8"), results)
                     writers[arguments.page] = lambda path: replace_file(
                         path, lambda part: part.write_text(page, encoding="utf-8")
