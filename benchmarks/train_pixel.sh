@@ -89,7 +89,8 @@ start)
     ;;
 plan)
     [ $# -ge 1 ] || usage
-    "$python" benchmarks/plan_pixel.py "$state" "$@"
+    # Asked in the usual way whether there is a GPU, a process could not fork any more.
+    PYTORCH_NVML_BASED_CUDA_CHECK=1 "$python" benchmarks/plan_pixel.py "$state" "$@"
     ;;
 publish)
     [ $# -eq 0 ] || usage

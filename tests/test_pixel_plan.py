@@ -17,6 +17,7 @@ from tests.cats import CATS
 from nearfield import cli
 from nearfield.bench import pixel_results
 from nearfield.quality import Statistics
+from nearfield.studio import results
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "train_pixel.sh"
@@ -238,6 +239,17 @@ def test_results_become_tables_and_pictures(
     with Image.open(files["--plot"]) as losses, Image.open(files["--sheet"]) as sheet:
         assert losses.width > 1000
         assert sheet.height > 3 * 2 * 12
+
+
+def test_the_studio_shows_them(archive: Path, tmp_path: Path) -> None:
+    assert cli.main(["bench", "pixel", "--results", str(archive), "--json", str(tmp_path / "mine.json")]) == 0
+    shown = results.read("mine", tmp_path)
+    assert shown.headings[-2:] == ["equal time loss", "equal time fid"]
+    assert [row[0] for row in shown.rows][:2] == ["full", "full"]
+    assert shown.draw is not None
+    shown.draw(tmp_path / "mine.png")
+    with Image.open(tmp_path / "mine.png") as picture:
+        assert picture.width > 1000
 
 
 def test_curves_are_means_of_stretches() -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from nearfield.bench.report import COMMITTED
 from nearfield.plots.bars import attend_bars, hilbert_bars, model_bars
 from nearfield.plots.fronts import pareto_panels, quality_front
-from nearfield.plots.lines import fidelity_lines, recall_lines, scaling_lines
+from nearfield.plots.lines import fidelity_lines, loss_lines, recall_lines, scaling_lines
 from nearfield.quality.results import QualityRow, read_rows
 
 RESULTS = COMMITTED
@@ -29,6 +29,8 @@ _COLUMNS = {
               "ceiling", "target", "target_reached"),
     "bench retrieval": ("selector", "ratio", "questions", "divergence.mean", "divergence.low", "divergence.high",
                         "agreement.mean"),
+    "pixel-training": ("name", "size", "steps", "seconds", "tokens_per_second", "equal_samples.loss",
+                       "equal_samples.fid", "equal_time.loss", "equal_time.fid"),
 }  # fmt: skip
 
 
@@ -122,6 +124,7 @@ def _drawing(kind: str, path: Path, document: dict[str, Any], machine: str) -> C
         "pareto": lambda out: pareto_panels(out, records, f"Methods of nearfield on {machine}"),
         "recall": lambda out: recall_lines(out, records, document["source"]["kind"]),
         "scaling": lambda out: scaling_lines(out, records),
+        "pixel-training": lambda out: loss_lines(out, records, f"Training on pixels, {machine}"),
     }
     if kind == "quality":
         rows: list[QualityRow] = read_rows(path)
