@@ -241,6 +241,23 @@ def test_results_become_tables_and_pictures(
         assert sheet.height > 3 * 2 * 12
 
 
+def test_what_there_is_of_a_first_slice_is_shown(
+    carried: Carried, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plan.json", "bench", "runs/8-full"):
+        source, place = carried.state / name, tmp_path / "state" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, place)
+    page = tmp_path / "page.md"
+    page.write_text(f"{pixel_results.BEGIN}{pixel_results.END}")
+    words = f"--plot {tmp_path}/loss.png --sheet {tmp_path}/sheet.png --page {page}".split()
+    assert cli.main(["bench", "pixel", "--results", str(tmp_path / "state"), *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("nothing to draw for ") == 2
+    assert "training speed" in captured.out
+    assert "![" not in page.read_text()
+
+
 def test_the_studio_shows_them(archive: Path, tmp_path: Path) -> None:
     assert cli.main(["bench", "pixel", "--results", str(archive), "--json", str(tmp_path / "mine.json")]) == 0
     shown = results.read("mine", tmp_path)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nearfield.bench.report import table
-from nearfield.demo.pictures import Row, write_rows
+from nearfield.demo.pictures import Row
 from nearfield.quality.images import open_images
 
 NAMES = {
@@ -350,8 +350,8 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 # -- pictures ------------------------------------------------------------------------------------------------------
 
 
-def write_sheet(path: Path, collected: Collected) -> bool:
-    """The first pictures of every model that was kept at equal samples, of one noise; False where there are none."""
+def sheet_rows(collected: Collected) -> list[Row]:
+    """The first pictures of every model that was kept at equal samples, of one noise."""
     rows = []
     for run in collected.compared:
         folder = collected.folder / "samples" / f"{run.name}-steps"
@@ -361,9 +361,7 @@ def write_sheet(path: Path, collected: Collected) -> bool:
             larger = 2 if run.size < _WIDE else 1
             pixels = pixels.repeat_interleave(larger, 1).repeat_interleave(larger, 2)
             rows.append(Row(run.words, _sheet_words(run.kept["steps"]), pixels))
-    if rows:
-        write_rows(path, rows)
-    return bool(rows)
+    return rows
 
 
 def _sheet_words(kept: dict[str, Any]) -> str:

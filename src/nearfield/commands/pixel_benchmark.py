@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,19 +128,6 @@ def _bench_pixel(arguments: argparse.Namespace) -> int:
     return verdict(results, write_reports(document, arguments.json))
 
 
-def _places_of_pictures(arguments: argparse.Namespace) -> dict[str, str]:
-    """Pictures that are made along with a page, as seen from there."""
-    made = {
-        "Loss against pictures and time, and over full attention's": arguments.plot,
-        "The first pictures of every model": arguments.sheet,
-    }
-    return {words: _seen_from(arguments.page, path) for words, path in made.items() if path is not None}
-
-
-def _seen_from(page: Path, path: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), page.resolve().parent)).as_posix()
-
-
 def _show_results(arguments: argparse.Namespace) -> int:
     """Tables of what was trained elsewhere, as JSON, on a page, and as pictures."""
     if not arguments.results.exists():
@@ -149,25 +138,58 @@ def _show_results(arguments: argparse.Namespace) -> int:
     with missing_extras_told():
         from nearfield._files import replace_file, write_json
         from nearfield.bench import pixel_results
-        from nearfield.plots.lines import loss_lines
 
         try:
             with pixel_results.opened(arguments.results) as collected:
                 document = pixel_results.as_json(collected)
                 print(pixel_results.tables(document))
-                writers = {
-                    arguments.json: lambda path: write_json(path, document),
-                    arguments.plot: lambda path: loss_lines(path, document["results"]),
-                    arguments.sheet: lambda path: pixel_results.write_sheet(path, collected),
-                }
+                writers = _drawings(arguments, collected, document["results"])
                 if arguments.page is not None:
-                    source = arguments.json and _seen_from(arguments.page, arguments.json)
-                    results = pixel_results.markdown(document, _places_of_pictures(arguments), source)
-                    page = pixel_results.put_into(arguments.page.read_text(encoding="utf-8"), results)
+                    page = _page_with(arguments, document, list(writers))
                     writers[arguments.page] = lambda path: replace_file(
                         path, lambda part: part.write_text(page, encoding="utf-8")
                     )
-                written = write_all({path: write for path, write in writers.items() if path is not None})
+                if arguments.json is not None:
+                    writers[arguments.json] = lambda path: write_json(path, document)
+                written = write_all(writers)
         except pixel_results.BadResults as error:
             raise UsageError(f"`--results` cannot be used: {error}.") from None
     return OK if written else FAILED
+
+
+def _drawings(
+    arguments: argparse.Namespace, collected: Any, records: list[dict[str, Any]]
+) -> dict[Path, Callable[[Path], object]]:
+    """What draws the pictures that were asked for, as far as there is something to draw."""
+    from nearfield.bench.pixel_results import sheet_rows
+    from nearfield.demo.pictures import write_rows
+    from nearfield.plots.lines import loss_lines
+
+    rows = sheet_rows(collected) if arguments.sheet is not None else []
+    sizes = [record["size"] for record in records if record["curve"]]
+    found: dict[Path, Callable[[Path], object]] = {}
+    if arguments.plot is not None and len(set(sizes)) < len(sizes):
+        found[arguments.plot] = lambda path: loss_lines(path, records)
+    if rows:
+        found[arguments.sheet] = lambda path: write_rows(path, rows)
+    for path in (arguments.plot, arguments.sheet):
+        if path is not None and path not in found:
+            print(f"nothing to draw for {path}: no two runs, or no pictures, were collected", file=sys.stderr)
+    return found
+
+
+def _page_with(arguments: argparse.Namespace, document: dict[str, Any], drawn: list[Path]) -> str:
+    """The page with tables, and with pictures that are made along with it."""
+    from nearfield.bench.pixel_results import markdown, put_into
+
+    words = {
+        arguments.plot: "Loss against pictures and time, and over full attention's",
+        arguments.sheet: "The first pictures of every model",
+    }
+    pictures = {words[path]: _seen_from(arguments.page, path) for path in drawn}
+    source = None if arguments.json is None else _seen_from(arguments.page, arguments.json)
+    return put_into(arguments.page.read_text(encoding="utf-8"), markdown(document, pictures, source))
+
+
+def _seen_from(page: Path, path: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), page.resolve().parent)).as_posix()
