@@ -154,24 +154,18 @@ class Plan:
     def groups(self) -> Iterator[list[Part]]:
         """Parts that run side by side, group after group, the most important first."""
         settings = self.settings
-        first, *others = settings.benchmarks or ("",)
         full, sparse = self.run("full"), [self.run(name) for name in settings.attention]
-        if first:
-            yield [self.speed(first)]
-        yield [self.pretraining(), *self.photographs()]
-        for group in (sparse[:1], sparse[1:]):
-            runs = [full, *group] if group == sparse[:1] else group
-            yield from ([self.training(run)] for run in runs)
-            yield from self.pictures(
-                [(run, "steps") for run in runs] + [(run, "seconds") for run in group[:1]]
-            )
-            if group == sparse[:1]:
-                yield from ([self.speed(words)] for words in others)
         ablations = [self.run(name) for name in settings.ablations]
+        first, rest = sparse[:1], sparse[1:]
+        yield from ([self.speed(words)] for words in settings.benchmarks[:1])
+        yield [self.pretraining(), *self.photographs()]
+        yield from ([self.training(run)] for run in (full, *first))
+        yield from self.pictures([full, *first], first)
+        yield from ([self.speed(words)] for words in settings.benchmarks[1:])
+        yield from ([self.training(run)] for run in rest)
+        yield from self.pictures(rest, [])
         yield from ([self.training(run)] for run in ablations)
-        yield from self.pictures(
-            [(run, "steps") for run in ablations] + [(run, "seconds") for run in sparse[1:]]
-        )
+        yield from self.pictures(ablations, rest)
         if settings.large:
             yield from ([self.large(name)] for name in ("loglinear", "full"))
 
@@ -273,9 +267,10 @@ class Plan:
         command = ["quality", str(self.state / "photographs"), "--save", str(statistics), *self.features()]
         return [Part("photographs", statistics.exists, lambda _: [[command]])]
 
-    def pictures(self, models: Sequence[tuple[str, str]]) -> Iterator[list[Part]]:
-        """Pictures of kept models, and their distance to the photographs."""
+    def pictures(self, of_steps: Sequence[str], of_seconds: Sequence[str]) -> Iterator[list[Part]]:
+        """Pictures of models that were kept at equal steps and at equal time, and their distance to the photographs."""
         if self.settings.pictures:
+            models = [(run, "steps") for run in of_steps] + [(run, "seconds") for run in of_seconds]
             yield [self.sampled(*model) for model in models]
 
     def sampled(self, run: str, mark: str) -> Part:

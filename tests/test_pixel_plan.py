@@ -15,6 +15,7 @@ from PIL import Image
 from tests.cats import CATS
 
 from nearfield import cli
+from nearfield._files import write_json
 from nearfield.bench import pixel_results
 from nearfield.quality import Statistics
 from nearfield.studio import results
@@ -133,6 +134,32 @@ def test_wrong_settings_are_named(word: str, message: str, monkeypatch: pytest.M
     with pytest.raises(SystemExit) as ended:
         plan_pixel.Settings.read([word])
     assert str(ended.value).startswith(message)
+
+
+@pytest.mark.parametrize("is_full_trained", [True, False])
+def test_commands_of_the_whole_plan_are_understood(
+    is_full_trained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the real sizes, which are run on a GPU alone."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import plan_pixel
+
+    if is_full_trained:
+        write_json(tmp_path / "runs" / "64-full" / "last.json", {"step": 300})
+        (tmp_path / "quality").mkdir()
+        (tmp_path / "quality" / "photographs-64.safetensors").touch()
+    plan = plan_pixel.Plan(tmp_path, plan_pixel.Settings(), 0.0)
+    parts = [part for group in plan.groups() for part in group]
+    assert len({part.name for part in parts}) == len(parts) == 23
+    options: dict[str, list[str]] = {}
+    for part in parts:
+        for chain in part.chains(3.0):
+            for words in chain:
+                cli._parser(words).parse_args(words)
+        options[part.name] = part.chains(3.0)[0][0]
+    assert ("--keep-steps" in options["train-64-loglinear-raster"]) == is_full_trained
+    assert "raster" in options["train-64-loglinear-raster"]
+    assert "--unweighted" in options["train-64-loglinear-unweighted"]
 
 
 def test_nothing_is_begun_without_time_or_what_it_needs(
