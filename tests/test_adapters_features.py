@@ -18,6 +18,7 @@ from tests.tiles import paper
 from tests.tiny_models import MODELS, first
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import nearfield
 
@@ -684,3 +685,28 @@ def test_models_that_are_trained_rotate_by_themselves(
     inputs = _moved(tiny_models.flux_inputs((2, 4), 1), device)
     with nearfield.apply(model, SPARSE, impl="triton"):
         assert first(model(**inputs)).requires_grad
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("more", [-1, 1])
+def test_rotary_rows_that_are_too_few_or_too_many_are_refused(more: int, device: torch.device) -> None:
+    """The kernel would read past their end, or turn by the wrong ones."""
+    model = tiny_models.flux().to(device)
+    inputs = _moved(tiny_models.flux_inputs((4, 6), 1), device)
+    ids = inputs["txt_ids"]
+    inputs["txt_ids"] = ids[:more] if more < 0 else torch.cat([ids, ids[:more]])
+    with nearfield.apply(model, SPARSE, impl="triton"), pytest.raises(ValueError, match="image_rotary_emb"):
+        run(model, inputs)
+
+
+@NEEDS_TRITON
+def test_tracers_see_the_rotation(device: torch.device) -> None:
+    """A kernel's launch would not be part of what they see."""
+    model = tiny_models.flux().to(device)
+    inputs = _moved(tiny_models.flux_inputs((2, 4), 1), device)
+    with nearfield.apply(model, SPARSE, impl="triton"):
+        wanted = run(model, inputs)
+        hidden = inputs.pop("hidden_states")
+        with torch.no_grad():
+            traced = make_fx(lambda x: first(model(hidden_states=x, **inputs)))(hidden)
+            torch.testing.assert_close(traced(hidden), wanted)

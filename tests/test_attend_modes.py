@@ -102,6 +102,31 @@ def test_eager_inference_needs_no_operator(is_together: bool, impl: str, device:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_tensors_that_are_negated_on_paper_alone(impl: str, device: torch.device) -> None:
+    """The imaginary part of a conjugate has its memory's sign in a flag, which a kernel would not see."""
+    query, key, value = (
+        torch.randn(1, 2, 20, 16, 2, device=device, generator=torch.Generator(device).manual_seed(seed))
+        for seed in range(3)
+    )
+    negated = [torch.view_as_complex(x).conj().imag for x in (query, key, value)]
+    assert all(x.is_neg() for x in negated)
+    plan = planning.full(20, q_block=16, device=device)
+    with torch.no_grad():
+        found = nearfield.attend(*negated, plan, impl=impl)  # type: ignore[arg-type]
+        wanted = nearfield.attend(*(x.resolve_neg() for x in negated), plan, impl=impl)  # type: ignore[arg-type]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_tensors_without_data_give_shapes() -> None:
+    x = torch.empty(1, 2, 20, 16, device="meta")
+    plan = planning.full(20, q_block=16)
+    with torch.no_grad():
+        out, lse = nearfield.attend(x, x, x, plan.to("meta"))
+    assert (out.shape, lse.shape, out.device.type) == (x.shape, x.shape[:3], "meta")
+
+
 def test_what_observes_a_call_gets_an_operator() -> None:
     x = torch.randn(2, 1, 4, 8)
     assert is_unobserved(x, None, torch.nn.Parameter(x, requires_grad=False))
@@ -113,6 +138,8 @@ def test_what_observes_a_call_gets_an_operator() -> None:
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
     assert not is_unobserved(fake)
+    assert not is_unobserved(x.to("meta"))
+    assert not is_unobserved(torch.view_as_complex(torch.randn(4, 2)).conj().imag)
     found: list[bool] = []
     torch.func.vmap(lambda each: found.append(is_unobserved(each)) or each)(x)
     torch.jit.trace(lambda each: found.append(is_unobserved(each)) or each + 1, x, check_trace=False)

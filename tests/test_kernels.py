@@ -318,6 +318,8 @@ def test_kernel_turns_by_the_rows_of_each_sample(
     assert turned.stride() == x.stride()
     for_all = cos[:1], sin[:1]
     assert torch.equal(kernel.rotate(x, *for_all)[1:], kernel.rotate(x[1:], *for_all))
+    far_apart = (rows.mT.contiguous().mT for rows in (cos, sin))
+    assert torch.equal(kernel.rotate(x, *far_apart), turned)
     gaps = torch.randn(2, heads, length, 3 * dim, device=device, dtype=dtype)[..., dim : 2 * dim]
     assert_budget(
         "gaps",

@@ -7,7 +7,7 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def is_unobserved(*tensors: Tensor | None) -> bool:
-    """Whether a call needs no operator: nothing traces it, differentiates it, or stands in for its tensors.
+    """Whether a call needs no operator: nothing traces it or differentiates it, and its tensors are what they seem.
 
     Eager inference is such a call, and its operator would cost the host more than the rest of it.
     """
@@ -15,5 +15,10 @@ def is_unobserved(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    needs_none = not torch.is_grad_enabled()
-    return all(x is None or (type(x) in _ORDINARY and (needs_none or not x.requires_grad)) for x in tensors)
+    return all(x is None or _is_ordinary(x) for x in tensors)
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    """Not of a subclass, not without data, not negated on paper alone (the imaginary part of a conjugate is)."""
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    return type(x) in _ORDINARY and not (needs_gradient or x.is_meta or x.is_neg())

@@ -23,6 +23,7 @@ from torch.nn.functional import normalize
 
 from nearfield import kernels
 from nearfield._checks import check_int, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
+from nearfield._eager import is_unobserved
 from nearfield._types import Impl
 from nearfield.reference import locate as reference
 from nearfield.reference.regions import multiplied
@@ -215,7 +216,8 @@ class Merging:
                 call = way.views(group, x, minus, onto)
                 if matrix is None:
                     way.target(group, out, -2).copy_(multiplied(None, *call))
-                else:
+                    continue
+                with torch.cuda.device_of(x):
                     module.multiply_into(way.target(group, out, -2), matrix.to(x.dtype), *call)
             return out
         # Heads, or whatever else stands between batch and tokens, share the matrices.
@@ -229,12 +231,9 @@ class Merging:
     def _kernels(self, matrices: Sequence[Tensor | None], x: Tensor, *others: Tensor | None) -> Any:
         """The kernels, where they are wanted and can run. They have no gradient."""
         merged = [group.length for group in self.regions.groups if not group.is_kept]
-        if not merged or torch.compiler.is_compiling() or not kernels.are_wanted(self.impl, x):
+        if not merged or not kernels.are_wanted(self.impl, x) or not is_unobserved(x, *others, *matrices):
             return None
         tensors = [x, *(other for other in others if other is not None)]
-        held = (matrix for matrix in matrices if matrix is not None)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *held)):
-            return None
         return kernels.helper("regions", tensors, max(merged))
 
     def _checked(self, name: str, x: Tensor, dim: int, length: int) -> Tensor:

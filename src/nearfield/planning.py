@@ -260,7 +260,8 @@ def from_mask(
 @torch.library.custom_op("nearfield::lists_of", mutates_args=())
 def _lists_of(mask: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     module = (kernels.helper("lists", mask) if mask.is_cuda else None) or reference
-    blocks: Tensor = module.lists_of(mask, offsets, capacity)
+    with torch.cuda.device_of(mask):
+        blocks: Tensor = module.lists_of(mask, offsets, capacity)
     return blocks
 
 

@@ -101,7 +101,7 @@ def by_weights(
     module = _module("columns", columns, impl, query, blocks.k_block if key_bias is None else 1)
     rows_whole, always = blocks.always(query.device)
     keeps, dropped = [], []
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(query):
         # A few key heads at a time: the weights of all would take more memory than the lists.
         # A bias differs from key to key, so its weights are known by the key, and put together afterwards.
         grain = blocks.k_block if key_bias is None else 1
@@ -183,8 +183,9 @@ def _keep_by_means(
 ) -> tuple[Tensor, Tensor]:
     """What is kept, and the mass that each row loses. An operator, so that it compiles with its kernels."""
     pool = _module("means", means, impl, query)
-    queries, query_likeness = pool.block_means(query, q_block)
-    keys, key_likeness = pool.block_means(key, k_block)
+    with torch.cuda.device_of(query):
+        queries, query_likeness = pool.block_means(query, q_block)
+        keys, key_likeness = pool.block_means(key, k_block)
     whole, always = (part.expand(*x.shape[:2], -1) for part, x in ((whole, query), (always, key)))
     if guard is not None:
         whole, always = whole | (query_likeness < guard), always | (key_likeness < guard)
@@ -192,9 +193,10 @@ def _keep_by_means(
         whole = torch.ones_like(whole)
     scores = _scores_of_means(scale * queries, keys).add_(log_sizes)
     pick = _module("choose", choose, impl, scores)
-    keep, lost = pick.choose(
-        scores, whole, always, mass=mass, count=scores.shape[-1] if topk is None else topk
-    )
+    with torch.cuda.device_of(scores):
+        keep, lost = pick.choose(
+            scores, whole, always, mass=mass, count=scores.shape[-1] if topk is None else topk
+        )
     return keep, lost
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from nearfield import kernels
 from nearfield._checks import shape_of, wrong_value
+from nearfield._eager import is_unobserved
 from nearfield._types import Attended, Impl
 from nearfield.adapters.spec import Arguments
 from nearfield.methods import Reader
@@ -90,7 +91,8 @@ class SparseProcessor:
         reader = self.dense_reader if self.switch.is_dense_step else self.reader or self.dense_reader
         if reader is None and extras is None:
             return self.original(attn, *args, **kwargs)
-        if extras is None and self._turns_by_kernel():
+        # What is traced needs no kernel, and the kernel has no gradient.
+        if extras is None and self.rotary and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
             extras, args, kwargs = self._without_rows(args, kwargs)
         redirect = _Redirect(reader, self.impl, self.heads, extras or _NOTHING)
         with redirect:
@@ -100,15 +102,13 @@ class SparseProcessor:
             wrong_value("processor", "call `scaled_dot_product_attention` once", got)
         return out
 
-    def _turns_by_kernel(self) -> bool:
-        """Whether tokens may be turned by the kernel, which has no gradient; what is compiled needs none."""
-        return bool(self.rotary) and not (torch.compiler.is_compiling() or torch.is_grad_enabled())
-
     def _without_rows(self, args: Any, kwargs: Any) -> tuple[Extras | None, Any, Any]:
         """Rotary rows, and the other arguments of the original: it is given none."""
         arguments = Arguments(self._names, args, kwargs)
         rows = arguments.get(self.rotary)
         if rows is None or rows[0].dim() != 2 or not kernels.are_wanted(self.impl, rows[0]):
+            return None, args, kwargs
+        if not is_unobserved(*rows):
             return None, args, kwargs
         cos, sin = rows
         arguments.set(self.rotary, None)
@@ -259,10 +259,18 @@ class _Redirect(TorchFunctionMode):
 
 
 def _rotated(x: Tensor, rows: tuple[Tensor, Tensor], impl: Impl) -> Tensor:
-    """By a kernel where it can run. It has no gradient, and what is compiled needs none."""
-    is_plain = torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad)
-    module = None if is_plain or not kernels.are_wanted(impl, x) else kernels.helper("rotate", x)
-    rotated: Tensor = (module or reference).rotate(x, *rows)
+    """By a kernel where it can run."""
+    for row in rows:
+        if row.shape[2:] != x.shape[2:]:
+            rule = f"have a row of {x.shape[3]} for each of {x.shape[2]} tokens"
+            wrong_value("image_rotary_emb", rule, shape_of(row[0, 0]), "Are `txt_ids` as long as the text?")
+    is_plain = not kernels.are_wanted(impl, x) or not is_unobserved(x, *rows)
+    module = None if is_plain else kernels.helper("rotate", x)
+    rows = rows[0].to(x.device), rows[1].to(x.device)
+    if module is None:
+        return reference.rotate(x, *rows)
+    with torch.cuda.device_of(x):
+        rotated: Tensor = module.rotate(x, *rows)
     return rotated
 
 

@@ -23,9 +23,9 @@ from nearfield.kernels.launch import (
 from nearfield.plan import BOX, Plan
 
 KeyPart = tuple[Tensor, Tensor, Plan, Tensor | None]
+"""Keys, values, who reads them, and their bias."""
 KnownPart = tuple[Tensor, Tensor, Plan, Tensor | None, bool]
 """And whether its rows are alike, which matters to the plain kernels only."""
-"""Keys, values, who reads them, and their bias."""
 
 
 class Launch(NamedTuple):

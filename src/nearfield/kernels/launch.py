@@ -73,7 +73,8 @@ def pair_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
 
 def pair_gradient_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
     """The same for the gradient of queries."""
-    return _if_fit(PAIR_GRADIENT, query, near, far)
+    tiles = _if_fit(PAIR_GRADIENT, query, near, far)
+    return tiles if tiles is None or _is_hopper(query) else tiles._replace(registers=None)
 
 
 def _if_fit(tiles: Tiles | None, query: Tensor, near: Plan, far: Plan) -> Tiles | None:

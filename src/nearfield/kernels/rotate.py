@@ -65,6 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `nearfield.reference.rotate`. Rows are float32."""
     batch, heads, tokens, dim = x.shape
     out = torch.empty_like(x)
+    cos, sin = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (cos, sin))
     row_strides = [
         stride for rows in (cos, sin) for stride in (rows.stride(0) if len(rows) > 1 else 0, rows.stride(2))
     ]
