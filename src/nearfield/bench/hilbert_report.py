@@ -13,7 +13,7 @@ def results_table(results: Sequence[HilbertResult]) -> str:
     """Every result as a line; what did not run or was wrong is named below, without figures."""
     dense = list(dict.fromkeys(name for result in results for name in result.dense))
     others = [*dense, "flex"] if any(result.flex for result in results) else dense
-    headings = ["case", "blocks", "impl", "kept", *(f"{name} ms" for name in others), "ms"]
+    headings = ["case", "blocks", "impl", "kept", *(f"{name} ms" for name in others), "ms", "graph ms"]
     headings += [f"over {name}" for name in others]
     headings += ["bound", "of bound", "target", "reordering", "error / limit"]
     lines = [table([headings, *(_cells(result, others) for result in results)])]
@@ -31,7 +31,7 @@ def _cells(result: HilbertResult, others: Sequence[str]) -> list[str]:
     kept = f"{result.density:.1%}" if result.density else "-"
     start = [result.case.name, blocks, result.ran or "-", kept]
     if result.milliseconds is None:
-        return [*start, *["-"] * (2 * len(others) + 5), result.status]
+        return [*start, *["-"] * (2 * len(others) + 6), result.status]
     times = {name: timing.median for name, timing in result.dense.items()}
     if result.flex:
         times["flex"] = result.flex.median
@@ -39,6 +39,7 @@ def _cells(result: HilbertResult, others: Sequence[str]) -> list[str]:
         *start,
         *(f"{times[name]:.3f}" if name in times else "-" for name in others),
         f"{result.milliseconds:.3f}",
+        f"{result.graph.median:.3f}" if result.graph else "-",
         *(f"{result.speed_ups[name]:.2f}x" if name in result.speed_ups else "-" for name in others),
         f"{result.bound:.2f}x",
         f"{result.fraction_of_bound:.2f}",
@@ -78,6 +79,7 @@ def _record(result: HilbertResult) -> dict[str, Any]:
         "milliseconds": result.milliseconds,
         "layers_milliseconds": {str(layer): asdict(timing) for layer, timing in result.layers.items()},
         "dense_milliseconds": {name: asdict(timing) for name, timing in result.dense.items()},
+        "graph_milliseconds": _timing_record(result.graph),
         "flex_milliseconds": _timing_record(result.flex),
         "flex_note": result.flex_note,
         "dense_backend": result.best_dense,
