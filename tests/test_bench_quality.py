@@ -2,6 +2,9 @@
 
 import json
 import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.cats import CATS, lively_model
+from tests.cats import CATS, CONFIG, lively_model
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, apply, cli, quality
+from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
 from nearfield.bench import masks, picture_runs
 from nearfield.bench import quality as sweeping
 from nearfield.bench.quality_cases import GROUPS, Pattern, read_patterns
 from nearfield.demo.model import save_model
 from nearfield.demo.sampler import DemoPipeline
+from nearfield.demo.storage import write_tensors
 from nearfield.methods import BipartiteMerge, Merged
 from nearfield.training import distill
 from nearfield.training.data import batches, pictures
@@ -140,6 +146,107 @@ def test_a_lora_serves_its_pattern_alone(task: picture_runs.Task, tmp_path: Path
     before, _ = sweep._pictures(PATTERNS[0])
     assert not torch.equal(sweep._pictures(tuned)[0], before)
     assert torch.equal(sweep._pictures(PATTERNS[0])[0], before)
+
+
+# -- compiled --------------------------------------------------------------------------------------------------------
+
+FAR = {"tiles": 4, "shared": "none", "far": 4, "dense_layers": [0], "dense_steps": 1}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as ever, but what is traced is run by torch itself: what inductor makes of it takes long to compile."""
+    monkeypatch.setattr(picture_runs, "compiled_blocks", partial(compiled_blocks, backend="eager"))
+
+
+def lora_file(folder: Path) -> str:
+    """A LoRA that changes much, for `lively_model`."""
+    model = lively_model()
+    factors = {
+        f"transformer.{name}": torch.randn(layer.weight.shape[0], 2) * 0.1
+        for name, layer in model.transformer.named_modules()
+        if name in distill.lora_targets(model.transformer)
+    }
+    tensors = {}
+    for name, up in factors.items():
+        layer = model.transformer.get_submodule(name.removeprefix("transformer."))
+        tensors |= {
+            f"{name}.lora_A.weight": torch.randn(2, layer.weight.shape[1]),
+            f"{name}.lora_B.weight": up,
+        }
+    write_tensors(folder / "lora.safetensors", tensors, {"kind": "lora"})
+    return str(folder / "lora.safetensors")
+
+
+def pictures_of(
+    task: picture_runs.Task, patterns: Sequence[Pattern | None]
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Of every pattern, by one maker, with the number of graphs after each batch."""
+    maker = picture_runs.PictureMaker(task, torch.device("cpu"))
+    for pattern in patterns:
+        parts, made = list[Tensor](), list[int]()
+        with maker.using(pattern) as drawing:
+            assert drawing.is_compiled == task.compiled
+            counters.clear()
+            for numbers in task.batches():
+                parts.append(drawing.pictures(numbers))
+                made.append(counters["stats"]["unique_graphs"])
+            assert not counters["graph_break"]
+        yield torch.cat(parts), made
+
+
+@pytest.mark.usefixtures("quick")
+def test_compiled_pictures_are_the_same(task: picture_runs.Task, tmp_path: Path) -> None:
+    """Pattern after pattern, each with graphs of its own, which its first batch makes; the last one is smaller."""
+    patterns = [
+        None,
+        Pattern("far", FAR),
+        Pattern("tuned", FAR | {"summary": "weighted"}, lora=lora_file(tmp_path)),
+    ]
+    plain = [images for images, _ in pictures_of(task, patterns)]
+    compiled = list(pictures_of(replace(task, compiled=True), patterns))
+    for expected, (images, made) in zip(plain, compiled, strict=True):
+        assert images.shape == expected.shape == (4, 64, 64, 3)
+        assert (images.int() - expected.int()).abs().max() <= 1  # rounded to whole numbers
+        assert 0 < made[0] == made[1]
+    assert len({images.sum().item() for images in plain}) == len(patterns)
+
+
+def test_pictures_by_inductor_are_the_same(task: picture_runs.Task) -> None:
+    """What is compiled in earnest, for one block."""
+    save_model(task.weights, lively_model(replace(CONFIG, joint_blocks=0, single_blocks=1)))
+    pattern = Pattern("far", FAR | {"dense_layers": 0, "dense_steps": 0})
+    ((plain, _),) = pictures_of(replace(task, num=1), [pattern])
+    ((compiled, made),) = pictures_of(replace(task, num=1, compiled=True), [pattern])
+    assert (compiled.int() - plain.int()).abs().max() <= 1
+    assert made == [1]
+
+
+@pytest.mark.usefixtures("quick")
+def test_rows_say_whether_they_were_compiled(task: picture_runs.Task, tmp_path: Path) -> None:
+    by_module = Pattern(
+        "by module", {"skip_blocks": [0, 0], "region_size": 16, "placement": "module"}, "Merge"
+    )
+    out, patterns = tmp_path / "rows.json", [PATTERNS[1], by_module]
+    sweep = sweeping.Sweep(replace(task, compiled=True), references(tmp_path), Features(), out)
+    assert sweep.run(patterns)
+    assert [row.compiled for row in sweep.rows] == [True, True, False]
+    assert sweep.not_compiled == {"by module": 'with placement="module" tokens are merged inside of blocks'}
+    again = sweeping.Sweep(task, references(tmp_path), Features(), out)
+    assert again.run(patterns)  # the same settings: nothing is measured again
+    assert [row.compiled for row in again.rows] == [True, True, False]
+
+
+def test_methods_that_are_not_compiled_say_why() -> None:
+    assert reason_not_to_compile(Hilbert()) is None
+    assert reason_not_to_compile(Merge()) is None
+    assert reason_not_to_compile(FineGrained(predict="online")) is None
+    for method, words in (
+        (FineGrained(), "remembered from step to step"),
+        (Merge(placement="module"), "inside of blocks"),
+        (Merged(Merge(placement="module"), Hilbert()), "inside of blocks"),
+    ):
+        assert words in str(reason_not_to_compile(method))
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from tests import tiny_models
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
 from tests.tiles import paper
 from torch import nn
+from torch._dynamo.utils import counters
 
-from nearfield import Hilbert, apply
+from nearfield import FineGrained, Hilbert, apply
+from nearfield.adapters.compiling import compiled_blocks
 from nearfield.demo.lora import AdapterLora, FusedLora, suits
 from nearfield.demo.model import load_model, save_model
 from nearfield.demo.storage import BadFile, read_tensors, write_tensors
@@ -432,6 +435,34 @@ def test_distillation_falls_resumes_and_loads(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = model.transformer(**call)[0]
     assert (tuned - wanted).norm() < 0.95 * (untuned - wanted).norm()
+
+
+def test_compiled_distillation_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of the teacher is one graph and of the student another; no step but the first makes any."""
+    quick = partial(compiled_blocks, backend="aot_eager")
+    monkeypatch.setattr(distill, "compiled_blocks", quick)
+    method, config = replace(METHOD, far=4), replace(CONFIG, joint_blocks=0, single_blocks=1)
+    losses, made = list[Any](), list[int]()
+    for is_compiled in (False, True):
+        model = lively_model(config)
+        distillation = distill.Distillation(
+            model.transformer,
+            distill.latent_calls(model, latents(64), 2),
+            tmp_path / str(is_compiled),
+            distill.Recipe(method, compiled=is_compiled),
+            Schedule(steps=3, learning_rate=5e-3, warm_up=0, checkpoint_seconds=1e9),
+            on_step=lambda *_: made.append(counters["stats"]["unique_graphs"]),
+        )
+        counters.clear()
+        losses.append(torch.tensor(distillation.run().losses))
+    assert not counters["graph_break"]
+    assert made == 3 * [0] + 3 * [2]
+    torch.testing.assert_close(*losses)
+    assert losses[0][-1] != losses[0][0]
+    with pytest.raises(
+        ValueError, match="`compiled` must be False: its lists are remembered from step to step"
+    ):
+        distill.Recipe(FineGrained(), compiled=True)
 
 
 def test_a_lora_for_another_model_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ consecutive keys one id stands for. Everything that reads (the reference, the CP
 backward) walks these lists and nothing else, so no two of them can disagree about which pairs exist.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -242,6 +242,17 @@ class Plan:
                 self._derived["boxes"] = _found_boxes(self)
         assert self.boxes is not None
         return self.boxes
+
+    def lists(self) -> Iterator[Tensor]:
+        """Everything along whose last axis a plan may be of any length, with what was derived so far."""
+        yield from (self.offsets, self.blocks)
+        for value in self._derived.values():
+            if isinstance(value, Plan):
+                yield from value.lists()
+            elif isinstance(value, Boxes):
+                yield from value
+            elif isinstance(value, Tensor):
+                yield value
 
     def _derive(self, name: Hashable, make: Callable[[], Derived]) -> Derived:
         """What `make` gives, kept for the next time wherever that is safe."""

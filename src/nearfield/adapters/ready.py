@@ -1,10 +1,12 @@
 """Everything that calls of one size need, made once: the order of the tokens, and what each layer reads."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from nearfield._checks import wrong_value
 from nearfield.adapters.layers import Layer
@@ -51,12 +53,17 @@ class Ready:
         state = batch, torch.is_grad_enabled()
         if state in self.derived:
             return
+        self._derive_orders(layers, batch)
+        for reader in self.readers + self.weighing:
+            _leave_lengths_open(reader)
+        self.derived.add(state)
+
+    def _derive_orders(self, layers: Sequence[Layer], batch: int) -> None:
         for reader, layer in zip(self.readers + self.weighing, 2 * tuple(layers), strict=True):
             for plan in plans_of(reader):
                 for part in (plan, plan.transpose()) if torch.is_grad_enabled() else (plan,):
                     if part.device.type == "cuda":
                         part.longest_first(batch, layer.attention.heads)
-        self.derived.add(state)
 
 
 def make_ready(
@@ -98,6 +105,31 @@ def plans_of(reader: Any) -> Iterator[Plan]:
     elif isinstance(reader, tuple):
         for part in reader:
             yield from plans_of(part)
+
+
+def _leave_lengths_open(reader: Any) -> None:
+    """Let torch.compile make graphs for lists of any length: layers differ in it, methods too, and no code asks for it.
+
+    Who compiles has loaded its tracer, or diffusers has; where neither did, it is not loaded for this.
+    """
+    tracer = sys.modules.get("torch._dynamo")
+    if tracer is None:
+        return
+    for plan in plans_of(reader):
+        tracer.maybe_mark_dynamic(plan._extent, (0, 1))
+    for each in _lists_of(reader):
+        tracer.maybe_mark_dynamic(each, each.dim() - 1)
+
+
+def _lists_of(reader: Any) -> Iterator[Tensor]:
+    """Lists of plans, and others, which have one axis, inside a reader."""
+    if isinstance(reader, Plan):
+        yield from reader.lists()
+    elif isinstance(reader, Tensor) and reader.dim() == 1:
+        yield reader
+    elif isinstance(reader, tuple):
+        for part in reader:
+            yield from _lists_of(part)
 
 
 def _ordering(

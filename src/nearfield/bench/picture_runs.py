@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nearfield import Geometry, Hilbert, Merge, apply, quality, recipes
+from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
 from nearfield.adapters.handle import Handle
 from nearfield.bench.masks import Masked
 from nearfield.bench.quality_cases import Pattern
@@ -30,6 +31,8 @@ class Task:
     Args:
         weights: the model file.
         num, steps, size, seed, batch: of the pictures.
+        compiled: let torch.compile make the model faster, with every pattern that allows it. Pictures are the same up
+            to rounding, so it is none of the settings.
     """
 
     weights: Path
@@ -38,6 +41,7 @@ class Task:
     size: int
     seed: int = 0
     batch: int = 64
+    compiled: bool = False
 
     def settings(self, pattern: Pattern | None) -> dict[str, Any]:
         """What it takes to do it again, and to know that it was done."""
@@ -70,21 +74,43 @@ class Facts(NamedTuple):
 
 
 class Drawing:
-    """A model with a pattern in place; `draw` makes pictures, and `facts` tells what they read."""
+    """A model with a pattern in place; it makes pictures, and `facts` tells what they read.
 
-    def __init__(self, pipeline: DemoPipeline, task: Task, handle: Handle | None) -> None:
+    Args:
+        is_compiled: whether the model's blocks are.
+    """
+
+    def __init__(
+        self, pipeline: DemoPipeline, task: Task, handle: Handle | None, is_compiled: bool = False
+    ) -> None:
         self._pipeline, self._task, self._handle = pipeline, task, handle
+        self.is_compiled = is_compiled
 
     def draw(self, numbers: range) -> Sampled:
+        """Pictures on the CPU, and the time of every step, for which each is waited for."""
         task = self._task
-        return self._pipeline(
-            len(numbers),
+        made = self._pipeline(
+            self._num_together(numbers),
             size=task.size,
             steps=task.steps,
             seed=task.seed,
             first=numbers.start,
-            batch=len(numbers),
+            batch=self._num_together(numbers),
         )
+        return made._replace(images=made.images[: len(numbers)])
+
+    def pictures(self, numbers: range) -> Tensor:
+        """The same pictures where the model is. Nothing is waited for, so a GPU is never without work."""
+        task = self._task
+        together = range(numbers.start, numbers.start + self._num_together(numbers))
+        latents = self._pipeline.sample(together, size=task.size, steps=task.steps, seed=task.seed)
+        return self._pipeline.pictures(latents[: len(numbers)])
+
+    def _num_together(self, numbers: range) -> int:
+        """Graphs are for one size of batch: a last, smaller one is filled up with pictures that nobody asked for."""
+        if not self.is_compiled:
+            return len(numbers)
+        return max(len(numbers), min(self._task.batch, self._task.num))
 
     def facts(self) -> Facts:
         """Of pictures like the last one."""
@@ -105,6 +131,8 @@ class PictureMaker:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.task, self.device = task, device
+        self.not_compiled: dict[str, str] = {}
+        """Patterns that could not be, and why."""
         self._pipelines: dict[Path, DemoPipeline] = {}
 
     def provide(self, path: Path, pipeline: DemoPipeline) -> None:
@@ -116,14 +144,21 @@ class PictureMaker:
         """The model with a pattern, its weights and its LoRA; None: as it is."""
         pipeline = self._pipeline(pattern)
         if pattern is None:
-            yield Drawing(pipeline, self.task, None)
+            with self._compiled(pipeline):
+                yield Drawing(pipeline, self.task, None, self.task.compiled)
             return
         with lora_on(pipeline, Path(pattern.lora) if pattern.lora else None):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # what it does to pictures is measured here
                 handle = apply(pipeline, method_of(pattern))
-            with handle:
-                yield Drawing(pipeline, self.task, handle)
+            reason = reason_not_to_compile(handle.method) if self.task.compiled else None
+            if reason is not None:
+                self.not_compiled[pattern.name] = reason
+            with handle, self._compiled(pipeline, reason is None):
+                yield Drawing(pipeline, self.task, handle, self.task.compiled and reason is None)
+
+    def _compiled(self, pipeline: DemoPipeline, is_possible: bool = True) -> AbstractContextManager[None]:
+        return compiled_blocks(pipeline.transformer) if self.task.compiled and is_possible else nullcontext()
 
     def _pipeline(self, pattern: Pattern | None) -> DemoPipeline:
         path = Path(pattern.weights) if pattern and pattern.weights else self.task.weights

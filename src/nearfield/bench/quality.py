@@ -47,13 +47,16 @@ class Sweep:
         on_picture: Callable[[int, str], None] | None = None,
         strips: Path | None = None,
     ) -> None:
-        self.task, self.references, self.network, self.out = task, references, network, out
+        self.task, self.network, self.out = task, network, out
         self.networks, self.device = networks or {}, torch.device(device)
         self.rows = read_rows(out) if out.exists() else []
         self._on_picture, self._strips = on_picture, strips
         self._maker = PictureMaker(task, self.device)
         self._dense: Tensor | None = None
         self._dense_features: Tensor | None = None
+        # Matrices of 2,048 features are decomposed, and all photographs compared, for every pattern.
+        self._computing = self.device if self.device.type == "cuda" else torch.device("cpu")
+        self.references = references.to(self._computing)
         self._lpips = quality.load_lpips(device=self.device)
 
     def run(self, patterns: Sequence[Pattern], has_time: Callable[[], bool] = lambda: True) -> bool:
@@ -61,8 +64,15 @@ class Sweep:
         picture_runs.check_patterns(patterns)
         self._dense, _ = self._pictures(None)
         if not self._is_known(None):
-            row = QualityRow(DENSE, 1.0, self.task.num, settings=self.task.settings(None))
-            self._add(row, self._features(self._dense))
+            row = QualityRow(
+                DENSE,
+                1.0,
+                self.task.num,
+                compiled=self.task.compiled,
+                settings=self.task.settings(None),
+            )
+            self._dense_features = self._features(self._dense)
+            self._add(row, self._dense_features)
         for pattern in patterns:
             if self._is_known(pattern):
                 continue
@@ -70,6 +80,11 @@ class Sweep:
                 return False
             self._measure(pattern)
         return True
+
+    @property
+    def not_compiled(self) -> Mapping[str, str]:
+        """Patterns whose model could not be compiled, and why."""
+        return self._maker.not_compiled
 
     def _is_known(self, pattern: Pattern | None) -> bool:
         return picture_runs.is_known(self.task.settings(pattern), self.rows)
@@ -91,6 +106,7 @@ class Sweep:
             self.task.num,
             tokens_kept=facts.tokens_kept,
             inception_distance=float(distances.mean()),
+            compiled=self.task.compiled and pattern.name not in self.not_compiled,
             settings=self.task.settings(pattern),
             **found,
         )
@@ -101,12 +117,13 @@ class Sweep:
 
     def _add(self, row: QualityRow, features: Tensor) -> None:
         """Complete a row by what the features say beside the photographs', and write it."""
+        features, references = features.to(self._computing), self.references
         found = quality.Statistics.of(features, self.task.size)
-        record = asdict(row) | {"fid": quality.frechet_distance(found, self.references)}
-        if self.references.features is not None:
-            shares = quality.precision_recall(features, self.references.features)
-            blocks = max(1, min(10, min(len(features), self.references.count) // 100))
-            kernel = quality.kernel_distance(features, self.references.features, blocks=blocks)
+        record = asdict(row) | {"fid": quality.frechet_distance(found, references)}
+        if references.features is not None:
+            shares = quality.precision_recall(features, references.features)
+            blocks = max(1, min(10, min(len(features), references.count) // 100))
+            kernel = quality.kernel_distance(features, references.features, blocks=blocks)
             record |= {"precision": shares.precision, "recall": shares.recall}
             record |= {"kid": kernel.value, "kid_error": kernel.error}
         self.rows.append(QualityRow(**record))
@@ -114,17 +131,25 @@ class Sweep:
 
     def _pictures(self, pattern: Pattern | None) -> tuple[Tensor, Facts]:
         """`[num, height, width, 3]` uint8, and what they read."""
-        parts = []
+        parts, place = [], self._place()
         with self._maker.using(pattern) as drawing:
             for numbers in self.task.batches():
                 if self._on_picture is not None:
                     self._on_picture(numbers.start, pattern.name if pattern else DENSE)
-                parts.append(drawing.draw(numbers).images)
+                parts.append(drawing.pictures(numbers).to(place))
             facts = drawing.facts()
         images = torch.cat(parts)
         if self._strips is not None:
-            write_picture(strip_file(self._strips, pattern), grid_of(images[:_ON_A_STRIP], _ON_A_STRIP))
+            first = images[:_ON_A_STRIP].cpu()
+            write_picture(strip_file(self._strips, pattern), grid_of(first, _ON_A_STRIP))
         return images, facts
+
+    def _place(self) -> torch.device:
+        """Where pictures are kept: on the device, if there is plenty of room for these and the dense ones."""
+        if self.device.type != "cuda":
+            return torch.device("cpu")
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return self.device if 2 * 3 * self.task.num * self.task.size**2 < free // 4 else torch.device("cpu")
 
 
 def strip_file(folder: Path, pattern: Pattern | None) -> Path:

@@ -50,6 +50,11 @@ def add_command(benchmarks: Any) -> None:
     add_integer(parser, "--seed", 0, "of the noise", least=0)
     add_integer(parser, "--batch", 64, "pictures at a time")
     add_integer(parser, "--minutes", None, "begin no further pattern after this time")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="let torch.compile make the model faster; pictures are the same up to rounding",
+    )
     add_device(parser)
     parser.add_argument(
         "--out",
@@ -110,6 +115,7 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
     task = Task(
         arguments.weights or embedded_weights(),
         *(arguments.num, arguments.steps, arguments.size, arguments.seed, arguments.batch),
+        compiled=arguments.compile,
     )
     with Bar(arguments.num, "pictures") as bar:
         sweep = quality.Sweep(
@@ -127,6 +133,8 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
         except ValueError as error:  # fields that do not go together, or not with this size
             raise UsageError(str(error)) from None
     print(table(sweep.rows))
+    for name, reason in sweep.not_compiled.items():
+        print(f"{name}: not compiled, {reason}")
     if arguments.plot:
         from nearfield.plots.fronts import quality_front
 

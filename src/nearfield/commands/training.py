@@ -119,6 +119,10 @@ def _add_kernel(parser: argparse.ArgumentParser, name: str, attention: str) -> N
         metavar="NAME",
         help=f"torch's kernel for {attention}: {', '.join(BACKENDS)} (default auto)",
     )
+    _add_compile(parser)
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
 
 
@@ -171,6 +175,7 @@ def _add_distill(commands: Any) -> None:
         "--save-memory", action="store_true", help="compute activations again in the backward pass"
     )
     add_method(parser, "hilbert")
+    _add_compile(parser)
     _add_common(parser)
 
 
@@ -356,7 +361,16 @@ def _distill(arguments: argparse.Namespace) -> int:
 
         schedule = _schedule(arguments)
         transformer, calls = _model_calls(arguments) if arguments.model else _demo_calls(arguments)
-        recipe = Recipe(method, arguments.rank, seed=arguments.seed, saves_memory=arguments.save_memory)
+        if arguments.compile and not getattr(transformer, "_repeated_blocks", None):
+            name = type(transformer).__name__
+            wrong("--compile", "be left out where diffusers cannot compile a model's blocks", name)
+        recipe = Recipe(
+            method,
+            arguments.rank,
+            seed=arguments.seed,
+            saves_memory=arguments.save_memory,
+            compiled=arguments.compile,
+        )
         with Bar(arguments.steps, "steps") as bar:
             distillation = Distillation(
                 transformer,
@@ -373,11 +387,15 @@ def _distill(arguments: argparse.Namespace) -> int:
 def _demo_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from nearfield.demo.generate import embedded_weights
     from nearfield.demo.model import load_model
+    from nearfield.training.data import fits
     from nearfield.training.distill import latent_calls
 
     model, _ = load_model(arguments.weights or embedded_weights())
-    model.to(chosen_device(arguments.device))
+    device = chosen_device(arguments.device)
+    model.to(device)
     latents = _latents(arguments, arguments.size or model.config.size)
+    if fits(latents.values, device):
+        latents = latents.to(device)
     try:
         calls = latent_calls(model, latents, arguments.batch, arguments.accumulate, arguments.seed)
     except ValueError as error:

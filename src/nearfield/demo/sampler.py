@@ -108,13 +108,14 @@ class DemoPipeline:
         """Latents `[num, 32, h, w]` of one batch, as the autoencoder reads them."""
         check_int("steps", steps, at_least=1)
         height, width = _sides(size or self.model.config.size)
-        latents = noise(indices, (height, width), seed).to(self.device)
+        latents = self._sent(noise(indices, (height, width), seed))
         # Evenly from 1 to 0. The scheduler's own choice spends its last step on a thousandth of the way.
         self.scheduler.set_timesteps(sigmas=[1 - step / steps for step in range(steps)], device=self.device)
+        self.scheduler.set_begin_index(0)  # or it would look for the first timestep, and wait for the device
         for step, timestep in enumerate(self.scheduler.timesteps):
             if on_step is not None:
                 on_step(step, steps)
-            started = self._now()
+            started = 0.0 if seconds is None else self._now()
             level = (timestep / self.scheduler.config.num_train_timesteps).expand(len(latents))
             with precision(self.device) if self.transformer.dtype == torch.float32 else nullcontext():
                 velocity = self.model(latents, level)
@@ -125,12 +126,20 @@ class DemoPipeline:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents to pictures `[num, height, width, 3]` uint8 on the CPU; few at a time, for they grow 64-fold."""
-        parts = [
-            self.autoencoder.decode(part) for part in latents.split(8 if self.device.type == "cuda" else 2)
-        ]
-        images = torch.cat([(part * 255).round().to(torch.uint8).cpu() for part in parts])
-        return images.permute(0, 2, 3, 1).contiguous()
+        """Latents to pictures `[num, height, width, 3]` uint8 on the CPU."""
+        return self.pictures(latents).cpu()
+
+    @torch.no_grad()
+    def pictures(self, latents: Tensor) -> Tensor:
+        """The same where the model is; few at a time, for they grow 64-fold."""
+        parts = latents.split(8 if self.device.type == "cuda" else 2)
+        return torch.cat([_as_bytes(self.autoencoder.decode(part)) for part in parts])
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """A tensor of the CPU where the model is. From pinned memory it goes while a GPU computes."""
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -144,6 +153,11 @@ def noise(indices: range, sides: tuple[int, int], seed: int) -> Tensor:
     shape = CHANNELS, sides[0] // PIXELS_PER_TOKEN, sides[1] // PIXELS_PER_TOKEN
     generators = (torch.Generator().manual_seed(seed * 1_000_003 + index) for index in indices)
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+
+
+def _as_bytes(images: Tensor) -> Tensor:
+    """`[B, 3, height, width]` in [0, 1] as `[B, height, width, 3]` uint8."""
+    return (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 @contextmanager

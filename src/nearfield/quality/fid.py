@@ -5,7 +5,7 @@ All are computed in float64. FID falls with the number of images: compare equal 
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,13 @@ class Statistics:
         centred = exact - mean
         covariance = centred.T @ centred / (len(features) - 1)
         return cls(mean, covariance, len(features), size, features.float())
+
+    def to(self, device: torch.device | str) -> "Statistics":
+        """The same on another device."""
+        features = None if self.features is None else self.features.to(device)
+        return replace(
+            self, mean=self.mean.to(device), covariance=self.covariance.to(device), features=features
+        )
 
     def save(self, path: Path, *, with_features: bool = True) -> None:
         """Write a safetensors file with the number of images and their size in it."""

@@ -32,6 +32,7 @@ class QualityRow:
             features of a network.
         tokens_kept: share of the image tokens that is left in blocks that merge.
         milliseconds, dense_milliseconds: of a denoising step, and of the dense model's beside it in the same run.
+        compiled: whether torch.compile made the model faster; pictures are then the same up to rounding.
         settings: fields of the method, steps, size, whether the model was tuned: what it takes to do it again.
     """
 
@@ -54,6 +55,7 @@ class QualityRow:
     tokens_kept: float | None = None
     milliseconds: float | None = None
     dense_milliseconds: float | None = None
+    compiled: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
