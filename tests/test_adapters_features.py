@@ -488,6 +488,21 @@ def test_compiled_blocks_take_any_size(name: str, graphs: Any) -> None:
     assert made[2] == made[-1], made
 
 
+def test_compiled_blocks_share_graphs_whatever_the_lengths_of_lists(graphs: Any) -> None:
+    """Layers whose lists differ in length, and methods whose lists do, for calls of one size."""
+    model, call = tiny_models.flux(1, 5), tiny_models.flux_inputs((9, 14))
+    model.compile_repeated_blocks(fullgraph=True, dynamic=False, backend="eager")
+    lengths, made = set(), []
+    for tiles in (4, 3):
+        method = paper(tiles=tiles, far=4, shared="distributed", share="keys", dense_layers=0, dense_steps=0)
+        with nearfield.apply(model, method) as handle:
+            run(model, call)
+            lengths |= {reader.near.blocks.shape[-1] for reader in handle._regions[0].ready.readers}
+        made.append(graphs())
+    assert len(lengths) > 2
+    assert made == [3, 3]  # a kind of block each, and one more where tokens come from a slice
+
+
 class Schedule:
     """A scheduler as far as `apply` asks."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.cats import CATS, CONFIG, lively_model
+from tests.cats import CATS, lively_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -212,16 +212,6 @@ def test_compiled_pictures_are_the_same(task: picture_runs.Task, tmp_path: Path)
     assert len({images.sum().item() for images in plain}) == len(patterns)
 
 
-def test_pictures_by_inductor_are_the_same(task: picture_runs.Task) -> None:
-    """What is compiled in earnest, for one block."""
-    save_model(task.weights, lively_model(replace(CONFIG, joint_blocks=0, single_blocks=1)))
-    pattern = Pattern("far", FAR | {"dense_layers": 0, "dense_steps": 0})
-    ((plain, _),) = pictures_of(replace(task, num=1), [pattern])
-    ((compiled, made),) = pictures_of(replace(task, num=1, compiled=True), [pattern])
-    assert (compiled.int() - plain.int()).abs().max() <= 1
-    assert made == [1]
-
-
 @pytest.mark.usefixtures("quick")
 def test_rows_say_whether_they_were_compiled(task: picture_runs.Task, tmp_path: Path) -> None:
     by_module = Pattern(
@@ -309,6 +299,7 @@ def test_patterns_are_read_from_files(tmp_path: Path) -> None:
             read_patterns(text)
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_command(
     task: picture_runs.Task,
     tmp_path: Path,
@@ -329,6 +320,14 @@ def test_the_command(
     printed = capsys.readouterr().out
     assert "| pattern | pairs kept |" in printed
     assert printed.endswith(f"wrote {plot}\nwrote {out}\n")
+    before = json.loads(out.read_text())["results"]
+    remembering = {"name": "b", "method": "FineGrained", "fields": {"dense_steps": 0}}
+    (tmp_path / "mine.json").write_text(json.dumps([remembering]))
+    assert cli.main([*words, "--compile"]) == 0
+    assert "b: not compiled, its lists are remembered from step to step" in capsys.readouterr().out
+    after = json.loads(out.read_text())["results"]
+    assert after[:2] == before
+    assert [(row["pattern"], row["compiled"]) for row in after[1:]] == [("a", False), ("b", False)]
     assert cli.main(["bench", "quality", "--photographs", ".", "--dry-run", "--patterns", "steps"]) == 0
     assert capsys.readouterr().out.startswith("dense and 4 patterns:\n  10% dense steps\n")
     assert cli.main(["bench", "quality", "--photographs", ".", "--patterns", "x"]) == 2
