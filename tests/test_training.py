@@ -449,7 +449,7 @@ def test_compiled_distillation_learns_the_same(tmp_path: Path, monkeypatch: pyte
             model.transformer,
             distill.latent_calls(model, latents(64), 2),
             tmp_path / str(is_compiled),
-            distill.Recipe(method, compiled=is_compiled),
+            distill.Recipe(method, compiled=is_compiled, is_one_size=True),
             Schedule(steps=3, learning_rate=5e-3, warm_up=0, checkpoint_seconds=1e9),
             on_step=lambda *_: made.append(counters["stats"]["unique_graphs"]),
         )

@@ -370,6 +370,7 @@ def _distill(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             saves_memory=arguments.save_memory,
             compiled=arguments.compile,
+            is_one_size=not arguments.model,
         )
         with Bar(arguments.steps, "steps") as bar:
             distillation = Distillation(

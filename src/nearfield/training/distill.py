@@ -6,7 +6,7 @@ is known about the model but that `apply` supports it, and nothing about the dat
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Recipe:
         seed: of the LoRA's weights.
         saves_memory: compute activations again in the backward pass instead of keeping them.
         compiled: let torch.compile make teacher and student faster; the first step then takes a minute.
+        is_one_size: all calls have the same sizes, as those of the embedded model; for `compiled`.
     """
 
     method: Method
@@ -56,6 +57,7 @@ class Recipe:
     seed: int = 0
     saves_memory: bool = False
     compiled: bool = False
+    is_one_size: bool = False
 
     def __post_init__(self) -> None:
         check_int("rank", self.rank, at_least=1)
@@ -112,12 +114,17 @@ class Distillation:
         try:
             # A call is the teacher's or the student's, and their blocks differ in what they are compiled for: layers of
             # the LoRA switched off or on, gradients, who reads whom. So each finds graphs of its own.
-            with compiled_blocks(self.transformer) if self.recipe.compiled else nullcontext():
+            with self._compiled():
                 return self.loop.run(
                     self._on_step, self.publish, pause_seconds=self.loop.schedule.checkpoint_seconds
                 )
         finally:
             self.transformer.eval()
+
+    def _compiled(self) -> AbstractContextManager[None]:
+        if not self.recipe.compiled:
+            return nullcontext()
+        return compiled_blocks(self.transformer, is_one_size=self.recipe.is_one_size)
 
     def loss(self, step: int, part: int) -> Tensor:
         arguments = self._calls(step, part)
