@@ -490,7 +490,7 @@ def test_compiled_blocks_take_any_size(name: str, graphs: Any) -> None:
 
 def test_compiled_blocks_share_graphs_whatever_the_lengths_of_lists(graphs: Any) -> None:
     """Layers whose lists differ in length, and methods whose lists do, for calls of one size."""
-    model, call = tiny_models.flux(1, 5), tiny_models.flux_inputs((9, 14))
+    model, call = tiny_models.flux(1, 4), tiny_models.flux_inputs((9, 14))
     model.compile_repeated_blocks(fullgraph=True, dynamic=False, backend="eager")
     lengths, made = set(), []
     for tiles in (4, 3):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.cats import CATS, lively_model
+from tests.cats import CATS, CONFIG, lively_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -150,6 +150,7 @@ def test_a_lora_serves_its_pattern_alone(task: picture_runs.Task, tmp_path: Path
 
 # -- compiled --------------------------------------------------------------------------------------------------------
 
+TWO_BLOCKS = replace(CONFIG, single_blocks=1)
 FAR = {"tiles": 4, "shared": "none", "far": 4, "dense_layers": [0], "dense_steps": 1}
 
 
@@ -160,22 +161,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lora_file(folder: Path) -> str:
-    """A LoRA that changes much, for `lively_model`."""
-    model = lively_model()
-    factors = {
-        f"transformer.{name}": torch.randn(layer.weight.shape[0], 2) * 0.1
-        for name, layer in model.transformer.named_modules()
-        if name in distill.lora_targets(model.transformer)
-    }
+    """A LoRA that changes much, for the model of two blocks."""
+    model = lively_model(TWO_BLOCKS)
     tensors = {}
-    for name, up in factors.items():
-        layer = model.transformer.get_submodule(name.removeprefix("transformer."))
-        tensors |= {
-            f"{name}.lora_A.weight": torch.randn(2, layer.weight.shape[1]),
-            f"{name}.lora_B.weight": up,
-        }
+    for name in distill.lora_targets(model.transformer):
+        outputs, inputs = model.transformer.get_submodule(name).weight.shape
+        tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(2, inputs)
+        tensors[f"transformer.{name}.lora_B.weight"] = torch.randn(outputs, 2) * 0.1
     write_tensors(folder / "lora.safetensors", tensors, {"kind": "lora"})
     return str(folder / "lora.safetensors")
+
+
+@pytest.fixture
+def two_blocks(task: picture_runs.Task) -> picture_runs.Task:
+    """With few graphs to make: one kind of block each."""
+    save_model(task.weights, lively_model(TWO_BLOCKS))
+    return task
 
 
 def pictures_of(
@@ -196,15 +197,15 @@ def pictures_of(
 
 
 @pytest.mark.usefixtures("quick")
-def test_compiled_pictures_are_the_same(task: picture_runs.Task, tmp_path: Path) -> None:
+def test_compiled_pictures_are_the_same(two_blocks: picture_runs.Task, tmp_path: Path) -> None:
     """Pattern after pattern, each with graphs of its own, which its first batch makes; the last one is smaller."""
     patterns = [
         None,
         Pattern("far", FAR),
-        Pattern("tuned", FAR | {"summary": "weighted"}, lora=lora_file(tmp_path)),
+        Pattern("tuned", FAR | {"summary": "weighted", "dense_steps": 0}, lora=lora_file(tmp_path)),
     ]
-    plain = [images for images, _ in pictures_of(task, patterns)]
-    compiled = list(pictures_of(replace(task, compiled=True), patterns))
+    plain = [images for images, _ in pictures_of(two_blocks, patterns)]
+    compiled = list(pictures_of(replace(two_blocks, compiled=True), patterns))
     for expected, (images, made) in zip(plain, compiled, strict=True):
         assert images.shape == expected.shape == (4, 64, 64, 3)
         assert (images.int() - expected.int()).abs().max() <= 1  # rounded to whole numbers
@@ -213,16 +214,16 @@ def test_compiled_pictures_are_the_same(task: picture_runs.Task, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("quick")
-def test_rows_say_whether_they_were_compiled(task: picture_runs.Task, tmp_path: Path) -> None:
+def test_rows_say_whether_they_were_compiled(two_blocks: picture_runs.Task, tmp_path: Path) -> None:
     by_module = Pattern(
         "by module", {"skip_blocks": [0, 0], "region_size": 16, "placement": "module"}, "Merge"
     )
     out, patterns = tmp_path / "rows.json", [PATTERNS[1], by_module]
-    sweep = sweeping.Sweep(replace(task, compiled=True), references(tmp_path), Features(), out)
+    sweep = sweeping.Sweep(replace(two_blocks, compiled=True), references(tmp_path), Features(), out)
     assert sweep.run(patterns)
     assert [row.compiled for row in sweep.rows] == [True, True, False]
     assert sweep.not_compiled == {"by module": 'with placement="module" tokens are merged inside of blocks'}
-    again = sweeping.Sweep(task, references(tmp_path), Features(), out)
+    again = sweeping.Sweep(two_blocks, references(tmp_path), Features(), out)
     assert again.run(patterns)  # the same settings: nothing is measured again
     assert [row.compiled for row in again.rows] == [True, True, False]
 
