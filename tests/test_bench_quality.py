@@ -238,6 +238,10 @@ def test_methods_that_are_not_compiled_say_why() -> None:
         (Merged(Merge(placement="module"), Hilbert()), "inside of blocks"),
     ):
         assert words in str(reason_not_to_compile(method))
+    message = "`model` must have blocks that diffusers can compile (`compile_repeated_blocks`); got Linear."
+    with pytest.raises(ValueError) as raised, compiled_blocks(nn.Linear(1, 1)):
+        pass
+    assert str(raised.value) == message
 
 
 @pytest.mark.parametrize("group", GROUPS)

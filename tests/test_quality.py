@@ -122,6 +122,11 @@ def test_statistics_are_unbiased_and_survive_a_file(tmp_path: Path) -> None:
     assert torch.equal(read.covariance, made.covariance)
     assert read.features is not None
     assert torch.equal(read.features, features.float())
+    elsewhere = made.to("meta")
+    assert all(
+        x is not None and x.is_meta for x in (elsewhere.mean, elsewhere.covariance, elsewhere.features)
+    )
+    assert (elsewhere.count, elsewhere.size) == (made.count, made.size)
     made.save(tmp_path / "small.safetensors", with_features=False)
     assert Statistics.load(tmp_path / "small.safetensors").features is None
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
