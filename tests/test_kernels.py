@@ -226,6 +226,10 @@ def test_what_the_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device
     assert "float64" in str(kernel.unsupported(torch.empty(1, 1, 1, 8, device=device).double(), 64))
     assert "129" in str(kernel.unsupported(torch.empty(1, 1, 1, 129, device=device), 64))
     assert "2048 candidates" in str(kernel.unsupported(torch.empty(1, 1, 1, 8, device=device), 2048))
+    wide = torch.empty(1, 1, 1, 128, device=device)
+    assert kernel.unsupported(wide, 128) is None
+    assert "shared memory" in str(kernel.unsupported(wide, 129))
+    assert kernel.unsupported(wide.half(), 1024) is None
 
 
 @NEEDS_TRITON

@@ -135,7 +135,8 @@ def _select(
     for query, key in zip(reversed(queries), reversed(keys), strict=True):
         candidates = key.shape[2] if parents is None else parents.shape[3] * block
         module = _kernels("select", impl, query, candidates) or select_reference  # type: ignore[arg-type]
-        parents = module.select(query, key, parents, block, min(topk, key.shape[2]), keep_own)
+        with torch.cuda.device_of(query):
+            parents = module.select(query, key, parents, block, min(topk, key.shape[2]), keep_own)
         chosen.append(parents)
     return chosen[::-1]
 
@@ -153,7 +154,8 @@ def _(
 @torch.library.custom_op("nearfield::pool", mutates_args=())
 def _pool(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
     module = _kernels("pool", impl, x, block, levels) or pool_reference  # type: ignore[arg-type]
-    pooled: Tensor = module.pool_forward(x, block, levels)
+    with torch.cuda.device_of(x):
+        pooled: Tensor = module.pool_forward(x, block, levels)
     return pooled
 
 
@@ -170,7 +172,8 @@ def _pool_together(
     if module is None:
         pooled = [pool_reference.pool_forward(x, block, levels) for x in (query, key, value)]
     else:
-        pooled = module.pool_together(query, key, value, block, levels)
+        with torch.cuda.device_of(query):
+            pooled = module.pool_together(query, key, value, block, levels)
     queries, keys, values = pooled
     return queries, keys, values
 
@@ -189,7 +192,8 @@ def _(
 @torch.library.custom_op("nearfield::pool_backward", mutates_args=())
 def _pool_backward(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
     module = _kernels("pool", impl, grad, block, levels) or pool_reference  # type: ignore[arg-type]
-    spread: Tensor = module.pool_backward(grad, length, block, levels)
+    with torch.cuda.device_of(grad):
+        spread: Tensor = module.pool_backward(grad, length, block, levels)
     return spread
 
 

@@ -17,6 +17,9 @@ from nearfield.kernels.walk import dot, load_rows
 MOST_CANDIDATES = 1024
 _ROWS = 16
 """Queries of one program, the least a dot takes: more of them, and the scores no longer fit in registers."""
+_MOST_WIDE = 128 * 128
+"""Numbers of float32 that a program may hold of its candidates: products of full precision go through shared memory, of
+which GPUs smaller than Hopper's have 99 KiB."""
 _PER_WARP = 64
 """Candidates for which a program has one warp more, up to 8 of them."""
 
@@ -86,6 +89,9 @@ def unsupported(query: Tensor, num_candidates: int) -> str | None:
     """Why the kernel cannot run this selection, or None."""
     if num_candidates > MOST_CANDIDATES:
         return f"{num_candidates} candidates are more than the {MOST_CANDIDATES} that fit in registers"
+    lanes = max(16, triton.next_power_of_2(num_candidates))
+    if query.dtype == torch.float32 and lanes * padded(query.shape[3]) > _MOST_WIDE:
+        return f"{num_candidates} candidates of {query.shape[3]} channels in float32 do not fit in shared memory"
     return unsupported_tensor(query, most_channels=128, multiplies=True)
 
 
