@@ -91,7 +91,9 @@ def unsupported(query: Tensor, num_candidates: int) -> str | None:
         return f"{num_candidates} candidates are more than the {MOST_CANDIDATES} that fit in registers"
     lanes = max(16, triton.next_power_of_2(num_candidates))
     if query.dtype == torch.float32 and lanes * padded(query.shape[3]) > _MOST_WIDE:
-        return f"{num_candidates} candidates of {query.shape[3]} channels in float32 do not fit in shared memory"
+        return (
+            f"{num_candidates} candidates of {query.shape[3]} channels in float32 do not fit in shared memory"
+        )
     return unsupported_tensor(query, most_channels=128, multiplies=True)
 
 
