@@ -118,6 +118,26 @@ def test_rows_that_several_programs_share_have_one_result(device: torch.device) 
     assert chunk_of(600, long, Tiles(16, 64, 4, 2)) == 0
 
 
+@pytest.mark.parametrize("chunk", [0, 2])
+@pytest.mark.parametrize("pack", [1, 4])
+def test_keys_get_their_shares_of_the_gradients_of_means(pack: int, chunk: int, device: torch.device) -> None:
+    """In rows that one program finishes, and in those that several share; beside a pass of its own."""
+    from nearfield.kernels import backward, pool
+    from nearfield.kernels.launch import Tiles
+
+    query, key, value = random_inputs(2, 2, 96, 70, 16, device=device)
+    plan = random_plan(96, 70, q_block=16, k_block=16, heads=2, device=device)
+    statistics = torch.zeros(2, 2, 2, 96, device=device).unbind()
+    call = (query, *statistics, query, key, value, plan, None, None, 0.25)
+    means = torch.randn(2, 2, 2, 28, 16, device=device)
+    tiles = Tiles(16 * pack, 16, 4, 1, pack=pack, chunk=chunk)
+    with poisoned_memory():
+        alone = backward.key_gradient(*call, tiles)
+        together = backward.key_gradient(*call, tiles, means=backward.Means(means[0], means[1], 4, 2))
+    for one, both, mean in zip(alone[:2], together[:2], means, strict=True):
+        torch.testing.assert_close(both, one + pool.pool_backward(mean, 70, 4, 2))
+
+
 @pytest.mark.parametrize(("num_keys", "key_heads"), [(80, 2), (75, 1)])
 def test_two_parts_are_read_by_one_kernel(
     num_keys: int, key_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

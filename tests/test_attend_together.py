@@ -11,9 +11,9 @@ from tests.attending import INF, NEEDS_TRITON, assert_budget, random_bias, rando
 from torch import Tensor
 
 from nearfield import attend as attend_function
-from nearfield import operators, planning
+from nearfield import operators, planning, pyramid
 from nearfield._types import Positions
-from nearfield.attend import Part, attend_together
+from nearfield.attend import Part, Pooling, attend_together
 from nearfield.plan import BLOCKS, Plan
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
@@ -141,6 +141,8 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
             [1],
             [],
             [],
+            [],
+            [],
             [part.plan._extent for part in parts],
             [16, 16, 0, 32, 8, 0],
             0.25,
@@ -165,6 +167,47 @@ def test_a_part_may_have_positions(impl: Any, number: int, device: torch.device)
     got["out"], got["lse"] = attend_together(query, parts, impl=impl)  # no gradient is wanted here
     for name in exact:
         assert_budget(name, got[name], exact[name], low[name])
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("key_heads", "learns"), [(2, False), (1, True)])
+def test_gradients_of_means_go_to_what_they_are_means_of(
+    key_heads: int, learns: bool, compiles: bool, device: torch.device
+) -> None:
+    """Two levels above an odd number of keys: by the kernel as by autograd; whether the bias is learned or not."""
+    query, key, value = random_inputs(2, 2, 40, 37, 16, device=device)
+    near = random_plan(40, 37, q_block=16, k_block=16, heads=2, empty_rows=True, device=device)
+    far = random_plan(40, 16, q_block=32, k_block=4, device=device, seed=1)
+    bias = random_bias(1, 2, 16, device=device)
+    leaves = [x.clone().requires_grad_() for x in (query, key[:, :key_heads], value[:, :key_heads])]
+    leaves += [bias.requires_grad_()] if learns else []
+
+    def loss(pooling: Pooling | None, *leaves: Tensor) -> Tensor:
+        query, key, value, *_ = leaves
+        means = [pyramid.pool(x, 4, 2, "triton").data for x in (key, value)]
+        parts = [Part(key, value, near), Part(means[0], means[1], far, bias)]
+        out, lse = attend_together(query, parts, impl="triton", pooling=pooling)
+        return out.square().sum() + lse.masked_fill(lse == -INF, 0).sum()
+
+    torch._dynamo.reset()
+    function = torch.compile(loss, backend="aot_eager") if compiles else loss
+    by_kernel = torch.autograd.grad(function(Pooling(4, 2), *leaves), leaves)
+    by_autograd = torch.autograd.grad(loss(None, *leaves), leaves)
+    torch._dynamo.reset()
+    for mine, theirs in zip(by_kernel, by_autograd, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@NEEDS_TRITON
+def test_means_must_be_of_the_first_part(device: torch.device) -> None:
+    query, parts = call(device)
+    with pytest.raises(
+        ValueError, match="`parts` must have 12 keys in the second, pooled from the first; got 24"
+    ):
+        attend_together(query, parts, impl="triton", pooling=Pooling(4, 1))
+    with pytest.raises(ValueError, match="`parts` must be two where the second is pooled"):
+        attend_together(query, parts[:1], impl="triton", pooling=Pooling(4, 1))
 
 
 @NEEDS_TRITON

@@ -19,8 +19,10 @@ from nearfield import kernels
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._eager import is_unobserved
 from nearfield._types import Attended, Gradients, Impl, Positions
+from nearfield.levels import level_starts
 from nearfield.operators import (
     Part,
+    Pooling,
     all_lists,
     check_sizes,
     lse_dtype,
@@ -31,7 +33,7 @@ from nearfield.operators import (
 )
 from nearfield.plan import Plan
 
-__all__ = ["Part", "attend", "attend_continued", "attend_together", "gradients", "merge"]
+__all__ = ["Part", "Pooling", "attend", "attend_continued", "attend_together", "gradients", "merge"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
@@ -149,14 +151,25 @@ def gradients(
 
 
 def attend_together(
-    query: Tensor, parts: Sequence[Part], *, scale: float | None = None, impl: Impl = "auto"
+    query: Tensor,
+    parts: Sequence[Part],
+    *,
+    scale: float | None = None,
+    impl: Impl = "auto",
+    pooling: Pooling | None = None,
 ) -> Attended:
     """Every query reads what several plans list, each among keys of its own, in one softmax.
 
     The same as attending to each part and merging the results. But where kernels run, the whole is differentiated at
     once: with the `lse` of all parts the gradients of one do not depend on the others, so nothing is kept, and nothing
     computed, for having merged. Parts with `positions` are differentiated apart.
+
+    Args:
+        pooling: the second of two parts is pooled from the first, and from nothing else. Its gradients are then spread
+            by the kernel that computes the first one's, instead of one by one by autograd.
     """
+    if pooling is not None:
+        _check_pooling(pooling, parts)
     is_plain = impl in ("grouped", "reference") or (impl == "auto" and not _suits_kernels(query))
     if is_plain or _differentiates_positions(query, parts):
         attended = (
@@ -170,6 +183,7 @@ def attend_together(
         return read_together(query, parts, scale, impl)
     lists: list[Tensor | None] = []
     biases: dict[int, Tensor] = {}
+    learned: list[int] = []
     positions: dict[int, Positions] = {}
     for number, part in enumerate(parts):
         bias = part.key_bias
@@ -181,15 +195,19 @@ def attend_together(
         )
         if bias is not None:
             biases[number] = bias
+            if torch.is_grad_enabled() and bias.requires_grad:
+                learned.append(number)
         if part.positions is not None:
             positions[number] = part.positions
     out, lse = torch.ops.nearfield.attend_together(
         query,
-        [part.key for part in parts],
-        [part.value for part in parts],
+        [part.key.detach() if pooling and number else part.key for number, part in enumerate(parts)],
+        [part.value.detach() if pooling and number else part.value for number, part in enumerate(parts)],
         lists,
         list(biases.values()),
         list(biases),
+        learned,
+        list(pooling or ()),
         [side for pair in positions.values() for side in pair],
         list(positions),
         [part.plan._extent for part in parts],
@@ -258,6 +276,16 @@ def _check_plan(plan: Plan, query: Tensor, key: Tensor) -> None:
         if size not in (1, wanted):
             wrong_value("plan", f"have {side} 1 or {wanted} (that of `query`)", size)
     check_same_device("plan", plan.offsets, "query", query.device)
+
+
+def _check_pooling(pooling: Pooling, parts: Sequence[Part]) -> None:
+    if len(parts) != 2:
+        wrong_value("parts", "be two where the second is pooled from the first", len(parts))
+    wanted = level_starts(parts[0].key.shape[2], *pooling)[-1]
+    if parts[1].key.shape[2] != wanted:
+        wrong_value(
+            "parts", f"have {wanted} keys in the second, pooled from the first", parts[1].key.shape[2]
+        )
 
 
 def _expanded_bias(key_bias: Tensor, query: Tensor, key: Tensor) -> Tensor:

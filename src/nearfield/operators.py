@@ -306,6 +306,18 @@ class Part(NamedTuple):
     rows_alike: bool = False
 
 
+class Pooling(NamedTuple):
+    """That keys and values of a second part are means of those of the first, as `pyramid.pool` makes them.
+
+    Args:
+        block: tokens of the level below that each is the mean of.
+        levels: how many levels there are.
+    """
+
+    block: int
+    levels: int
+
+
 _LISTS = 8  # as `all_lists` gives them, and boxes
 
 
@@ -345,6 +357,8 @@ def _attend_together(
     lists: Sequence[Tensor | None],
     biases: Sequence[Tensor],  # of the parts that have one, whose numbers are `biased`
     biased: Sequence[int],
+    learned: Sequence[int],  # parts whose bias gets a gradient
+    pooling: Sequence[int],  # if any: the gradients of the second part go to the first, see `Pooling`
     positions: Sequence[Tensor],  # of queries and keys in turns, of the parts `positioned`; without gradients
     positioned: Sequence[int],
     extents: Sequence[Tensor],
@@ -422,11 +436,14 @@ def _attend_together_backward(
     lists: Sequence[Tensor | None],
     biases: Sequence[Tensor],
     biased: Sequence[int],
+    learned: Sequence[int],
+    pooling: Sequence[int],
     sizes: Sequence[int],
     scale: float,
     impl: str,
 ) -> list[Tensor]:
-    """The gradients of the query, of all keys, of all values, and of the biases."""
+    """The gradients of the query, of all keys, of all values, and of the biases that are learned. Where the second part
+    is pooled from the first, the first one's hold its."""
     parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
     for part in parts:
         explain_choice(
@@ -434,9 +451,11 @@ def _attend_together_backward(
         )
     with _undisturbed(query):
         backward = kernels.load("triton").attend_together_backward
-        grad_query, others = backward(grad_out, grad_lse, query, _plain(parts), out, lse, scale)
-    of_keys, of_values, of_biases = zip(*others, strict=True)
-    return [grad_query, *of_keys, *of_values, *(gradient for gradient in of_biases if gradient is not None)]
+        grad_query, others = backward(
+            grad_out, grad_lse, query, _plain(parts), out, lse, scale, learned, pooling
+        )
+    kinds = zip(*others, strict=True)
+    return [grad_query, *(gradient for kind in kinds for gradient in kind if gradient is not None)]
 
 
 @_attend_together_backward.register_fake
@@ -450,34 +469,48 @@ def _(
     values: Sequence[Tensor],
     lists: Sequence[Tensor | None],
     biases: Sequence[Tensor],
+    biased: Sequence[int],
+    learned: Sequence[int],
+    pooling: Sequence[int],
     *_: Any,
 ) -> list[Tensor]:
-    of_biases = [lse.new_empty(bias.shape) for bias in biases]
+    of_biases = [
+        lse.new_empty(bias.shape) for number, bias in zip(biased, biases, strict=True) if number in learned
+    ]
+    if pooling:
+        keys, values = keys[:1], values[:1]
     return [torch.empty_like(query), *map(torch.empty_like, keys), *map(torch.empty_like, values), *of_biases]
 
 
 def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, keys, values, lists, biases, biased, _, _, _, *statics = inputs
+    query, keys, values, lists, biases, biased, learned, pooling, _, _, _, *statics = inputs
     ctx.save_for_backward(query, *output, *keys, *values, *biases, *lists)
-    ctx.counts, ctx.statics = (len(keys), len(biases)), (biased, *statics)
+    ctx.num_keys, ctx.statics = len(keys), (biased, learned, pooling, *statics)
 
 
 def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     query, out, lse, *rest = ctx.saved_tensors
-    parts, biased = ctx.counts
-    ends = parts, 2 * parts, 2 * parts + biased
+    biased, learned, pooling = ctx.statics[:3]
+    parts = ctx.num_keys
+    ends = parts, 2 * parts, 2 * parts + len(biased)
     keys, values, biases, lists = (
         rest[start:stop] for start, stop in zip((0, *ends), (*ends, None), strict=True)
     )
     grad_query, *others = torch.ops.nearfield.attend_together_backward(
         grad_out, grad_lse, query, out, lse, keys, values, lists, biases, *ctx.statics
     )
-    of_keys, of_values, of_biases = others[: ends[0]], others[ends[0] : ends[1]], others[ends[1] :]
+    known = 1 if pooling else parts
+    gap = [None] * (parts - known)
+    of_keys, of_values, of_learned = others[:known], others[known : 2 * known], iter(others[2 * known :])
+    of_biases = [next(of_learned) if number in learned else None for number in biased]
     # torch wants a list for a list of tensors, even if nothing in it has a gradient, and None for a list with gaps.
     none_of_lists = None if any(x is None for x in lists) else [None] * len(lists)
     # An empty list counts as one of tensors; parts with positions do not come here.
+    none_of_numbers: list[list[None] | None] = [
+        None if numbers else [] for numbers in (biased, learned, pooling)
+    ]
     return (
-        *(grad_query, of_keys, of_values, none_of_lists, of_biases, None if biased else []),
+        *(grad_query, of_keys + gap, of_values + gap, none_of_lists, of_biases, *none_of_numbers),
         *([], [], [None] * parts, None, None, None),
     )
 

@@ -4,6 +4,8 @@ Every gradient is summed by one program, in the order of its list. There are no 
 bits. The price is that weights are computed in both passes.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from nearfield.kernels.launch import (
     tile_sources,
 )
 from nearfield.kernels.pack import rows_of
+from nearfield.kernels.pool import shares_of_means
 from nearfield.kernels.walk import (
     INF,
     LOG2E,
@@ -237,7 +240,7 @@ def _key_gradient_tile(
     num_queries,
     Q_BLOCK: tl.constexpr, TILE_Q: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr,
     COPY_ENGINE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-    K_BLOCK: tl.constexpr, PACK: tl.constexpr,
+    K_BLOCK: tl.constexpr, PACK: tl.constexpr, BIAS_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The same step with the roles exchanged: logits are [keys, queries]."""
     first, token, exists, entry = tile_tokens(
@@ -269,7 +272,7 @@ def _key_gradient_tile(
     grad_weights = dot(values, tl.trans(grads), None, PRECISION)
     grad_logits = weights * (grad_weights - delta_rows[None, :])
     grad_key = dot(grad_logits.to(queries.dtype), queries, grad_key, PRECISION)
-    if HAS_BIAS:
+    if BIAS_GRADIENT:
         grad_bias += tl.sum(grad_logits, 1)
     return grad_key, grad_value, grad_bias
 
@@ -277,21 +280,25 @@ def _key_gradient_tile(
 @triton.jit
 def _key_gradient_kernel(
     query, key, value, q_desc, g_desc, grad_out, grad_key, grad_value, grad_bias,
-    key_partials, value_partials, bias_partials, lse_log2, delta,
+    key_partials, value_partials, bias_partials, mean_keys, mean_values, lse_log2, delta,
     offsets, blocks, order, key_bias, query_positions, key_positions,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd, stride_gb, stride_gh, stride_gn, stride_gd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    stride_mb, stride_mh, stride_mn, stride_md,
     stride_offsets_b, stride_offsets_h, stride_blocks_b, stride_blocks_h,
     stride_bias_b, stride_bias_h, stride_bias, stride_query_positions, stride_key_positions,
     num_key_heads, heads_per_key, num_rows, num_queries, num_keys, scale, logit_scale,
     DIM: tl.constexpr, PAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr, RAGGED: tl.constexpr, COPY_ENGINE: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-    PACK: tl.constexpr, CHUNK: tl.constexpr,
+    PACK: tl.constexpr, CHUNK: tl.constexpr, BIAS_GRADIENT: tl.constexpr, POOL: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """CHUNK: after so many steps the next program of the row goes on, the last one to the end. Each leaves what it has
-    summed in its part of `partials`; a row that one program finishes is stored at once."""
+    summed in its part of `partials`; a row that one program finishes is stored at once.
+
+    LEVELS: `mean_keys` and `mean_values` are gradients of so many levels of means, each of POOL below; keys get shares.
+    """
     batch_head, row, part = row_of_program(tl.program_id(0), order, num_rows, HAS_ORDER, PARTS)
     batch = (batch_head // num_key_heads).to(tl.int64)
     key_head = (batch_head % num_key_heads).to(tl.int64)
@@ -371,6 +378,7 @@ def _key_gradient_kernel(
                 head_query, head_grad, q_desc, g_desc, batch, head, head_lse, head_delta, query_positions, key_position,
                 bias, lane, stride_qn, stride_qd, stride_gn, stride_gd, scale, num_queries,
                 Q_BLOCK, TILE_Q, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION, K_BLOCK, PACK,
+                BIAS_GRADIENT,
             )  # fmt: skip
         if RAGGED or (Q_BLOCK < TILE_Q and PACK == 1):
             for tile in tl.range(tl.maximum(begin, whole), total, num_stages=1):
@@ -379,8 +387,9 @@ def _key_gradient_kernel(
                     head_query, head_grad, q_desc, g_desc, batch, head, head_lse, head_delta, query_positions,
                     key_position, bias, lane, stride_qn, stride_qd, stride_gn, stride_gd, scale, num_queries,
                     Q_BLOCK, TILE_Q, DIM, PAD, True, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION, K_BLOCK, PACK,
+                    BIAS_GRADIENT,
                 )  # fmt: skip
-        if HAS_BIAS:
+        if BIAS_GRADIENT:
             tl.store(grad_bias + flat_head * num_keys + token, bias_accumulator, mask=is_finished)
             if CHUNK > 0:
                 tl.store(bias_partials + place * num_keys + token, bias_accumulator, mask=is_partial)
@@ -389,23 +398,42 @@ def _key_gradient_kernel(
         place *= num_keys * DIM
         store_rows(key_partials + place, token, is_partial, DIM, 1, key_accumulator, DIM, PAD)
         store_rows(value_partials + place, token, is_partial, DIM, 1, value_accumulator, DIM, PAD)
-    store_rows(
-        grad_key + batch * stride_dkb + key_head * stride_dkh, token, is_finished, stride_dkn, stride_dkd,
-        key_accumulator * logit_scale, DIM, PAD,
-    )  # fmt: skip
-    store_rows(
-        grad_value + batch * stride_dvb + key_head * stride_dvh, token, is_finished, stride_dvn, stride_dvd,
-        value_accumulator, DIM, PAD,
+    _store_key_gradients(
+        grad_key + batch * stride_dkb + key_head * stride_dkh, grad_value + batch * stride_dvb + key_head * stride_dvh,
+        key_accumulator * logit_scale, value_accumulator, token, is_finished,
+        stride_dkn, stride_dkd, stride_dvn, stride_dvd,
+        mean_keys + batch * stride_mb + key_head * stride_mh, mean_values + batch * stride_mb + key_head * stride_mh,
+        stride_mn, stride_md, num_keys, POOL, LEVELS, DIM, PAD,
     )  # fmt: skip
 
 
 @triton.jit
+def _store_key_gradients(
+    grad_key, grad_value, key_sum, value_sum, token, exists, stride_dkn, stride_dkd, stride_dvn, stride_dvd,
+    mean_keys, mean_values, stride_mn, stride_md, num_keys,
+    POOL: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    if LEVELS > 0:
+        key_sum += shares_of_means(
+            mean_keys, token, exists, stride_mn, stride_md, num_keys, POOL, LEVELS, DIM, PAD
+        )
+    store_rows(grad_key, token, exists, stride_dkn, stride_dkd, key_sum, DIM, PAD)
+    if LEVELS > 0:
+        value_sum += shares_of_means(
+            mean_values, token, exists, stride_mn, stride_md, num_keys, POOL, LEVELS, DIM, PAD
+        )
+    store_rows(grad_value, token, exists, stride_dvn, stride_dvd, value_sum, DIM, PAD)
+
+
+@triton.jit
 def _join_chunks_kernel(
-    grad_key, grad_value, grad_bias, key_partials, value_partials, bias_partials, offsets,
+    grad_key, grad_value, grad_bias, key_partials, value_partials, bias_partials, mean_keys, mean_values, offsets,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    stride_mb, stride_mh, stride_mn, stride_md,
     stride_offsets_b, stride_offsets_h, num_heads, num_rows, num_keys, most_chunks, logit_scale,
     DIM: tl.constexpr, PAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TILE_Q: tl.constexpr,
-    TILE_K: tl.constexpr, PARTS: tl.constexpr, PACK: tl.constexpr, CHUNK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_K: tl.constexpr, PARTS: tl.constexpr, PACK: tl.constexpr, CHUNK: tl.constexpr,
+    BIAS_GRADIENT: tl.constexpr, POOL: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Sum what the programs of one row left, in their order."""
     batch_head, row, part = row_of_program(tl.program_id(0), offsets, num_rows, False, PARTS)
@@ -426,13 +454,15 @@ def _join_chunks_kernel(
             first = (chunk * batch_heads + batch_head).to(tl.int64) * num_keys
             key_sum += load_rows(key_partials, first, long_token, exists, DIM, 1, DIM, PAD, True)
             value_sum += load_rows(value_partials, first, long_token, exists, DIM, 1, DIM, PAD, True)
-            if HAS_BIAS:
+            if BIAS_GRADIENT:
                 bias_sum += tl.load(bias_partials + first + token, mask=exists, other=0.0)
-        grad_key += batch * stride_dkb + head * stride_dkh
-        grad_value += batch * stride_dvb + head * stride_dvh
-        store_rows(grad_key, token, exists, stride_dkn, stride_dkd, key_sum * logit_scale, DIM, PAD)
-        store_rows(grad_value, token, exists, stride_dvn, stride_dvd, value_sum, DIM, PAD)
-        if HAS_BIAS:
+        _store_key_gradients(
+            grad_key + batch * stride_dkb + head * stride_dkh, grad_value + batch * stride_dvb + head * stride_dvh,
+            key_sum * logit_scale, value_sum, token, exists, stride_dkn, stride_dkd, stride_dvn, stride_dvd,
+            mean_keys + batch * stride_mb + head * stride_mh, mean_values + batch * stride_mb + head * stride_mh,
+            stride_mn, stride_md, num_keys, POOL, LEVELS, DIM, PAD,
+        )  # fmt: skip
+        if BIAS_GRADIENT:
             tl.store(grad_bias + batch_head.to(tl.int64) * num_keys + token, bias_sum, mask=exists)
 
 
@@ -507,6 +537,21 @@ def query_gradient(
     return grad_query
 
 
+class Means(NamedTuple):
+    """Gradients of means of the keys and values, of which each key is to get its share.
+
+    Args:
+        key, value: `[B, G, means, D]`, of equal strides, in the layout of `levels.py`.
+        block: of how many of the level below each is the mean.
+        levels: how many there are.
+    """
+
+    key: Tensor
+    value: Tensor
+    block: int
+    levels: int
+
+
 def key_gradient(
     grad_out: Tensor,
     delta: Tensor,
@@ -520,17 +565,23 @@ def key_gradient(
     scale: float,
     tiles: Tiles | None = None,
     alike: bool = False,
+    wants_bias: bool = True,
+    means: Means | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     Args:
         alike: see `launch.query_gradient_tiles`.
+        wants_bias: whether the gradient of a bias is.
+        means: what else the gradients are to hold.
+        dtype: of the gradients of keys and values, if not theirs.
     """
     batch, heads, num_queries, _ = query.shape
     key_heads = key.shape[1]
     transposed = plan.transpose()
-    grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+    grad_key, grad_value = (torch.empty_like(x, dtype=dtype) for x in (key, value))
     grad_bias = None
-    if key_bias is not None:
+    if key_bias is not None and wants_bias:
         grad_bias = torch.empty(batch, heads, plan.num_keys, device=query.device, dtype=torch.float32)
     tiles = tiles or key_gradient_tiles(query, key, plan.q_block, plan.k_block, alike=alike)
     rows = rows_of(transposed, tiles, batch, key_heads)
@@ -538,7 +589,7 @@ def key_gradient(
     sums = (chunks, batch, key_heads, plan.num_keys)
     partials = [
         torch.empty(sums if shape is None else (*sums, shape), device=query.device, dtype=torch.float32)
-        if chunk
+        if chunk and (shape is not None or grad_bias is not None)
         else query
         for shape in (query.shape[3], query.shape[3], None)
     ]
@@ -546,22 +597,27 @@ def key_gradient(
     options = options_for(query, tiles, plan.k_block)
     copy_engine, q_desc, g_desc = tile_sources(query, grad_out, plan.q_block, tiles.other)
     programs = batch * key_heads * rows.number * options["PARTS"]
-    shapes = {"Q_BLOCK": plan.q_block, "K_BLOCK": rows.size, "TILE_Q": tiles.other, "TILE_K": tiles.own}
-    results = (grad_key, grad_value, query if grad_bias is None else grad_bias, *partials)
+    shared = {
+        "Q_BLOCK": plan.q_block, "K_BLOCK": rows.size, "TILE_Q": tiles.other, "TILE_K": tiles.own, "CHUNK": chunk,
+        "BIAS_GRADIENT": grad_bias is not None, "POOL": means.block if means else 1,
+        "LEVELS": means.levels if means else 0,
+    }  # fmt: skip
+    of_means = (means.key, means.value) if means else (query, query)
+    results = (grad_key, grad_value, query if grad_bias is None else grad_bias, *partials, *of_means)
+    result_strides = (*grad_key.stride(), *grad_value.stride(), *of_means[0].stride())
     _key_gradient_kernel[(programs, chunks)](
         query, key, value, q_desc, g_desc, grad_out, *results, lse_log2, delta,
         rows.offsets, rows.blocks, rows.offsets if rows.order is None else rows.order, *extras,
-        *query.stride(), *key.stride(), *value.stride(), *grad_out.stride(), *grad_key.stride(), *grad_value.stride(),
+        *query.stride(), *key.stride(), *value.stride(), *grad_out.stride(), *result_strides,
         *rows.strides, *extra_strides, key_heads, heads // key_heads, rows.number,
-        num_queries, plan.num_keys, scale * LOG2_E, scale, **shapes,
+        num_queries, plan.num_keys, scale * LOG2_E, scale,
         RAGGED=num_queries % plan.q_block != 0, COPY_ENGINE=copy_engine, HAS_ORDER=rows.order is not None,
-        HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None, CHUNK=chunk, **options,
+        HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None, **shared, **options,
     )  # fmt: skip
     if chunk:
         _join_chunks_kernel[(programs,)](
-            *results, rows.offsets, *grad_key.stride(), *grad_value.stride(), *rows.strides[:2],
-            key_heads, rows.number, plan.num_keys, chunks, scale, **shapes, CHUNK=chunk,
-            HAS_BIAS=key_bias is not None, num_warps=4,
+            *results, rows.offsets, *result_strides, *rows.strides[:2],
+            key_heads, rows.number, plan.num_keys, chunks, scale, **shared, num_warps=4,
             **{name: options[name] for name in ("DIM", "PAD", "PARTS", "PACK")},
         )  # fmt: skip
     return grad_key, grad_value, grad_bias

@@ -148,12 +148,12 @@ def compile_partials(dim: int) -> str:
 _PLAIN = {
     "DIM": 64, "PAD": 64, "Q_BLOCK": 16, "K_BLOCK": 16, "TILE_Q": 16, "TILE_K": 64, "PARTS": 1, "RAGGED": False,
     "COPY_ENGINE": False, "HAS_ORDER": False, "HAS_BIAS": False, "HAS_POSITIONS": False, "CONTINUES": False,
-    "PRECISION": "tf32", "PACK": 1, "CHUNK": 0,
+    "PRECISION": "tf32", "PACK": 1, "CHUNK": 0, "BIAS_GRADIENT": False, "POOL": 16, "LEVELS": 0,
 }  # fmt: skip
 _PACKED: dict[str, Any] = {"Q_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
 _PACKED_KEYS: dict[str, Any] = {"K_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
 _EXTRAS: dict[str, Any] = dict.fromkeys(
-    ("RAGGED", "HAS_ORDER", "HAS_BIAS", "HAS_POSITIONS", "CONTINUES"), True
+    ("RAGGED", "HAS_ORDER", "HAS_BIAS", "BIAS_GRADIENT", "HAS_POSITIONS", "CONTINUES"), True
 )
 _PLAIN_POINTERS = (
     _POINTERS
@@ -162,7 +162,7 @@ _PLAIN_POINTERS = (
     | dict.fromkeys(("query_positions", "key_positions", "far_blocks", "bounds", "packed"), "*i32")
     | dict.fromkeys(("cells", "ordered", "rows"), "*i32")
     | dict.fromkeys(("lse_log2", "delta", "grad_bias", "maxima", "masses"), "*fp32")
-    | dict.fromkeys(("key_partials", "value_partials", "bias_partials"), "*fp32")
+    | dict.fromkeys(("key_partials", "value_partials", "bias_partials", "mean_keys", "mean_values"), "*fp32")
 )
 
 
@@ -178,7 +178,7 @@ def plain_variants(every: bool) -> Iterator[tuple[str, Any, dict[str, Any]]]:
             yield f"query gradient, {name}", backward._query_gradient_kernel, packed | extras
     by_engine: dict[str, Any] = {"COPY_ENGINE": True, "Q_BLOCK": 128, "CHUNK": 32, "HAS_BIAS": True}
     for name, packed in (("rows", {"TILE_K": 16, "TILE_Q": 64}), ("packed rows", _PACKED_KEYS)):
-        for extras in ({}, _EXTRAS | {"CHUNK": 32}, by_engine) if every else (by_engine,):
+        for extras in ({"LEVELS": 2}, _EXTRAS | {"CHUNK": 32}, by_engine) if every else (by_engine,):
             yield f"key gradients, {name}", backward._key_gradient_kernel, packed | extras
         yield "chunks", backward._join_chunks_kernel, packed | by_engine
     far = {"FAR_Q_BLOCK": 128, "FAR_K_BLOCK": 16, "FAR_RAGGED": False, "HAS_FAR_BIAS": True}

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield._types import Attended
-from nearfield.kernels.backward import key_gradient, query_gradient, row_statistics, walk_for_queries
+from nearfield.kernels.backward import Means, key_gradient, query_gradient, row_statistics, walk_for_queries
 from nearfield.kernels.forward import store_result, walk_list
 from nearfield.kernels.launch import (
     LOG2_E,
@@ -251,10 +251,29 @@ def attend_together_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
-    """The gradients of a softmax over several parts, whose `out` and `lse` these are: each part's by itself."""
+    learned: Sequence[int],
+    pooling: Sequence[int],
+) -> tuple[Tensor, list[tuple[Tensor | None, Tensor | None, Tensor | None]]]:
+    """The gradients of a softmax over several parts, whose `out` and `lse` these are: each part's by itself.
+
+    Args:
+        learned: parts whose bias shall have a gradient.
+        pooling: see `Pooling` in operators.py; of the second of two parts, the first one's means, only the bias then
+            has a gradient of its own.
+    """
     given = (grad_out, *row_statistics(grad_out, grad_lse, out, lse.contiguous()), query)
-    others = [key_gradient(*given, *part[:4], None, scale, alike=part[4]) for part in parts]
+
+    def of_keys(number: int, **wanted: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        part = parts[number]
+        known = (*given, *part[:4], None, scale)
+        return key_gradient(*known, alike=part[4], wants_bias=number in learned, **wanted)
+
+    others: list[tuple[Tensor | None, Tensor | None, Tensor | None]]
+    if pooling:
+        far_key, far_value, far_bias = of_keys(1, dtype=torch.float32)
+        others = [of_keys(0, means=Means(far_key, far_value, *pooling)), (None, None, far_bias)]
+    else:
+        others = [of_keys(number) for number in range(len(parts))]
     pair = _near_and_far(parts)
     tiles = pair and pair_gradient_tiles(query, pair[0][2], pair[1][2])
     if pair and tiles:

@@ -90,25 +90,34 @@ def _pool_kernel(
 
 
 @triton.jit
-def _unpool_kernel(
-    grad, out, stride_gb, stride_gh, stride_gn, stride_gd, num_heads, num_tokens, first_represents,
-    BLOCK: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+def shares_of_means(
+    grad, token, exists, stride_gn, stride_gd, num_tokens,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Each token's shares of the gradients of its means, level by level in ascending order."""
-    batch_head = tl.program_id(0).to(tl.int64)
-    grad += batch_head // num_heads * stride_gb + batch_head % num_heads * stride_gh
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    exists = token < num_tokens
-    total = tl.zeros([TOKENS, PAD], tl.float32)
+    """Each token's shares of the gradients of its means, level by level in ascending order; float32."""
+    total = tl.zeros([token.shape[0], PAD], tl.float32)
     start = tl.full([], 0, tl.int64)
-    represents = first_represents
-    for _ in tl.static_range(LEVELS):
+    represents = tl.full([], BLOCK, tl.int32)
+    for _ in tl.range(LEVELS, num_stages=1):  # not unrolled: what calls this has few registers left
         mean = token // represents
         rows = load_rows(grad, start, mean.to(tl.int64), exists, stride_gn, stride_gd, DIM, PAD, True)
         count = tl.minimum(num_tokens - mean * represents, represents)
         total += rows.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)[:, None]
         represents *= BLOCK
         start += tl.cdiv(num_tokens, represents) * BLOCK
+    return total
+
+
+@triton.jit
+def _unpool_kernel(
+    grad, out, stride_gb, stride_gh, stride_gn, stride_gd, num_heads, num_tokens,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    batch_head = tl.program_id(0).to(tl.int64)
+    grad += batch_head // num_heads * stride_gb + batch_head % num_heads * stride_gh
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    exists = token < num_tokens
+    total = shares_of_means(grad, token, exists, stride_gn, stride_gd, num_tokens, BLOCK, LEVELS, DIM, PAD)
     store_rows(out + batch_head * num_tokens * DIM, token, exists, DIM, 1, total, DIM, PAD)
 
 
@@ -180,7 +189,7 @@ def pool_backward(grad: Tensor, length: int, block: int, levels: int) -> Tensor:
     out = torch.empty(batch, heads, length, dim, device=grad.device, dtype=grad.dtype)
     tokens = 128
     _unpool_kernel[(batch * heads, triton.cdiv(length, tokens))](
-        grad, out, *grad.stride(), heads, length, block,
+        grad, out, *grad.stride(), heads, length,
         BLOCK=block, LEVELS=levels, TOKENS=tokens, DIM=dim, PAD=padded(dim), num_warps=4,
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from nearfield import planning
 from nearfield._checks import check_bool, check_int, check_member, check_tensor, wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.attend import Part, attend, attend_together
+from nearfield.attend import Part, Pooling, attend, attend_together
 from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry
 from nearfield.keeping import kept
@@ -260,6 +260,7 @@ class Chosen(NamedTuple):
         key, value: summaries, then text, `[B, G, M, D]`; None where there are neither.
         bias: on those keys, `[B or 1, H or 1, M]`.
         far: which of them are read.
+        pooling: how the summaries were made, where there is nothing else among those keys.
     """
 
     near: Plan
@@ -267,6 +268,7 @@ class Chosen(NamedTuple):
     value: Tensor | None = None
     bias: Tensor | None = None
     far: Plan | None = None
+    pooling: Pooling | None = None
 
 
 def choose(
@@ -305,8 +307,11 @@ def choose(
             torch.cat(parts, dim=2) for parts in ((far_key, text.key), (far_value, text.value))
         )
         bias = _joined_bias(bias, text)
-    lists = _Lists(method, picks, num_queries, num_keys, enriched)
-    return Chosen(near, far_key, far_value, bias, lists.plan(0 if text is None else text.key.shape[2]))
+    far = _Lists(method, picks, num_queries, num_keys, enriched).plan(
+        0 if text is None else text.key.shape[2]
+    )
+    pooling = Pooling(method.block, enriched) if text is None else None
+    return Chosen(near, far_key, far_value, bias, far, pooling)
 
 
 def _attend(
@@ -324,7 +329,7 @@ def _attend(
         return attend(query, key, value, chosen.near, scale=scale, impl=impl)
     near = Part(key, value, chosen.near, rows_alike=True)  # neighbours choose among the same blocks
     far = Part(chosen.key, chosen.value, chosen.far, chosen.bias)
-    return attend_together(query, [near, far], scale=scale, impl=impl)
+    return attend_together(query, [near, far], scale=scale, impl=impl, pooling=chosen.pooling)
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------
