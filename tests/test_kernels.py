@@ -147,6 +147,41 @@ def test_lists_are_transposed(
 
 
 @NEEDS_TRITON
+def test_plans_are_transposed_by_one_sort(device: torch.device) -> None:
+    """Of other sizes, one with unused slots, one without entries."""
+    from nearfield.kernels import transpose as kernel
+
+    plans = [
+        random_plan(330, 200, q_block=16, k_block=8, batch=2, heads=2, empty_rows=True, device=device),
+        random_plan(330, 70, q_block=128, k_block=16, batch=2, heads=1, device=device, seed=1),
+        random_plan(40, 70, q_block=32, k_block=1, heads=3, repeats=True, device=device, seed=2),
+    ]
+    with poisoned_memory():
+        found = kernel.transpose_together(plans)
+    assert found == [plan.transpose() for plan in plans]
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 3)])
+def test_rows_are_ordered_as_by_a_sort(batch: int, heads: int, device: torch.device) -> None:
+    """Lengths from none to some hundred, many of them similar; lists of their own, or one for all heads."""
+    from nearfield.kernels import order as kernel
+
+    for of_list in ((1, 1), (batch, heads)):
+        counts = torch.randint(0, 300, (*of_list, 150), generator=torch.Generator().manual_seed(0)).to(device)
+        offsets = torch.nn.functional.pad(counts.cumsum(-1), (1, 0)).to(torch.int32)
+        blocks = torch.zeros(*of_list, int(offsets.max()), device=device, dtype=torch.int32)
+        plan = Plan(offsets, blocks, 16, 16, 150 * 16, 16, check=False)
+        with poisoned_memory():
+            found = kernel.longest_first(plan, batch, heads)
+        expected = plan.longest_first(batch, heads)
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+        assert kernel.longest_first(plan, batch, heads) is expected  # known by now
+
+
+@NEEDS_TRITON
 def test_transposing_is_a_proper_operator(device: torch.device) -> None:
     plan = random_plan(70, 50, q_block=16, k_block=8, heads=2, empty_rows=True, device=device)
     arguments = (plan.offsets, plan.blocks, plan._extent, 16, 8)

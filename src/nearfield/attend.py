@@ -157,6 +157,7 @@ def attend_together(
     scale: float | None = None,
     impl: Impl = "auto",
     pooling: Pooling | None = None,
+    once: bool = False,
 ) -> Attended:
     """Every query reads what several plans list, each among keys of its own, in one softmax.
 
@@ -167,6 +168,8 @@ def attend_together(
     Args:
         pooling: the second of two parts is pooled from the first, and from nothing else. Its gradients are then spread
             by the kernel that computes the first one's, instead of one by one by autograd.
+        once: the plans are for this call alone. They are then transposed in the backward pass, beside its first
+            kernels.
     """
     if pooling is not None:
         _check_pooling(pooling, parts)
@@ -190,7 +193,7 @@ def attend_together(
         leaves = (query, part.key, part.value, bias)
         wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         lists += (
-            *all_lists(part.plan, query, part.key, wants_gradient, impl, part.rows_alike),
+            *all_lists(part.plan, query, part.key, wants_gradient and not once, impl),
             *(part.plan.boxes or (None, None)),
         )
         if bias is not None:

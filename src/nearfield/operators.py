@@ -29,20 +29,16 @@ def check_sizes(extent: Tensor, query: Tensor, key: Tensor) -> None:
 
 
 def all_lists(
-    plan: Plan, query: Tensor, key: Tensor, wants_gradient: bool, impl: str, rows_alike: bool = False
+    plan: Plan, query: Tensor, key: Tensor, wants_gradient: bool, impl: str
 ) -> tuple[Tensor | None, ...]:
-    """A plan as it crosses an operator: lists and starting order, its own and its transpose's.
-
-    Rows that are alike are mostly packed, and then need no order: it is made when it is asked for.
-    """
+    """A plan as it crosses an operator: lists and starting order, its own and its transpose's."""
     runs_kernels = query.is_cuda and impl not in ("grouped", "reference")
     transposed = _transposed(plan, runs_kernels) if wants_gradient else None
     order, transposed_order = None, None
     if runs_kernels:
         batch, heads = query.shape[:2]
         order = plan.longest_first(batch, heads)
-        if transposed and not rows_alike:
-            transposed_order = transposed.longest_first(batch, key.shape[1])
+        transposed_order = transposed.longest_first(batch, key.shape[1]) if transposed else None
     lists = transposed.offsets if transposed else None, transposed.blocks if transposed else None
     return plan.offsets, plan.blocks, order, *lists, transposed_order
 
@@ -90,11 +86,10 @@ def _rebuilt_plan(
     transposed_lists: Sequence[Tensor | None],
     q_block: int,
     k_block: int,
-    rows_alike: bool = False,
 ) -> Plan:
     """The plan on the inner side of the operator, with what was already derived from it outside.
 
-    Rows that came without an order need none, or (those that are alike, transposed) may still be asked for it.
+    Rows that came without an order need none.
     """
     batch, heads, num_queries = query.shape[:3]
     num_keys = key.shape[2]
@@ -104,8 +99,7 @@ def _rebuilt_plan(
     offsets, blocks, key_order = transposed_lists
     if offsets is not None and blocks is not None:
         transposed = Plan(offsets, blocks, k_block, q_block, num_keys, num_queries, check=False)
-        if key_order is not None or not rows_alike:
-            transposed._derived["order", batch, key.shape[1]] = key_order
+        transposed._derived["order", batch, key.shape[1]] = key_order
         plan._derived["transpose"] = transposed
     return plan
 
@@ -342,7 +336,7 @@ def _rebuilt_parts(
         assert offsets is not None
         assert blocks is not None
         q_block, k_block, alike = sizes[3 * number : 3 * number + 3]
-        plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block, bool(alike))
+        plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block)
         if box_offsets is not None and boxes is not None:
             plan._derived["boxes"] = Boxes(box_offsets, boxes)
         parts.append(Part(key, value, plan, bias, pairs.get(number), bool(alike)))

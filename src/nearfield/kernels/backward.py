@@ -24,7 +24,7 @@ from nearfield.kernels.launch import (
     query_gradient_tiles,
     tile_sources,
 )
-from nearfield.kernels.pack import rows_of
+from nearfield.kernels.pack import Rows, rows_of
 from nearfield.kernels.pool import shares_of_means
 from nearfield.kernels.walk import (
     INF,
@@ -537,6 +537,29 @@ def query_gradient(
     return grad_query
 
 
+class KeyRows(NamedTuple):
+    """What the programs of the key gradients walk, and in which shape."""
+
+    transposed: Plan
+    tiles: Tiles
+    rows: Rows
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, transposed: Plan, alike: bool, tiles: Tiles | None) -> "KeyRows":
+        """
+        Args:
+            alike: see `launch.query_gradient_tiles`.
+        """
+        blocks = transposed.k_block, transposed.q_block
+        tiles = tiles or key_gradient_tiles(query, key, *blocks, alike=alike)
+        return cls(transposed, tiles, rows_of(transposed, tiles, query.shape[0], key.shape[1]))
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        rows = self.rows
+        return self.transposed.offsets, self.transposed.blocks, rows.offsets, rows.blocks, rows.order
+
+
 class Means(NamedTuple):
     """Gradients of means of the keys and values, of which each key is to get its share.
 
@@ -564,27 +587,25 @@ def key_gradient(
     positions: Positions | None,
     scale: float,
     tiles: Tiles | None = None,
-    alike: bool = False,
+    walked: KeyRows | None = None,
     wants_bias: bool = True,
     means: Means | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     Args:
-        alike: see `launch.query_gradient_tiles`.
+        walked: the plan's transpose and all that follows from it, if it is known already.
         wants_bias: whether the gradient of a bias is.
         means: what else the gradients are to hold.
         dtype: of the gradients of keys and values, if not theirs.
     """
     batch, heads, num_queries, _ = query.shape
     key_heads = key.shape[1]
-    transposed = plan.transpose()
+    transposed, tiles, rows = walked or KeyRows.of(query, key, plan.transpose(), False, tiles)
     grad_key, grad_value = (torch.empty_like(x, dtype=dtype) for x in (key, value))
     grad_bias = None
     if key_bias is not None and wants_bias:
         grad_bias = torch.empty(batch, heads, plan.num_keys, device=query.device, dtype=torch.float32)
-    tiles = tiles or key_gradient_tiles(query, key, plan.q_block, plan.k_block, alike=alike)
-    rows = rows_of(transposed, tiles, batch, key_heads)
     chunk, chunks = _chunks(query, key, transposed, tiles)
     sums = (chunks, batch, key_heads, plan.num_keys)
     partials = [

@@ -24,6 +24,7 @@ from nearfield.kernels import (
     forward,
     hopper,
     locate,
+    order,
     pack,
     pair,
     partials,
@@ -188,6 +189,7 @@ def plain_variants(every: bool) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         tiles = {"Q_BLOCK": 128 + more, "TILE_Q": 128, "MORE_Q": more, "K_BLOCK": 8, "STEPS": 64}
         yield f"statistics of {128 + more} queries", columns._column_kernel, tiles | {"COPY_ENGINE": engine}
     yield "packing", pack._pack_kernel, {"PACK": 4, "MULTIPLE": 4, "GROUPS": 32}
+    yield "ordering", order._order_kernel, {"OWN": 32, "OTHERS": 256}
     for kernel in (transpose._cells_kernel, transpose._lists_kernel):
         yield "transposing", kernel, {"TILE": 1024, "HALVINGS": 10}
 
@@ -261,7 +263,7 @@ def main(every: bool) -> int:
     compile_partials(128)
     for name, kernel, wanted in plain_variants(every):
         ptx = compile_plain(kernel, wanted)
-        multiplies = name not in ("chunks", "packing", "transposing")
+        multiplies = name not in ("chunks", "packing", "ordering", "transposing")
         if multiplies and not any(instruction in ptx for instruction in ("mma.sync", "wgmma")):
             print(f"no tensor cores in a plain kernel: {name} {wanted}", file=sys.stderr)
             return 1

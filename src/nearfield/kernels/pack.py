@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.launch import Tiles, list_strides
+from nearfield.kernels.order import longest_first
 from nearfield.plan import Plan
 
 _GROUPS = 32
@@ -84,7 +85,7 @@ def rows_of(plan: Plan, tiles: Tiles, batch: int, heads: int) -> Rows:
     """What the programs of a launch walk. Packed rows start in their own order: it is the lists that differ, not the
     order of magnitude of their lengths."""
     if tiles.pack == 1:
-        order = plan.longest_first(batch, heads)
+        order = longest_first(plan, batch, heads)
         return Rows(
             plan.offsets,
             plan.blocks,

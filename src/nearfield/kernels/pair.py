@@ -13,7 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield._types import Attended
-from nearfield.kernels.backward import Means, key_gradient, query_gradient, row_statistics, walk_for_queries
+from nearfield.kernels.backward import (
+    KeyRows,
+    Means,
+    key_gradient,
+    query_gradient,
+    row_statistics,
+    walk_for_queries,
+)
+from nearfield.kernels.beside import Beside
 from nearfield.kernels.forward import store_result, walk_list
 from nearfield.kernels.launch import (
     LOG2_E,
@@ -26,6 +34,7 @@ from nearfield.kernels.launch import (
     pair_tiles,
 )
 from nearfield.kernels.pack import rows_of
+from nearfield.kernels.transpose import transpose_together
 from nearfield.kernels.walk import load_rows, store_rows
 from nearfield.plan import Plan
 
@@ -261,25 +270,46 @@ def attend_together_backward(
         pooling: see `Pooling` in operators.py; of the second of two parts, the first one's means, only the bias then
             has a gradient of its own.
     """
+    # Lists are transposed while the gradients of queries, which need none, are computed.
+    beside = Beside(query)
+    with beside.branch():
+        walked = _rows_of_keys(query, parts)
     given = (grad_out, *row_statistics(grad_out, grad_lse, out, lse.contiguous()), query)
+    grad_query = _query_gradient(given, parts, scale)
+    beside.join(*(x for each in walked for x in each.tensors))
 
     def of_keys(number: int, **wanted: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        part = parts[number]
-        known = (*given, *part[:4], None, scale)
-        return key_gradient(*known, alike=part[4], wants_bias=number in learned, **wanted)
+        known = (*given, *parts[number][:4], None, scale)
+        return key_gradient(*known, walked=walked[number], wants_bias=number in learned, **wanted)
 
-    others: list[tuple[Tensor | None, Tensor | None, Tensor | None]]
-    if pooling:
-        far_key, far_value, far_bias = of_keys(1, dtype=torch.float32)
-        others = [of_keys(0, means=Means(far_key, far_value, *pooling)), (None, None, far_bias)]
-    else:
-        others = [of_keys(number) for number in range(len(parts))]
+    if not pooling:
+        return grad_query, [of_keys(number) for number in range(len(parts))]
+    far_key, far_value, far_bias = of_keys(1, dtype=torch.float32)
+    near = of_keys(0, means=Means(far_key, far_value, *pooling))
+    return grad_query, [near, (None, None, far_bias)]
+
+
+def _rows_of_keys(query: Tensor, parts: Sequence[KnownPart]) -> list[KeyRows]:
+    """Of each part; what was transposed before is not again."""
+    plans = [plan for _, _, plan, _, _ in parts]
+    new = [plan for plan in plans if "transpose" not in plan._derived]
+    made = dict(zip(map(id, new), transpose_together(new), strict=True)) if new else {}
+    return [
+        KeyRows.of(query, part[0], made.get(id(plan)) or plan.transpose(), part[4], None)
+        for plan, part in zip(plans, parts, strict=True)
+    ]
+
+
+def _query_gradient(
+    given: tuple[Tensor, Tensor, Tensor, Tensor], parts: Sequence[KnownPart], scale: float
+) -> Tensor:
+    query = given[3]
     pair = _near_and_far(parts)
     tiles = pair and pair_gradient_tiles(query, pair[0][2], pair[1][2])
     if pair and tiles:
-        return query_gradient_of_pair(*given, *pair, scale, tiles), others
+        return query_gradient_of_pair(*given, *pair, scale, tiles)
     grad_query: Tensor | None = None
     for part in parts:
         grad_query = query_gradient(*given, *part[:4], None, scale, before=grad_query, alike=part[4])
     assert grad_query is not None
-    return grad_query, others
+    return grad_query

@@ -4,19 +4,31 @@ As `Plan.transpose` does it, by one sort of (list, column, row) as single number
 instead of twenty.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
+from nearfield.plan import Plan
 
 _TILE = 1024
 
 
 @triton.jit
 def _cells_kernel(
-    offsets, blocks, cells, num_rows, num_columns, length, TILE: tl.constexpr, HALVINGS: tl.constexpr
+    offsets,
+    blocks,
+    cells,
+    num_rows,
+    num_columns,
+    length,
+    first_cell,
+    TILE: tl.constexpr,
+    HALVINGS: tl.constexpr,
 ):
     """(list, column, row) of every slot; those that are unused are in the column behind the last."""
     flat = tl.program_id(0).to(tl.int64)
@@ -33,24 +45,32 @@ def _cells_kernel(
         above = tl.where(is_reached, above, middle)
     exists = slot < length
     column = tl.load(blocks + flat * length + slot, mask=exists & is_used, other=num_columns)
-    cell = (flat * (num_columns + 1) + column) * num_rows + row
+    cell = first_cell + (flat * (num_columns + 1) + column) * num_rows + row
     tl.store(cells + flat * length + slot, cell.to(cells.dtype.element_ty), mask=exists)
 
 
 @triton.jit
 def _lists_kernel(
-    ordered, offsets, rows, num_rows, num_columns, length, TILE: tl.constexpr, HALVINGS: tl.constexpr
+    ordered,
+    offsets,
+    rows,
+    num_rows,
+    num_columns,
+    length,
+    first_cell,
+    TILE: tl.constexpr,
+    HALVINGS: tl.constexpr,
 ):
     """The rows of cells in order, and where each column begins among those of its list."""
     flat = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * TILE + tl.arange(0, TILE)
     ordered += flat * length
     exists = place < length
-    cell = tl.load(ordered + place, mask=exists, other=0)
+    cell = tl.load(ordered + place, mask=exists, other=0) - first_cell
     tl.store(rows + flat * length + place, (cell % num_rows).to(tl.int32), mask=exists)
     # The first cell that is not before the column's.
     is_column = place <= num_columns
-    first = (flat * (num_columns + 1) + place) * num_rows
+    first = first_cell + (flat * (num_columns + 1) + place) * num_rows
     begin = tl.zeros([TILE], tl.int32)
     end = begin + length
     for _ in range(HALVINGS):
@@ -69,19 +89,46 @@ def unsupported(blocks: Tensor) -> str | None:
 
 def transpose(offsets: Tensor, blocks: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Offsets and rows, by column, of `[b, h, rows + 1]` and `[b, h, capacity]`; see `Plan.transpose`."""
-    batch, heads, length = blocks.shape
-    lists, num_rows = batch * heads, offsets.shape[2] - 1
-    wide = torch.int32 if lists * (num_columns + 1) * num_rows < 2**31 else torch.int64
-    cells = torch.empty(lists * length, device=blocks.device, dtype=wide)
-    begins = torch.empty(batch, heads, num_columns + 1, device=blocks.device, dtype=torch.int32)
-    rows = torch.empty_like(blocks)
-    sizes = (num_rows, num_columns, length)
-    if length:
-        _cells_kernel[(lists, triton.cdiv(length, _TILE))](
-            offsets, blocks, cells, *sizes, TILE=_TILE, HALVINGS=num_rows.bit_length(), num_warps=4
-        )
+    return _transposed([(offsets, blocks, num_columns)])[0]
+
+
+def transpose_together(plans: Sequence[Plan]) -> list[Plan]:
+    """Each plan's transpose, by one sort for all of them."""
+    lists = _transposed([(plan.offsets, plan.blocks, plan.num_columns) for plan in plans])
+    return [
+        Plan(*found, plan.k_block, plan.q_block, plan.num_keys, plan.num_queries, check=False)
+        for found, plan in zip(lists, plans, strict=True)
+    ]
+
+
+def _transposed(every: Sequence[tuple[Tensor, Tensor, int]]) -> list[tuple[Tensor, Tensor]]:
+    """Lists one after another, those of the second plan behind all of the first: they stay so when cells are sorted."""
+    sizes = [(offsets.shape[2] - 1, columns, blocks.shape[2]) for offsets, blocks, columns in every]
+    lists = [blocks.shape[0] * blocks.shape[1] for _, blocks, _ in every]
+    slots = [0, *accumulate(number * length for number, (_, _, length) in zip(lists, sizes, strict=True))]
+    first_cells = [
+        0,
+        *accumulate(
+            number * (columns + 1) * rows for number, (rows, columns, _) in zip(lists, sizes, strict=True)
+        ),
+    ]
+    wide = torch.int32 if first_cells[-1] < 2**31 else torch.int64
+    cells = torch.empty(slots[-1], device=every[0][1].device, dtype=wide)
+    for number, (offsets, blocks, _) in enumerate(every):
+        if length := blocks.shape[2]:
+            _cells_kernel[(lists[number], triton.cdiv(length, _TILE))](
+                offsets, blocks, cells[slots[number] :], *sizes[number], first_cells[number],
+                TILE=_TILE, HALVINGS=sizes[number][0].bit_length(), num_warps=4,
+            )  # fmt: skip
     ordered = torch.sort(cells).values
-    _lists_kernel[(lists, triton.cdiv(max(length, num_columns + 1), _TILE))](
-        ordered, begins, rows, *sizes, TILE=_TILE, HALVINGS=length.bit_length(), num_warps=4
-    )
-    return begins, rows
+    found = []
+    for number, (offsets, blocks, columns) in enumerate(every):
+        begins = torch.empty(*offsets.shape[:2], columns + 1, device=blocks.device, dtype=torch.int32)
+        rows = torch.empty_like(blocks)
+        length = blocks.shape[2]
+        _lists_kernel[(lists[number], triton.cdiv(max(length, columns + 1), _TILE))](
+            ordered[slots[number] :], begins, rows, *sizes[number], first_cells[number],
+            TILE=_TILE, HALVINGS=length.bit_length(), num_warps=4,
+        )  # fmt: skip
+        found.append((begins, rows))
+    return found

@@ -329,7 +329,7 @@ def _attend(
         return attend(query, key, value, chosen.near, scale=scale, impl=impl)
     near = Part(key, value, chosen.near, rows_alike=True)  # neighbours choose among the same blocks
     far = Part(chosen.key, chosen.value, chosen.far, chosen.bias)
-    return attend_together(query, [near, far], scale=scale, impl=impl, pooling=chosen.pooling)
+    return attend_together(query, [near, far], scale=scale, impl=impl, pooling=chosen.pooling, once=True)
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------

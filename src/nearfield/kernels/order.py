@@ -1,0 +1,57 @@
+"""The order in which rows start, longest first, in one launch: every row counts those that come before it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.kernels.launch import list_strides
+from nearfield.plan import Plan
+
+_MOST_ROWS = 2**15
+"""Each looks at all: beyond, a sort is faster."""
+_OWN, _OTHERS = 32, 256
+
+
+@triton.jit
+def _half_octaves(offsets, flat, exists, stride_b, stride_h, num_heads, num_rows):
+    """The logarithm of a row's length, rounded: rows of similar length are not told apart."""
+    batch_head = flat // num_rows
+    pointer = (
+        offsets + batch_head // num_heads * stride_b + batch_head % num_heads * stride_h + flat % num_rows
+    )
+    count = tl.load(pointer + 1, mask=exists, other=0) - tl.load(pointer, mask=exists, other=0)
+    return tl.floor(tl.math.log2(tl.maximum(count, 1).to(tl.float32)) * 2 + 0.5)
+
+
+@triton.jit
+def _order_kernel(
+    offsets, order, stride_b, stride_h, num_heads, num_rows, total, OWN: tl.constexpr, OTHERS: tl.constexpr
+):
+    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    my_length = _half_octaves(offsets, mine, mine < total, stride_b, stride_h, num_heads, num_rows)
+    rank = tl.zeros([OWN], tl.int32)
+    for start in range(0, total, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        exists = other < total
+        length = _half_octaves(offsets, other, exists, stride_b, stride_h, num_heads, num_rows)
+        is_longer = length[None, :] > my_length[:, None]
+        is_earlier = (length[None, :] == my_length[:, None]) & (other[None, :] < mine[:, None])
+        rank += tl.sum(((is_longer | is_earlier) & exists[None, :]).to(tl.int32), 1)
+    tl.store(order + rank, mine, mask=mine < total)
+
+
+def longest_first(plan: Plan, batch: int, heads: int) -> Tensor | None:
+    """`plan.longest_first`, in one launch where it is not known yet."""
+    total = batch * heads * plan.num_rows
+    is_known = (
+        plan.uniform or plan.blocks.shape[1] not in (1, heads) or ("order", batch, heads) in plan._derived
+    )
+    if is_known or total > _MOST_ROWS:
+        return plan.longest_first(batch, heads)
+    order = torch.empty(total, device=plan.device, dtype=torch.int32)
+    strides = list_strides(plan.offsets, plan.blocks)[:2]
+    _order_kernel[(triton.cdiv(total, _OWN),)](
+        plan.offsets, order, *strides, heads, plan.num_rows, total, OWN=_OWN, OTHERS=_OTHERS, num_warps=4
+    )
+    return order
