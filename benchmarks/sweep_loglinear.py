@@ -135,7 +135,8 @@ class Call(NamedTuple):
 
     def together(self, tiles: Tiles | None, bench: LogLinearBench) -> Attended:
         """Both parts, by one kernel if its shape is given."""
-        parts = [Part(*self.part(is_near), rows_alike=is_near) for is_near in (True, False)]
+        near = Part(*self.part(is_near=True), rows_alike=True, packed=self.chosen.packed)
+        parts = [near, Part(*self.part(is_near=False))]
         with patch.object(launch, "PAIR", tiles), torch.no_grad():
             return attend_together(self.query, parts, impl=bench.impl)
 
@@ -166,6 +167,8 @@ class Call(NamedTuple):
 def call_of(bench: LogLinearBench) -> Call:
     with torch.no_grad():
         chosen = choose(bench.method, *bench.inputs, impl=bench.impl)
+    if packed := chosen.packed:  # as it crosses the operator
+        chosen.near._derived["packed", packed.rows, packed.multiple] = packed
     query, key, value = bench.inputs
     scale = query.shape[-1] ** -0.5
     nothing = torch.zeros(query.shape[:3], device=query.device)
@@ -184,7 +187,7 @@ def variants(kernel: str, call: Call, bench: LogLinearBench) -> Variants:
     if kernel == "pool":
         sizes = bench.method.block, bench.method.num_levels(call.query.shape[2], call.key.shape[2])
         three = (call.query, call.key, call.value)
-        return {label: partial(_pooled, constants, *three, *sizes) for label, constants in POOL.items()}
+        return {label: partial(_pooled, constants, three, *sizes) for label, constants in POOL.items()}
     if kernel == "select":
         return {label: partial(_chosen, constants, bench) for label, constants in SELECT.items()}
     if kernel == "pair":

@@ -126,6 +126,8 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
             None,
             None,
             None,
+            None,
+            None,
         )
     ]
     bias = parts[1].key_bias
@@ -144,7 +146,7 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
             [],
             [],
             [part.plan._extent for part in parts],
-            [16, 16, 0, 32, 8, 0],
+            [16, 16, 0, 0, 0, 32, 8, 0, 0, 0],
             0.25,
             "triton",
         ),

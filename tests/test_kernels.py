@@ -197,8 +197,9 @@ def test_three_are_pooled_as_each(lengths: tuple[int, int, int], device: torch.d
 
     tensors = [torch.randn(2, length, 3, 24, device=device).transpose(1, 2) for length in lengths]
     with poisoned_memory():
-        together = kernel.pool_together(tensors[0], tensors[1], tensors[2], 4, 3)
-    for x, pooled in zip(tensors, together, strict=True):
+        together = kernel.pool_together(tensors, 4, 3)
+        two = kernel.pool_together(tensors[1:], 4, 3)
+    for x, pooled in zip([*tensors, *tensors[1:]], [*together, *two], strict=True):
         assert torch.equal(pooled, kernel.pool_forward(x, 4, 3))
 
 
@@ -238,7 +239,42 @@ def test_kernel_chooses_as_the_reference(
         )  # unused places
     with poisoned_memory():
         got = kernel.select(query, key, parents, block, count, keep_own)
-    assert torch.equal(got, select_reference.select(query, key, parents, block, count, keep_own))
+    want = select_reference.select(query, key, parents, block, count, keep_own)
+    assert torch.equal(got, want)
+    for pack, multiple in ((4, 4), (2, 3)):
+        if block % pack:
+            continue
+        call = (query, key, parents, block, count, keep_own, pack, multiple)
+        with poisoned_memory():
+            chosen, *packed = kernel.select_packed(*call)
+        assert torch.equal(chosen, want)
+        expected = select_reference.select_packed(*call)[1:]
+        assert entries_of(*packed) == entries_of(*expected)
+
+
+def entries_of(bounds: Tensor, packed: Tensor) -> list[list[int]]:
+    """Each merged list, whatever is between them."""
+    found = []
+    for some, entries in zip(bounds.flatten(0, 1).tolist(), packed.flatten(0, 1).tolist(), strict=True):
+        starts, lengths = some[::2], some[1::2]
+        found += [entries[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    return found
+
+
+def test_choices_are_merged_as_lists_are() -> None:
+    """By hand: ids that any of the queries chose, ascending, with a bit for each of those that did."""
+    query, key = torch.randn(1, 2, 10, 4), torch.randn(1, 1, 30, 4)
+    chosen, *packed = select_reference.select_packed(query, key, None, 16, 5, False, 4, 4)
+    lists = iter(entries_of(packed[0], packed[1]))
+    for head in range(2):
+        for first in (0, 4, 8):
+            rows = [set(row) for row in chosen[0, head, first : first + 4].tolist()]
+            want = [
+                id_ * 16 + sum(1 << number for number, row in enumerate(rows) if id_ in row)
+                for id_ in sorted(set().union(*rows))
+            ]
+            want += [want[-1] // 16 * 16] * (-len(want) % 4)
+            assert next(lists) == want
 
 
 @NEEDS_TRITON

@@ -13,6 +13,7 @@ from torch import Tensor
 import nearfield
 from nearfield import Geometry, LogLinear, LogLinearAttention, levels, log_linear_attention, pyramid
 from nearfield.methods.loglinear import choose
+from nearfield.plan import Packing
 from nearfield.reference import select as reference
 
 INF = float("inf")
@@ -177,22 +178,31 @@ def test_pooling_differentiates_and_is_a_proper_operator() -> None:
     torch.library.opcheck(torch.ops.nearfield.pool.default, (x, 2, 3, "auto"))
 
 
-def test_pooling_of_three_is_that_of_each_and_a_proper_operator() -> None:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("packing", [None, Packing(4, 4)])
+def test_pooling_and_choosing_is_each_of_them_and_a_proper_operator(
+    packing: Packing | None, turned: bool
+) -> None:
     """The query's means only choose: they have no gradient."""
     query, key, value = (x.detach().requires_grad_() for x in inputs(37))
-    together = pyramid.pool_together(query, key, value, 4, 2)
-    for x, mine in zip((query, key, value), together, strict=True):
-        assert mine.length == x.shape[2]
-        assert torch.equal(mine.data, pyramid.pool(x, 4, 2).data)
-    assert not together[0].data.requires_grad
-    loss = (together[1].data * torch.randn_like(together[1].data)).sum()
+    found = pyramid.pool_and_select(query, key, value, 4, 2, 3, keep_own=True, turned=turned, packing=packing)
+    queries, keys, values = (pyramid.pool(x, 4, 2) for x in (query, key, value))
+    assert torch.equal(found.keys.data, keys.data)
+    assert torch.equal(found.values.data, values.data)
+    chooser = queries._replace(data=-queries.data) if turned else queries
+    assert all(map(torch.equal, found.picks, pyramid.select_blocks(chooser, keys, 3, keep_own=True)))
+    assert (found.packed is None) == (packing is None)
+    if found.packed:
+        assert found.packed.bounds[..., 1::2].amin() >= 4
+    loss = (found.keys.data * torch.randn_like(keys.data)).sum()
     (of_key,) = torch.autograd.grad(loss, [key], retain_graph=True)
     assert of_key.abs().min() > 0
-    both = torch.autograd.grad(together[1].data.sum() + together[2].data.sum(), [key, value])
-    alone = [torch.autograd.grad(pyramid.pool(x, 4, 2).data.sum(), [x])[0] for x in (key, value)]
+    both = torch.autograd.grad(found.keys.data.sum() + found.values.data.sum(), [key, value])
+    alone = torch.autograd.grad(keys.data.sum() + values.data.sum(), [key, value])
     assert all(map(torch.equal, both, alone))
     leaves = [x.detach().requires_grad_(x is not query) for x in (query, key, value)]
-    torch.library.opcheck(torch.ops.nearfield.pool_together.default, (*leaves, 4, 2, "auto"))
+    arguments = (*leaves, 4, 2, 3, True, turned, list(packing or ()), "auto")
+    torch.library.opcheck(torch.ops.nearfield.pool_and_select.default, arguments)
 
 
 def test_choosing_is_a_proper_operator() -> None:

@@ -31,9 +31,18 @@ from nearfield.operators import (
     read_continued,
     read_together,
 )
-from nearfield.plan import Plan
+from nearfield.plan import Packing, Plan
 
-__all__ = ["Part", "Pooling", "attend", "attend_continued", "attend_together", "gradients", "merge"]
+__all__ = [
+    "Part",
+    "Pooling",
+    "attend",
+    "attend_continued",
+    "attend_together",
+    "gradients",
+    "merge",
+    "packing_for",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
@@ -195,6 +204,7 @@ def attend_together(
         lists += (
             *all_lists(part.plan, query, part.key, wants_gradient and not once, impl),
             *(part.plan.boxes or (None, None)),
+            *(part.packed[:2] if part.packed else (None, None)),
         )
         if bias is not None:
             biases[number] = bias
@@ -214,7 +224,7 @@ def attend_together(
         [side for pair in positions.values() for side in pair],
         list(positions),
         [part.plan._extent for part in parts],
-        [size for part in parts for size in (part.plan.q_block, part.plan.k_block, part.rows_alike)],
+        [size for part in parts for size in _sizes(part)],
         scale,
         impl,
     )
@@ -229,6 +239,23 @@ def _checked_part(query: Tensor, part: Part, impl: Impl) -> Part:
         key_bias=None if bias is None else _expanded_bias(bias, query, key),
         positions=None if positions is None else _checked_positions(positions, query, key),
     )
+
+
+def _sizes(part: Part) -> tuple[int, ...]:
+    return (
+        part.plan.q_block,
+        part.plan.k_block,
+        part.rows_alike,
+        *(part.packed[2:] if part.packed else (0, 0)),
+    )
+
+
+def packing_for(query: Tensor, block: int, impl: Impl) -> Packing | None:
+    """How the lists of parts whose rows, of `block` queries, are alike would be packed for such queries; None if they
+    would not. (`launch.py` decides; where it thinks otherwise lists are merged then.)"""
+    runs_kernels = impl in ("triton", "gluon") or (impl == "auto" and _suits_kernels(query))
+    is_narrow = query.element_size() == 2 and query.shape[-1] <= 64
+    return Packing(4, 4) if runs_kernels and is_narrow and block == 16 else None
 
 
 def _differentiates_positions(query: Tensor, parts: Sequence[Part]) -> bool:

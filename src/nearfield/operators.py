@@ -15,7 +15,7 @@ from nearfield import kernels
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.implementations import explain_choice, implementation
-from nearfield.plan import Boxes, Plan
+from nearfield.plan import Boxes, Packed, Plan
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
@@ -290,6 +290,7 @@ class Part(NamedTuple):
         rows_alike: rows of the plan that are next to each other read much the same. Kernels may then walk several at
             once, which is slower where it is not so; and what is not a number, or not finite, in a value that only one
             of them reads reaches the others, too.
+        packed: the plan's lists as such kernels walk them, if they are known already.
     """
 
     key: Tensor
@@ -298,6 +299,7 @@ class Part(NamedTuple):
     key_bias: Tensor | None = None
     positions: Positions | None = None
     rows_alike: bool = False
+    packed: Packed | None = None
 
 
 class Pooling(NamedTuple):
@@ -312,7 +314,8 @@ class Pooling(NamedTuple):
     levels: int
 
 
-_LISTS = 8  # as `all_lists` gives them, and boxes
+_LISTS = 10  # as `all_lists` gives them, boxes, and packed ones
+_SIZES = 5
 
 
 def _rebuilt_parts(
@@ -330,16 +333,17 @@ def _rebuilt_parts(
     pairs = dict(zip(positioned, map(Positions, positions[::2], positions[1::2]), strict=True))
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         bias = biases[biased.index(number)] if number in biased else None
-        offsets, blocks, order, *transposed, box_offsets, boxes = lists[
+        offsets, blocks, order, *transposed, box_offsets, boxes, bounds, packed = lists[
             _LISTS * number : _LISTS * (number + 1)
         ]
         assert offsets is not None
         assert blocks is not None
-        q_block, k_block, alike = sizes[3 * number : 3 * number + 3]
+        q_block, k_block, alike, *packing = sizes[_SIZES * number : _SIZES * (number + 1)]
         plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed, q_block, k_block)
         if box_offsets is not None and boxes is not None:
             plan._derived["boxes"] = Boxes(box_offsets, boxes)
-        parts.append(Part(key, value, plan, bias, pairs.get(number), bool(alike)))
+        known = None if bounds is None or packed is None else Packed(bounds, packed, *packing)
+        parts.append(Part(key, value, plan, bias, pairs.get(number), bool(alike), known))
     return parts
 
 
@@ -356,7 +360,7 @@ def _attend_together(
     positions: Sequence[Tensor],  # of queries and keys in turns, of the parts `positioned`; without gradients
     positioned: Sequence[int],
     extents: Sequence[Tensor],
-    sizes: Sequence[int],  # of each part: `q_block`, `k_block`, whether its rows are alike
+    sizes: Sequence[int],  # of each part: `q_block`, `k_block`, whether rows are alike, `Packing`
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
@@ -410,6 +414,9 @@ def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str
 
 def _plain(parts: Sequence[Part]) -> list[tuple[Tensor, Tensor, Plan, Tensor | None, bool]]:
     """As the kernels that know no positions take them."""
+    for part in parts:
+        if part.packed is not None:
+            part.plan._derived["packed", part.packed.rows, part.packed.multiple] = part.packed
     return [(part.key, part.value, part.plan, part.key_bias, part.rows_alike) for part in parts]
 
 

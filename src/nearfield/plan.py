@@ -39,6 +39,33 @@ class Boxes(NamedTuple):
     boxes: Tensor
 
 
+class Packing(NamedTuple):
+    """How the lists of several rows are merged into one.
+
+    Args:
+        rows: how many.
+        multiple: of how many ids a list is to be; ids of no row fill it up.
+    """
+
+    rows: int
+    multiple: int
+
+
+class Packed(NamedTuple):
+    """The lists of a plan, merged.
+
+    Args:
+        bounds: `[b, h, 2 * lists]` int32: where each starts and how long it is.
+        blocks: `[b, h, capacity]` int32, each `id * 2**rows` and a bit for each of the rows that read it.
+        rows, multiple: see `Packing`.
+    """
+
+    bounds: Tensor
+    blocks: Tensor
+    rows: int
+    multiple: int
+
+
 class Layout(NamedTuple):
     """Everything about a plan that is known without reading its lists; hashable, so it can key a cache."""
 

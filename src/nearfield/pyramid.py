@@ -1,7 +1,7 @@
 """Pooled levels of tokens, and coarse-to-fine choosing of blocks among them. `levels.py` has their layout."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -9,8 +9,9 @@ from torch import Tensor
 from nearfield import kernels, planning
 from nearfield._checks import wrong_value
 from nearfield._types import Impl
+from nearfield.kernels.beside import Beside
 from nearfield.levels import level_length, level_starts, num_represented
-from nearfield.plan import Plan, check_block
+from nearfield.plan import Packed, Packing, Plan, check_block
 from nearfield.reference import pool as pool_reference
 from nearfield.reference import select as select_reference
 
@@ -44,16 +45,48 @@ def pool(x: Tensor, block: int, levels: int, impl: Impl = "auto") -> Pyramid:
     return Pyramid(torch.ops.nearfield.pool(x, block, levels, impl), x.shape[2], block, levels)
 
 
-def pool_together(
-    query: Tensor, key: Tensor, value: Tensor, block: int, levels: int, impl: Impl = "auto"
-) -> tuple[Pyramid, Pyramid, Pyramid]:
-    """`pool` of all three in one operator; the means of `query`, which only choose, have no gradient."""
-    pooled = torch.ops.nearfield.pool_together(query.detach(), key, value, block, levels, impl)
-    made = (
-        Pyramid(data, x.shape[2], block, levels) for data, x in zip(pooled, (query, key, value), strict=True)
-    )
-    queries, keys, values = made
-    return queries._replace(data=queries.data.detach()), keys, values
+class Picked(NamedTuple):
+    """What was pooled and chosen.
+
+    Args:
+        keys, values: pooled.
+        picks: as `select_blocks` gives them.
+        packed: the choices of the lowest level, merged by so many queries at a time, if that was asked for.
+    """
+
+    keys: Pyramid
+    values: Pyramid
+    picks: tuple[Tensor, ...]
+    packed: Packed | None
+
+
+def pool_and_select(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: int,
+    levels: int,
+    topk: int,
+    *,
+    keep_own: bool = False,
+    turned: bool = False,
+    packing: Packing | None = None,
+    impl: Impl = "auto",
+) -> Picked:
+    """`pool` of all three and `select_blocks`, in one operator: values are pooled while keys are chosen.
+
+    The means of keys and values are differentiable; those of `query` only choose.
+
+    Args:
+        turned: the lowest products are chosen, not the highest.
+        packing: how to merge the lists that were chosen.
+    """
+    sizes = (block, levels, topk, keep_own, turned, list(packing or ()), impl)
+    found: list[Tensor] = torch.ops.nearfield.pool_and_select(query.detach(), key, value, *sizes)
+    keys, values = (Pyramid(data, key.shape[2], block, levels) for data in found[:2])
+    picks = tuple(found[2 : 2 + levels])
+    packed = Packed(found[-2], found[-1], *packing) if packing else None
+    return Picked(keys, values, picks, packed)
 
 
 def select_blocks(
@@ -126,19 +159,36 @@ def _kernels(name: str, impl: Impl, x: Tensor, *call: Any) -> Any:
 # -- the operators -----------------------------------------------------------------------------------------------
 
 
+def _chosen(
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    block: int,
+    topk: int,
+    keep_own: bool,
+    packing: Sequence[int],
+    impl: Impl,
+) -> list[Tensor]:
+    """The choices of each level, from the lowest up; then those of the lowest merged, where packing is asked for."""
+    chosen: list[Tensor] = []
+    packed: list[Tensor] = []
+    parents = None
+    for query, key in zip(reversed(queries), reversed(keys), strict=True):
+        candidates = key.shape[2] if parents is None else parents.shape[3] * block
+        module = _kernels("select", impl, query, candidates) or select_reference
+        call = (query, key, parents, block, min(topk, key.shape[2]), keep_own)
+        if packing and len(chosen) == len(queries) - 1:
+            parents, *packed = module.select_packed(*call, *packing)
+        else:
+            parents = module.select(*call)
+        chosen.append(parents)
+    return chosen[::-1] + packed
+
+
 @torch.library.custom_op("nearfield::select", mutates_args=())
 def _select(
     queries: Sequence[Tensor], keys: Sequence[Tensor], block: int, topk: int, keep_own: bool, impl: str
 ) -> list[Tensor]:
-    chosen: list[Tensor] = []
-    parents = None
-    for query, key in zip(reversed(queries), reversed(keys), strict=True):
-        candidates = key.shape[2] if parents is None else parents.shape[3] * block
-        module = _kernels("select", impl, query, candidates) or select_reference  # type: ignore[arg-type]
-        with torch.cuda.device_of(query):
-            parents = module.select(query, key, parents, block, min(topk, key.shape[2]), keep_own)
-        chosen.append(parents)
-    return chosen[::-1]
+    return _chosen(queries, keys, block, topk, keep_own, (), cast(Impl, impl))
 
 
 @_select.register_fake
@@ -164,29 +214,71 @@ def _(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
     return x.new_empty(*x.shape[:2], level_starts(x.shape[2], block, levels)[-1], x.shape[3])
 
 
-@torch.library.custom_op("nearfield::pool_together", mutates_args=())
-def _pool_together(
-    query: Tensor, key: Tensor, value: Tensor, block: int, levels: int, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    module = _kernels("pool", impl, query, block, levels)  # type: ignore[arg-type]
+@torch.library.custom_op("nearfield::pool_and_select", mutates_args=())
+def _pool_and_select(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: int,
+    levels: int,
+    topk: int,
+    keep_own: bool,
+    turned: bool,
+    packing: Sequence[int],
+    impl: str,
+) -> list[Tensor]:
+    """Pooled keys and values, the choices of each level, and those of the lowest merged, if they are to be."""
+    asked = cast(Impl, impl)
+    module = _kernels("pool", asked, query, block, levels)
     if module is None:
-        pooled = [pool_reference.pool_forward(x, block, levels) for x in (query, key, value)]
+        queries, keys, values = (pool_reference.pool_forward(x, block, levels) for x in (query, key, value))
     else:
-        with torch.cuda.device_of(query):
-            pooled = module.pool_together(query, key, value, block, levels)
-    queries, keys, values = pooled
-    return queries, keys, values
+        queries, keys = module.pool_together([query, key], block, levels)
+    beside = Beside(query)
+    if module is not None:
+        with beside.branch():
+            values = module.pool_forward(value, block, levels)
+    made = [
+        Pyramid(-data if turned and data is queries else data, x.shape[2], block, levels)
+        for data, x in ((queries, query), (keys, key))
+    ]
+    of_queries, of_keys = ([pooled.level(level) for level in range(1, levels + 1)] for pooled in made)
+    chosen = _chosen(of_queries, of_keys, block, topk, keep_own, packing, asked)
+    if module is not None:
+        beside.join(values)
+    return [keys, values, *chosen]
 
 
-@_pool_together.register_fake
+@_pool_and_select.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, block: int, levels: int, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, values = (
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: int,
+    levels: int,
+    topk: int,
+    keep_own: bool,
+    turned: bool,
+    packing: Sequence[int],
+    impl: str,
+) -> list[Tensor]:
+    pooled = [
         x.new_empty(*x.shape[:2], level_starts(x.shape[2], block, levels)[-1], x.shape[3])
-        for x in (query, key, value)
-    )
-    return queries, keys, values
+        for x in (key, value)
+    ]
+    lists = query.shape[:2]
+
+    def ids(*sizes: int) -> Tensor:
+        return query.new_empty(*lists, *sizes, dtype=torch.int32)
+
+    counts = [min(topk, level_length(key.shape[2], block, level)) for level in range(1, levels + 1)]
+    lengths = [level_length(query.shape[2], block, level) for level in range(1, levels + 1)]
+    picks = [ids(*sizes) for sizes in zip(lengths, counts, strict=True)]
+    if not packing:
+        return pooled + picks
+    pack, multiple = packing
+    rows = -(-lengths[0] // pack)
+    return [*pooled, *picks, ids(2 * rows), ids(rows * (-(-pack * counts[0] // multiple) * multiple))]
 
 
 @torch.library.custom_op("nearfield::pool_backward", mutates_args=())
@@ -213,19 +305,19 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _pool.register_autograd(_differentiate, setup_context=_remember)
 
 
-def _remember_together(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    ctx.length, ctx.call = inputs[1].shape[2], inputs[3:]
+def _remember_both(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
+    ctx.length, ctx.call = inputs[1].shape[2], (*inputs[3:5], inputs[9])
+    ctx.has_packing = bool(inputs[8])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_together(
-    ctx: Any, of_queries: Tensor | None, *of_others: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _differentiate_both(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     spread = (
         None if grad is None else torch.ops.nearfield.pool_backward(grad, ctx.length, *ctx.call)
-        for grad in of_others
+        for grad in grads[:2]
     )
-    return None, *spread, None, None, None
+    # An empty list of numbers counts as one of tensors.
+    return None, *spread, None, None, None, None, None, None if ctx.has_packing else [], None
 
 
-_pool_together.register_autograd(_differentiate_together, setup_context=_remember_together)
+_pool_and_select.register_autograd(_differentiate_both, setup_context=_remember_both)

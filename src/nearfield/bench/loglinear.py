@@ -20,7 +20,7 @@ from nearfield.bench.loglinear_cases import LogLinearCase
 from nearfield.bench.report import check_record, table
 from nearfield.bench.timing import Effort, Function, Timing, captured, measure
 from nearfield.methods.loglinear import Chosen, choose
-from nearfield.pyramid import pool_together
+from nearfield.pyramid import pool
 
 GRAPH = ", graph"
 _MOST_DENSE = 140_000  # beyond so many tokens dense attention is not worth waiting for
@@ -158,7 +158,7 @@ class LogLinearBench:
 
     def _pooled(self) -> object:
         levels = self.method.num_levels(self.case.shape[2], self.case.shape[2])
-        return pool_together(*self.inputs, self.method.block, levels, self.impl)
+        return [pool(x, self.method.block, levels, self.impl) for x in self.inputs]
 
     def _extra_bytes(self) -> int | None:
         if self.device.type != "cuda":

@@ -94,7 +94,7 @@ def _type_of(name: str, dim: int, box: int, constants: dict[str, object]) -> str
 def compile_pool(dim: int, has_upper: bool, keeps_sums: bool) -> str:
     constants = {
         "BLOCK": 16, "ROWS": 16, "UNROLLED": 16, "DIM": dim, "PAD": dim, "HAS_UPPER": has_upper,
-        "KEEPS_SUMS": keeps_sums, "IS_THREE": True, "stride_sd": 1, "stride_md": 1,
+        "KEEPS_SUMS": keeps_sums, "ARE_SEVERAL": True, "stride_sd": 1, "stride_md": 1,
     }  # fmt: skip
     tensors = [f"{rank}{name}" for rank in ("", "second_", "third_") for name in ("source", "means")]
     return _compile_plain(pool._pool_kernel, constants, dict.fromkeys(tensors, "*bf16") | {"sums": "*fp32"})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearfield.kernels.launch import Tiles, list_strides
 from nearfield.kernels.order import longest_first
-from nearfield.plan import Plan
+from nearfield.plan import Packed, Plan
 
 _GROUPS = 32
 _NONE = tl.constexpr(2**31 - 1)
@@ -97,6 +97,10 @@ def rows_of(plan: Plan, tiles: Tiles, batch: int, heads: int) -> Rows:
     lists, capacity = plan.blocks.shape[:2], plan.blocks.shape[2]
     multiple = max(1, tiles.other // plan.k_block)
     groups = triton.cdiv(plan.num_rows, tiles.pack)
+    known: Packed | None = plan._derived.get(("packed", tiles.pack, multiple))
+    if known is not None:
+        strides = list_strides(known.bounds, known.blocks)
+        return Rows(known.bounds, known.blocks, None, strides, groups, plan.q_block * tiles.pack)
     packed_capacity = capacity + groups * (multiple - 1)
     bounds = torch.empty(*lists, 2 * groups, device=plan.device, dtype=torch.int32)
     packed = torch.empty(*lists, packed_capacity, device=plan.device, dtype=torch.int32)

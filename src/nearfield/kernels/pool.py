@@ -5,6 +5,8 @@ blocks; the sums of the last (float32, a fraction of the size) give the next. Qu
 launches. Backwards every token gathers its share from all levels in one pass.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -40,18 +42,18 @@ def _pool_kernel(
     stride_sb, stride_sh, stride_sn, stride_sd, stride_mb, stride_mh, stride_mn, stride_md,
     num_heads, num_source, num_means, num_slots, num_upper, num_upper_slots, num_tokens, represents,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, UNROLLED: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    HAS_UPPER: tl.constexpr, KEEPS_SUMS: tl.constexpr, IS_THREE: tl.constexpr,
+    HAS_UPPER: tl.constexpr, KEEPS_SUMS: tl.constexpr, ARE_SEVERAL: tl.constexpr,
 ):  # fmt: skip
     """A level from the one below, and with HAS_UPPER the next one, too. The upper stands behind the lower in `means`;
     the sums that are kept are those of the highest.
 
     Every thread adds up its own channels of its own means, token after token: nothing passes between threads but for
-    the upper level, a fraction of the data. IS_THREE: of three tensors with equal sizes and strides.
+    the upper level, a fraction of the data. ARE_SEVERAL: of two or three tensors with equal sizes and strides.
     """
     batch_head = tl.program_id(0).to(tl.int64)
     batch = batch_head // num_heads
     head = batch_head % num_heads
-    if IS_THREE:
+    if ARE_SEVERAL:
         which = tl.program_id(2)
         if which == 1:
             source = second_source
@@ -133,16 +135,15 @@ def pool_forward(x: Tensor, block: int, levels: int) -> Tensor:
     return _pooled([x], block, levels)[0]
 
 
-def pool_together(query: Tensor, key: Tensor, value: Tensor, block: int, levels: int) -> list[Tensor]:
-    """`pool_forward` of three: in the launches of one, where their sizes and strides are the same."""
-    tensors = [query, key, value]
+def pool_together(tensors: Sequence[Tensor], block: int, levels: int) -> list[Tensor]:
+    """`pool_forward` of up to three: in the launches of one, where their sizes and strides are the same."""
     if len({(x.shape, x.stride(), x.dtype) for x in tensors}) == 1:
         return _pooled(tensors, block, levels)
     return [pool_forward(x, block, levels) for x in tensors]
 
 
-def _pooled(tensors: list[Tensor], block: int, levels: int) -> list[Tensor]:
-    """Of one tensor, or of three that are alike."""
+def _pooled(tensors: Sequence[Tensor], block: int, levels: int) -> list[Tensor]:
+    """Of one tensor, or of two or three that are alike."""
     x, number = tensors[0], len(tensors)
     batch, heads, length, dim = x.shape
     starts = level_starts(length, block, levels)
@@ -151,7 +152,7 @@ def _pooled(tensors: list[Tensor], block: int, levels: int) -> list[Tensor]:
     ]
     rows = max(8, _TOKENS // block)
     at_once = 2 if rows % block == 0 else 1
-    sources, level = tensors, 1
+    sources, level = list(tensors), 1
     while level <= levels:
         last = min(level + at_once - 1, levels)
         num_means, num_upper = (level_length(length, block, each) for each in (level, level + 1))
@@ -167,15 +168,16 @@ def _pooled(tensors: list[Tensor], block: int, levels: int) -> list[Tensor]:
             *_three(sources), *_three(means), sums, *sources[0].stride(), *means[0].stride(),
             heads, sources[0].shape[2], num_means, slots, num_upper, upper_slots, length, block**level,
             BLOCK=block, ROWS=rows, UNROLLED=min(block, _UNROLLED), DIM=dim, PAD=padded(dim),
-            HAS_UPPER=last > level, KEEPS_SUMS=last < levels, IS_THREE=number == 3,
+            HAS_UPPER=last > level, KEEPS_SUMS=last < levels, ARE_SEVERAL=number > 1,
             num_warps=_warps(rows * padded(dim) * sources[0].element_size()),
         )  # fmt: skip
         sources, level = list(sums.unbind()) if last < levels else sources, last + 1
     return pooled
 
 
-def _three(tensors: list[Tensor]) -> list[Tensor]:
-    return tensors if len(tensors) == 3 else tensors * 3
+def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The last ones again, for want of others."""
+    return [tensors[min(number, len(tensors) - 1)] for number in range(3)]
 
 
 def _warps(size: int) -> int:

@@ -26,12 +26,14 @@ _PER_WARP = 64
 
 @triton.jit
 def _select_kernel(
-    query, key, parents, chosen,
+    query, key, parents, chosen, bounds, packed,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     num_heads, heads_per_key, num_queries, num_keys, num_groups, num_parents, group, tiles_per_group, count,
     BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     DIM: tl.constexpr, PAD: tl.constexpr, HAS_PARENTS: tl.constexpr, KEEP_OWN: tl.constexpr, PRECISION: tl.constexpr,
+    PACK: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    """PACK: so many queries' lists are merged, too, as `pack.py` would: here it is known who chose what."""
     program = tl.program_id(0)
     tile = program % tiles_per_group
     member = program // tiles_per_group % num_groups
@@ -83,6 +85,33 @@ def _select_kernel(
     slot = tl.arange(0, SLOTS)[None, :]
     is_left = (slot >= tl.sum(picked, 1)[:, None]) & (slot < count) & in_group[:, None]
     tl.store(out + slot, tl.zeros([ROWS, SLOTS], tl.int32) + num_keys, mask=is_left)
+    if PACK > 1:
+        members = tl.reshape(picked, [ROWS // PACK, PACK, CANDIDATES])
+        bits = tl.sum(members << tl.arange(0, PACK)[None, :, None], 1)
+        is_read = bits > 0
+        place = tl.cumsum(is_read.to(tl.int32), 1) - 1
+        number = tl.sum(is_read.to(tl.int32), 1)
+        filled = tl.cdiv(number, MULTIPLE) * MULTIPLE
+        width = tl.cdiv(PACK * count, MULTIPLE) * MULTIPLE
+        packed_rows = (num_queries + PACK - 1) // PACK
+        packed_row = (member * group + tile * ROWS) // PACK + tl.arange(0, ROWS // PACK)
+        # The last program of a group may reach into the next one's rows.
+        exists_packed = (packed_row * PACK < num_queries) & (
+            tile * ROWS + tl.arange(0, ROWS // PACK) * PACK < group
+        )
+        packed += batch_head * packed_rows * width
+        pointer = packed + (packed_row * width)[:, None]
+        entry = candidate[None, :] * (1 << PACK) + bits
+        tl.store(pointer + place, entry, mask=is_read & exists_packed[:, None])
+        last = tl.max(tl.where(is_read, candidate[None, :], 0), 1)
+        for step in tl.static_range(MULTIPLE - 1):
+            tl.store(
+                packed + packed_row * width + number + step, last * (1 << PACK),
+                mask=exists_packed & (number + step < filled),
+            )  # fmt: skip
+        bounds += (batch_head * packed_rows + packed_row) * 2
+        tl.store(bounds, packed_row * width, mask=exists_packed)
+        tl.store(bounds + 1, filled, mask=exists_packed)
 
 
 def unsupported(query: Tensor, num_candidates: int) -> str | None:
@@ -101,6 +130,33 @@ def select(
     query: Tensor, key: Tensor, parents: Tensor | None, block: int, count: int, keep_own: bool
 ) -> Tensor:
     """See `nearfield.reference.select`."""
+    return _select(query, key, parents, block, count, keep_own, 1, 1)[0]
+
+
+def select_packed(
+    query: Tensor,
+    key: Tensor,
+    parents: Tensor | None,
+    block: int,
+    count: int,
+    keep_own: bool,
+    pack: int,
+    multiple: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `nearfield.reference.select`. `block` is a multiple of `pack`."""
+    return _select(query, key, parents, block, count, keep_own, pack, multiple)
+
+
+def _select(
+    query: Tensor,
+    key: Tensor,
+    parents: Tensor | None,
+    block: int,
+    count: int,
+    keep_own: bool,
+    pack: int,
+    multiple: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, num_queries, dim = query.shape
     num_keys = key.shape[2]
     num_parents = 0 if parents is None else parents.shape[3]
@@ -110,13 +166,18 @@ def select(
     tiles = triton.cdiv(group, _ROWS)
     lanes = max(16, triton.next_power_of_2(candidates))
     chosen = torch.empty(batch, heads, num_queries, count, device=query.device, dtype=torch.int32)
+    bounds, packed = chosen, chosen
+    if pack > 1:
+        rows, width = triton.cdiv(num_queries, pack), triton.cdiv(pack * count, multiple) * multiple
+        bounds = torch.empty(batch, heads, 2 * rows, device=query.device, dtype=torch.int32)
+        packed = torch.empty(batch, heads, rows * width, device=query.device, dtype=torch.int32)
     lists = chosen if parents is None else parents.contiguous()
     _select_kernel[(batch * heads * num_groups * tiles,)](
-        query, key, lists, chosen, *query.stride(), *key.stride(),
+        query, key, lists, chosen, bounds, packed, *query.stride(), *key.stride(),
         heads, heads // key.shape[1], num_queries, num_keys, num_groups, num_parents, group, tiles, count,
         BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=triton.next_power_of_2(count),
         DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", PACK=pack, MULTIPLE=multiple,
         num_warps=min(8, max(1, lanes // _PER_WARP)), num_stages=1,
     )  # fmt: skip
-    return chosen
+    return chosen, bounds, packed

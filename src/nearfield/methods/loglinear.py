@@ -24,13 +24,13 @@ from torch.nn.functional import pad
 from nearfield import planning
 from nearfield._checks import check_bool, check_int, check_member, check_tensor, wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.attend import Part, Pooling, attend, attend_together
+from nearfield.attend import Part, Pooling, attend, attend_together, packing_for
 from nearfield.dense_parts import DenseParts
 from nearfield.geometry import Geometry
 from nearfield.keeping import kept
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
-from nearfield.plan import Plan
-from nearfield.pyramid import check_pooling, pool_together, select_blocks
+from nearfield.plan import Packed, Plan
+from nearfield.pyramid import check_pooling, pool_and_select
 from nearfield.self_attention import Projections, mask_bias
 from nearfield.tokenmap import AlongCurve, CurveOrder
 
@@ -257,6 +257,7 @@ class Chosen(NamedTuple):
 
     Args:
         near: which blocks of tokens are read exactly.
+        packed: the same for several rows at a time, where kernels read them so.
         key, value: summaries, then text, `[B, G, M, D]`; None where there are neither.
         bias: on those keys, `[B or 1, H or 1, M]`.
         far: which of them are read.
@@ -264,6 +265,7 @@ class Chosen(NamedTuple):
     """
 
     near: Plan
+    packed: Packed | None = None
     key: Tensor | None = None
     value: Tensor | None = None
     bias: Tensor | None = None
@@ -284,10 +286,13 @@ def choose(
     """Pool, choose from coarse to fine, and write down who reads whom. Never waits for the device."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     levels = method.num_levels(num_queries, num_keys)
-    queries, keys, values = pool_together(query, key, value, method.block, levels, impl)
-    if scale is not None and scale < 0:  # choosing compares products; this would turn best into worst
-        queries = queries._replace(data=-queries.data)
-    picks = select_blocks(queries, keys, method.topk, keep_own=method.keep_own, impl=impl)
+    packing = packing_for(query, method.block, impl)
+    # Choosing compares products; a negative scale turns best into worst.
+    turned = scale is not None and scale < 0
+    keys, values, picks, packed = pool_and_select(
+        query, key, value, method.block, levels, method.topk,
+        keep_own=method.keep_own, turned=turned, packing=packing, impl=impl,
+    )  # fmt: skip
     near = planning.key_lists(
         picks[0],
         None,
@@ -299,7 +304,7 @@ def choose(
     )
     enriched = levels if method.enrich is None else min(method.enrich, levels)
     if not enriched and text is None:
-        return Chosen(near)
+        return Chosen(near, packed)
     bias = _summary_bias(num_keys, method.block, enriched, method.weighted, _bias_dtype(query), query.device)
     far_key, far_value = keys.up_to(enriched), values.up_to(enriched)
     if text is not None:
@@ -311,7 +316,7 @@ def choose(
         0 if text is None else text.key.shape[2]
     )
     pooling = Pooling(method.block, enriched) if text is None else None
-    return Chosen(near, far_key, far_value, bias, far, pooling)
+    return Chosen(near, packed, far_key, far_value, bias, far, pooling)
 
 
 def _attend(
@@ -327,7 +332,8 @@ def _attend(
     chosen = choose(method, query, key, value, text=text, scale=scale, impl=impl)
     if chosen.far is None or chosen.key is None or chosen.value is None:
         return attend(query, key, value, chosen.near, scale=scale, impl=impl)
-    near = Part(key, value, chosen.near, rows_alike=True)  # neighbours choose among the same blocks
+    # Neighbours choose among the same blocks.
+    near = Part(key, value, chosen.near, rows_alike=True, packed=chosen.packed)
     far = Part(chosen.key, chosen.value, chosen.far, chosen.bias)
     return attend_together(query, [near, far], scale=scale, impl=impl, pooling=chosen.pooling, once=True)
 

@@ -42,6 +42,48 @@ def select(
     return torch.cat(chosen, dim=2)
 
 
+def select_packed(
+    query: Tensor,
+    key: Tensor,
+    parents: Tensor | None,
+    block: int,
+    count: int,
+    keep_own: bool,
+    pack: int,
+    multiple: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`select`, and the choices of `pack` queries at a time merged, each id once and ascending.
+
+    Returns:
+        What `select` does; for each merged list where it starts and how long it is, `[B, H, 2 * lists]`; and the lists
+        `[B, H, entries]`, of `id * 2**pack` and a bit for each of the queries that chose it. They are filled up to a
+        multiple with their last id, of no query.
+    """
+    chosen = select(query, key, parents, block, count, keep_own)
+    num_keys = key.shape[2]
+    width = -(-pack * count // multiple) * multiple
+    whole = torch.nn.functional.pad(chosen, (0, 0, 0, -chosen.shape[2] % pack), value=num_keys)
+    member = torch.arange(pack, device=chosen.device, dtype=torch.int32)[:, None]
+    ids = whole.unflatten(2, (-1, pack)).flatten(3)
+    bits = (1 << member).expand(pack, count).flatten().expand_as(ids)
+    ids, place = ids.sort(dim=-1, stable=True)
+    is_read = ids < num_keys
+    bits = torch.where(is_read, bits.gather(-1, place), 0)
+    is_new = torch.ones_like(is_read)
+    is_new[..., 1:] = ids[..., 1:] != ids[..., :-1]
+    slot = (is_new.cumsum(-1) - 1).clamp(max=width - 1)
+    merged = torch.zeros(*ids.shape[:3], width, device=ids.device, dtype=torch.int32)
+    merged.scatter_add_(-1, slot, torch.where(is_new & is_read, ids << pack, 0) + bits)
+    number = (is_new & is_read).sum(-1, keepdim=True)
+    filled = -(-number // multiple) * multiple
+    last = torch.where(is_read, ids, 0).amax(-1, keepdim=True)
+    slots = torch.arange(width, device=ids.device)
+    merged = torch.where((slots >= number) & (slots < filled), last << pack, merged)
+    starts = torch.arange(ids.shape[2], device=ids.device)[:, None] * width
+    bounds = torch.cat([starts.expand_as(filled), filled], -1).to(torch.int32)
+    return chosen, bounds.flatten(2), merged.flatten(2)
+
+
 def _best(
     query: Tensor, first: int, key: Tensor, candidates: Tensor, block: int, count: int, keep_own: bool
 ) -> Tensor:
