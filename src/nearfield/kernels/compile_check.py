@@ -150,6 +150,7 @@ _PLAIN = {
     "DIM": 64, "PAD": 64, "Q_BLOCK": 16, "K_BLOCK": 16, "TILE_Q": 16, "TILE_K": 64, "PARTS": 1, "RAGGED": False,
     "COPY_ENGINE": False, "HAS_ORDER": False, "HAS_BIAS": False, "HAS_POSITIONS": False, "CONTINUES": False,
     "PRECISION": "tf32", "PACK": 1, "CHUNK": 0, "BIAS_GRADIENT": False, "POOL": 16, "LEVELS": 0,
+    "TURNED": False,
 }  # fmt: skip
 _PACKED: dict[str, Any] = {"Q_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
 _PACKED_KEYS: dict[str, Any] = {"K_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
