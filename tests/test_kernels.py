@@ -517,6 +517,22 @@ def test_log_linear_attention_by_kernels_is_what_plain_torch_makes_of_the_same_p
         assert_budget(name, *values)
 
 
+@NEEDS_TRITON
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered"
+)  # the interpreter computes with numpy, which warns
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
+def test_nan_comes_out_of_kernels_that_walk_several_rows(which: int, device: torch.device) -> None:
+    """In its own batch, whatever rows are walked together; nothing is read where it must not be."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(2, 1, 150, 16, generator=generator).to(device, torch.float16) for _ in range(3)]
+    tensors[which][0, 0, 35, 2] = math.nan
+    with poisoned_memory():
+        out = log_linear_attention(*tensors, method=LogLinear(topk=4, levels=1), impl="triton")
+    assert bool(out[0].isnan().any())
+    assert bool(out[1].isfinite().all())
+
+
 # -- at size, where there is a GPU ---------------------------------------------------------------------------------
 
 

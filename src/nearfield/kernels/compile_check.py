@@ -31,6 +31,7 @@ from nearfield.kernels import (
     pool,
     regions,
     rotate,
+    select,
     transpose,
     turn,
     windows,
@@ -100,6 +101,18 @@ def compile_pool(dim: int, has_upper: bool, keeps_sums: bool) -> str:
     return _compile_plain(pool._pool_kernel, constants, dict.fromkeys(tensors, "*bf16") | {"sums": "*fp32"})
 
 
+def compile_select(merged: int) -> str:
+    """Among 128 candidates, as LogLinear does below its top level."""
+    constants = {
+        "BLOCK": 16, "CANDIDATES": 128, "ROWS": 16, "SLOTS": 8, "DIM": 64, "PAD": 64, "HAS_PARENTS": True,
+        "KEEP_OWN": False, "PRECISION": "tf32", "PACK": merged, "MULTIPLE": 4, "stride_qd": 1, "stride_kd": 1,
+    }  # fmt: skip
+    pointers = {"query": "*bf16", "key": "*bf16"} | dict.fromkeys(
+        ("parents", "chosen", "bounds", "packed"), "*i32"
+    )
+    return _compile_plain(select._select_kernel, constants, pointers)
+
+
 def compile_window_means(dim: int) -> str:
     constants = {"WINDOW": 16, "ROWS": 16, "DIM": dim, "PAD": dim}
     pointers = {"source": "*bf16", "means": "*bf16", "starts": "*i64", "sizes": "*i32"}
@@ -154,6 +167,7 @@ _PLAIN = {
 }  # fmt: skip
 _PACKED: dict[str, Any] = {"Q_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
 _PACKED_KEYS: dict[str, Any] = {"K_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
+_TURNED: dict[str, Any] = {"TILE_K": 16, "TILE_Q": 64, "TURNED": True}
 _EXTRAS: dict[str, Any] = dict.fromkeys(
     ("RAGGED", "HAS_ORDER", "HAS_BIAS", "BIAS_GRADIENT", "HAS_POSITIONS", "CONTINUES"), True
 )
@@ -183,6 +197,7 @@ def plain_variants(every: bool) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         for extras in ({"LEVELS": 2}, _EXTRAS | {"CHUNK": 32}, by_engine) if every else (by_engine,):
             yield f"key gradients, {name}", backward._key_gradient_kernel, packed | extras
         yield "chunks", backward._join_chunks_kernel, packed | by_engine
+    yield "key gradients, turned", backward._key_gradient_kernel, by_engine | _TURNED
     far = {"FAR_Q_BLOCK": 128, "FAR_K_BLOCK": 16, "FAR_RAGGED": False, "HAS_FAR_BIAS": True}
     yield "a pair of parts", pair._pair_kernel, _PACKED | far
     yield "query gradient of a pair", pair._pair_query_gradient_kernel, _PACKED | far
@@ -262,8 +277,13 @@ def main(every: bool) -> int:
             print(f"no 16-byte loads in turning: {size=}", file=sys.stderr)
             return 1
     compile_partials(128)
+    for merged in (1, 4):
+        compile_select(merged)
     for name, kernel, wanted in plain_variants(every):
         ptx = compile_plain(kernel, wanted)
+        if wanted.get("TURNED") and "wgmma" not in ptx:
+            print(f"no wgmma in a plain kernel: {name} {wanted}", file=sys.stderr)
+            return 1
         multiplies = name not in ("chunks", "packing", "ordering", "transposing")
         if multiplies and not any(instruction in ptx for instruction in ("mma.sync", "wgmma")):
             print(f"no tensor cores in a plain kernel: {name} {wanted}", file=sys.stderr)
