@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from nearfield import operators
 from nearfield._files import write_json
 from nearfield._types import Attended
 from nearfield.attend import Part, attend_together
@@ -33,9 +34,10 @@ from nearfield.bench.loglinear_cases import CASES
 from nearfield.bench.timing import Effort, Function, Timing, captured, measure
 from nearfield.kernels import backward, forward, hopper, launch, pair, pool, select
 from nearfield.kernels.launch import Tiles
+from nearfield.kernels.pack import rows_of
 from nearfield.methods.loglinear import Chosen, choose
 from nearfield.operators import merge
-from nearfield.plan import Plan
+from nearfield.plan import Packed, Packing, Plan
 
 NEAR_FORWARD = (
     Tiles(16, 32, 1, 3),
@@ -94,6 +96,9 @@ PAIR = (
     Tiles(64, 64, 4, 3, registers=128, pack=4),
     Tiles(64, 64, 4, 3, registers=168, pack=4),
     Tiles(64, 32, 4, 2, pack=4),
+    Tiles(64, 32, 4, 3, registers=128, pack=4),
+    Tiles(128, 64, 8, 2, registers=128, pack=8),
+    Tiles(128, 32, 8, 3, registers=128, pack=8),
 )
 POOL = {
     f"{tokens} tokens, {loads} loads unrolled": {"_TOKENS": tokens, "_UNROLLED": loads}
@@ -142,7 +147,7 @@ class Call(NamedTuple):
 
     def together(self, tiles: Tiles | None, bench: LogLinearBench) -> Attended:
         """Both parts, by one kernel if its shape is given."""
-        near = Part(*self.part(is_near=True), rows_alike=True, packed=self.chosen.packed)
+        near = Part(*self.part(is_near=True), rows_alike=True)
         parts = [near, Part(*self.part(is_near=False))]
         with patch.object(launch, "PAIR", tiles), torch.no_grad():
             return attend_together(self.query, parts, impl=bench.impl)
@@ -171,12 +176,19 @@ class Call(NamedTuple):
         return backward.key_gradient(*given, tiles)
 
 
+def packing_of(tiles: Tiles) -> Packing:
+    """How its rows, of 16 queries and blocks of 16 keys, are merged."""
+    return Packing(tiles.pack, tiles.other // 16)
+
+
 def call_of(bench: LogLinearBench) -> Call:
     with torch.no_grad():
         chosen = choose(bench.method, *bench.inputs, impl=bench.impl)
-    if packed := chosen.packed:  # as it crosses the operator
-        chosen.near._derived["packed", packed.rows, packed.multiple] = packed
     query, key, value = bench.inputs
+    for tiles in PAIR:  # merged where they are chosen, not by these kernels
+        rows = rows_of(chosen.near, tiles, *query.shape[:2])
+        packing = packing_of(tiles)
+        chosen.near._derived["packed", packing.rows, packing.multiple] = Packed(*rows[:2], *packing)
     scale = query.shape[-1] ** -0.5
     nothing = torch.zeros(query.shape[:3], device=query.device)
     call = Call(query, key, value, chosen, bench.gradient, (nothing, nothing), scale)
@@ -323,6 +335,8 @@ def chosen_shapes(best: Mapping[str, str]) -> Iterator[None]:
         for kernel, constant in (("pair", "PAIR"), ("pair-query", "PAIR_GRADIENT")):
             paired = [tiles for tiles in PAIR if name(tiles) == best.get(kernel)]
             stack.enter_context(patch.object(launch, constant, paired[0] if paired else None))
+            if paired and kernel == "pair":
+                stack.enter_context(patch.object(operators, "PACKING", packing_of(paired[0])))
         for kind, (module, function) in places.items():
             stack.enter_context(patch.object(module, function, chooser(kind, getattr(module, function))))
         yield

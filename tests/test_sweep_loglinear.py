@@ -40,6 +40,8 @@ def test_every_kernel_runs_in_every_kind_of_shape(
         )
         monkeypatch.setitem(sweeping.SHAPES, kernel, (shapes[0], *packed[-1:], *turned[-1:]))
     monkeypatch.setattr(sweeping, "FAR_FORWARD", sweeping.FAR_FORWARD[:1])
+    monkeypatch.setattr(sweeping, "PAIR", sweeping.PAIR[::8])
+    assert [tiles.pack for tiles in sweeping.PAIR] == [4, 8]
     kernels = [kernel for kernel in sweeping.KERNELS if kernel != "select"]
     found = dict(sweeping.sweep(bench, kernels, None))
     assert list(found) == kernels
@@ -68,6 +70,8 @@ def test_shapes_in_use_come_first(sweeping: ModuleType) -> None:
         }
     assert {kernel: shapes[0] for kernel, shapes in sweeping.SHAPES.items() if kernel in in_use} == in_use
     assert sweeping.launch.PAIR in sweeping.PAIR
+    assert sweeping.packing_of(sweeping.launch.PAIR) == sweeping.operators.PACKING
+    assert sweeping.packing_of(sweeping.launch.PAIR_GRADIENT) == sweeping.operators.PACKING
     assert sweeping.launch.PAIR_GRADIENT in sweeping.PAIR
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from nearfield import kernels
+from nearfield import kernels, operators
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._eager import is_unobserved
 from nearfield._types import Attended, Gradients, Impl, Positions
@@ -255,7 +255,7 @@ def packing_for(query: Tensor, block: int, impl: Impl) -> Packing | None:
     would not. (`launch.py` decides; where it thinks otherwise lists are merged then.)"""
     runs_kernels = impl in ("triton", "gluon") or (impl == "auto" and _suits_kernels(query))
     is_narrow = query.element_size() == 2 and query.shape[-1] <= 64
-    return Packing(4, 4) if runs_kernels and is_narrow and block == 16 else None
+    return operators.PACKING if runs_kernels and is_narrow and block == 16 else None
 
 
 def _differentiates_positions(query: Tensor, parts: Sequence[Part]) -> bool:

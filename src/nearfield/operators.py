@@ -15,7 +15,7 @@ from nearfield import kernels
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.implementations import explain_choice, implementation
-from nearfield.plan import Boxes, Packed, Plan
+from nearfield.plan import Boxes, Packed, Packing, Plan
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
@@ -300,6 +300,10 @@ class Part(NamedTuple):
     positions: Positions | None = None
     rows_alike: bool = False
     packed: Packed | None = None
+
+
+PACKING = Packing(4, 4)
+"""How the kernels that walk several rows at once want them merged; see `PAIR` in launch.py."""
 
 
 class Pooling(NamedTuple):
