@@ -104,7 +104,12 @@ POOL = {
     f"{tokens} tokens, {loads} loads unrolled": {"_TOKENS": tokens, "_UNROLLED": loads}
     for tokens, loads in ((256, 16), (512, 16), (256, 8))
 }
-SELECT = {f"{candidates} candidates a warp": {"_PER_WARP": candidates} for candidates in (64, 32, 128)}
+SELECT: dict[str, dict[str, int]] = {
+    "64 candidates a warp": {"_PER_WARP": 64},
+    "64 candidates a warp, 128 registers": {"_PER_WARP": 64, "_REGISTERS": 128},
+    "32 candidates a warp": {"_PER_WARP": 32},
+    "128 candidates a warp": {"_PER_WARP": 128},
+}
 
 GLUON = "gluon"
 WHOLE = "whole calls, graphs"

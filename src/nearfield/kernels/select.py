@@ -22,6 +22,8 @@ _MOST_WIDE = 128 * 128
 which GPUs smaller than Hopper's have 99 KiB."""
 _PER_WARP = 64
 """Candidates for which a program has one warp more, up to 8 of them."""
+_REGISTERS: int | None = None
+"""The most per thread."""
 
 
 @triton.jit
@@ -178,6 +180,6 @@ def _select(
         BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=triton.next_power_of_2(count),
         DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", PACK=pack, MULTIPLE=multiple,
-        num_warps=min(8, max(1, lanes // _PER_WARP)), num_stages=1,
+        num_warps=min(8, max(1, lanes // _PER_WARP)), num_stages=1, maxnreg=_REGISTERS,
     )  # fmt: skip
     return chosen, bounds, packed
