@@ -127,6 +127,8 @@ class Call(NamedTuple):
     value: Tensor
     chosen: Chosen
     gradient: Tensor
+    lse_gradient: Tensor
+    attended: Attended
     statistics: tuple[Tensor, Tensor]
     scale: float
 
@@ -157,18 +159,19 @@ class Call(NamedTuple):
         with patch.object(launch, "PAIR", tiles), torch.no_grad():
             return attend_together(self.query, parts, impl=bench.impl)
 
-    def query_gradients(self, tiles: Tiles) -> Tensor:
+    def query_gradients(self, tiles: Tiles) -> pair.PairGradient:
         near, far = self.part(is_near=True), self.part(is_near=False)
-        given = (self.gradient, *self.statistics, self.query, near, far, self.scale)
+        given = (self.gradient, self.lse_gradient, self.query, near, far, *self.attended, self.scale)
         return pair.query_gradient_of_pair(*given, tiles)
 
-    def query_gradients_apart(self) -> Tensor:
+    def query_gradients_apart(self) -> pair.PairGradient:
+        statistics = backward.row_statistics(self.gradient, self.lse_gradient, *self.attended)
         total = None
         for is_near in (True, False):
-            given = (self.gradient, *self.statistics, self.query, *self.part(is_near), None, self.scale)
+            given = (self.gradient, *statistics, self.query, *self.part(is_near), None, self.scale)
             total = backward.query_gradient(*given, before=total, alike=is_near)
         assert total is not None
-        return total
+        return pair.PairGradient(total, *statistics)
 
     def query_gradient(self, is_near: bool, tiles: Tiles) -> Tensor:
         key, value, plan, bias = self.part(is_near)
@@ -196,13 +199,14 @@ def call_of(bench: LogLinearBench) -> Call:
         chosen.near._derived["packed", packing.rows, packing.multiple] = Packed(*rows[:2], *packing)
     scale = query.shape[-1] ** -0.5
     nothing = torch.zeros(query.shape[:3], device=query.device)
-    call = Call(query, key, value, chosen, bench.gradient, (nothing, nothing), scale)
+    unread = Attended(query, nothing)
+    call = Call(query, key, value, chosen, bench.gradient, nothing, unread, (nothing, nothing), scale)
     both = merge(call.forward(is_near=False, tiles=None), call.forward(is_near=True, tiles=None))
     statistics = backward.row_statistics(bench.gradient, nothing, both.out, both.lse)
     for plan in (chosen.near, chosen.far):  # made once per call of the method, not per kernel
         assert plan is not None
         plan.transpose().longest_first(*query.shape[:2])
-    return call._replace(statistics=statistics)
+    return call._replace(attended=both, statistics=statistics)
 
 
 def variants(kernel: str, call: Call, bench: LogLinearBench) -> Variants:

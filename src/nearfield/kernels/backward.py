@@ -45,13 +45,21 @@ from nearfield.plan import Plan
 
 
 @triton.jit
+def statistics_of(grads, outs, log_sum, grad_lse):
+    """delta = sum(grad_out * out) - grad_lse, and the lse in powers of two with +inf for rows that read nothing."""
+    read_nothing = log_sum == -INF
+    products = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1) - grad_lse
+    # The log of nothing has no gradient; merging two of them by lse gives NaN, which must not spread.
+    return tl.where(read_nothing, 0.0, products), tl.where(read_nothing, INF, log_sum * LOG2E)
+
+
+@triton.jit
 def _delta_kernel(
     grad_out, out, lse, grad_lse, delta, lse_log2,
     stride_gb, stride_gh, stride_gn, stride_gd, stride_ob, stride_oh, stride_on, stride_od,
     stride_lb, stride_lh, stride_ln, num_heads, num_queries,
     DIM: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(grad_out * out) - grad_lse, and the lse in powers of two with +inf for rows that read nothing."""
     batch_head = tl.program_id(0).to(tl.int64)
     batch = batch_head // num_heads
     head = batch_head % num_heads
@@ -81,15 +89,12 @@ def _delta_kernel(
         PAD,
         True,
     )
-    products = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
     grad_lse += batch * stride_lb + head * stride_lh
-    products -= tl.load(grad_lse + long_token * stride_ln, mask=exists, other=0.0)
+    of_lse = tl.load(grad_lse + long_token * stride_ln, mask=exists, other=0.0)
     log_sum = tl.load(lse + batch_head * num_queries + token, mask=exists, other=0.0)
-    read_nothing = log_sum == -INF
-    # The log of nothing has no gradient; merging two of them by lse gives NaN, which must not spread.
-    tl.store(delta + batch_head * num_queries + token, tl.where(read_nothing, 0.0, products), mask=exists)
-    log_sum = tl.where(read_nothing, INF, log_sum * LOG2E)
-    tl.store(lse_log2 + batch_head * num_queries + token, log_sum, mask=exists)
+    delta_rows, lse_rows = statistics_of(grads, outs, log_sum, of_lse)
+    tl.store(delta + batch_head * num_queries + token, delta_rows, mask=exists)
+    tl.store(lse_log2 + batch_head * num_queries + token, lse_rows, mask=exists)
 
 
 @triton.jit

@@ -177,7 +177,7 @@ _PLAIN_POINTERS = (
     | dict.fromkeys(("k_desc", "v_desc", "q_desc", "g_desc", "grad_query", "grad_key", "grad_value"), "*bf16")
     | dict.fromkeys(("query_positions", "key_positions", "far_blocks", "bounds", "packed"), "*i32")
     | dict.fromkeys(("cells", "ordered", "rows"), "*i32")
-    | dict.fromkeys(("lse_log2", "delta", "grad_bias", "maxima", "masses"), "*fp32")
+    | dict.fromkeys(("lse_log2", "delta", "grad_lse", "grad_bias", "maxima", "masses"), "*fp32")
     | dict.fromkeys(("key_partials", "value_partials", "bias_partials", "mean_keys", "mean_values"), "*fp32")
 )
 

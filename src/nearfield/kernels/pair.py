@@ -19,6 +19,7 @@ from nearfield.kernels.backward import (
     key_gradient,
     query_gradient,
     row_statistics,
+    statistics_of,
     walk_for_queries,
 )
 from nearfield.kernels.beside import Beside
@@ -103,9 +104,10 @@ def _pair_kernel(
 
 @triton.jit
 def _pair_query_gradient_kernel(
-    query, grad_out, grad_query, lse_log2, delta, key, value, offsets, blocks, key_bias,
+    query, grad_out, out, lse, grad_lse, grad_query, delta, lse_log2, key, value, offsets, blocks, key_bias,
     far_key, far_value, far_offsets, far_blocks, far_bias,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_gb, stride_gh, stride_gn, stride_gd,
+    stride_ob, stride_oh, stride_on, stride_od, stride_lb, stride_lh, stride_ln,
     stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     stride_kb, stride_kh, stride_kn, stride_kd, stride_vb, stride_vh, stride_vn, stride_vd,
     stride_offsets_b, stride_offsets_h, stride_blocks_b, stride_blocks_h, stride_bias_b, stride_bias_h, stride_bias,
@@ -118,6 +120,7 @@ def _pair_query_gradient_kernel(
     RAGGED: tl.constexpr, FAR_RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FAR_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
+    """And the statistics of rows that the gradients of keys need: here `grad_out` is at hand."""
     batch_head = tl.program_id(0) // num_rows
     row = tl.program_id(0) % num_rows
     batch = (batch_head // num_heads).to(tl.int64)
@@ -132,9 +135,17 @@ def _pair_query_gradient_kernel(
     grad_out += batch * stride_gb + head * stride_gh
     queries = load_rows(query, origin, long_token, exists, stride_qn, stride_qd, DIM, PAD, True)
     grads = load_rows(grad_out, origin, long_token, exists, stride_gn, stride_gd, DIM, PAD, True)
-    statistics = batch_head.to(tl.int64) * num_queries + token
-    lse_rows = tl.load(lse_log2 + statistics, mask=exists, other=float("inf"))
-    delta_rows = tl.load(delta + statistics, mask=exists, other=0.0)
+    outs = load_rows(
+        out + batch * stride_ob + head * stride_oh, origin, long_token, exists, stride_on, stride_od, DIM, PAD, True
+    )  # fmt: skip
+    grad_lse += batch * stride_lb + head * stride_lh
+    of_lse = tl.load(grad_lse + long_token * stride_ln, mask=exists, other=0.0)
+    place = batch_head.to(tl.int64) * num_queries + token
+    # Queries that do not exist read nothing.
+    log_sum = tl.load(lse + place, mask=exists, other=-float("inf"))
+    delta_rows, lse_rows = statistics_of(grads, outs, log_sum, of_lse)
+    tl.store(delta + place, delta_rows, mask=exists)
+    tl.store(lse_log2 + place, lse_rows, mask=exists)
     nowhere = tl.zeros([Q_BLOCK, 1], tl.int32)
     key += batch * stride_kb + key_head * stride_kh
     value += batch * stride_vb + key_head * stride_vh
@@ -217,24 +228,34 @@ def attend_pair(query: Tensor, near: PairPart, far: PairPart, scale: float, tile
     return Attended(out, lse)
 
 
+class PairGradient(NamedTuple):
+    """Of the queries, and what the gradients of keys need: see `row_statistics`."""
+
+    query: Tensor
+    delta: Tensor
+    lse_log2: Tensor
+
+
 def query_gradient_of_pair(
     grad_out: Tensor,
-    delta: Tensor,
-    lse_log2: Tensor,
+    grad_lse: Tensor,
     query: Tensor,
     near: PairPart,
     far: PairPart,
+    out: Tensor,
+    lse: Tensor,
     scale: float,
     tiles: Tiles,
-) -> Tensor:
+) -> PairGradient:
     """See `attend_pair`."""
-    grad_query = torch.empty_like(query)
+    found = PairGradient(torch.empty_like(query), torch.empty_like(lse), torch.empty_like(lse))
     pair = _Pair.of(query, near, far, tiles)
     _pair_query_gradient_kernel[(pair.programs,)](
-        query, grad_out, grad_query, lse_log2, delta, *pair.tensors, *query.stride(), *grad_out.stride(),
-        *grad_query.stride(), *pair.strides, *pair.sizes, scale * LOG2_E, scale, **pair.options,
+        query, grad_out, out, lse, grad_lse, *found, *pair.tensors, *query.stride(), *grad_out.stride(),
+        *out.stride(), *grad_lse.stride(), *found.query.stride(), *pair.strides, *pair.sizes, scale * LOG2_E, scale,
+        **pair.options,
     )  # fmt: skip
-    return grad_query
+    return found
 
 
 def _near_and_far(parts: Sequence[KnownPart]) -> tuple[PairPart, PairPart] | None:
@@ -274,12 +295,13 @@ def attend_together_backward(
     beside = Beside(query)
     with beside.branch():
         walked = _rows_of_keys(query, parts)
-    given = (grad_out, *row_statistics(grad_out, grad_lse, out, lse.contiguous()), query)
-    grad_query = _query_gradient(given, parts, scale)
+    grad_query, delta, lse_log2 = _query_gradient(
+        grad_out, grad_lse, query, parts, out, lse.contiguous(), scale
+    )
     beside.join(*(x for each in walked for x in each.tensors))
 
     def of_keys(number: int, **wanted: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        known = (*given, *parts[number][:4], None, scale)
+        known = (grad_out, delta, lse_log2, query, *parts[number][:4], None, scale)
         return key_gradient(*known, walked=walked[number], wants_bias=number in learned, **wanted)
 
     if not pooling:
@@ -301,15 +323,22 @@ def _rows_of_keys(query: Tensor, parts: Sequence[KnownPart]) -> list[KeyRows]:
 
 
 def _query_gradient(
-    given: tuple[Tensor, Tensor, Tensor, Tensor], parts: Sequence[KnownPart], scale: float
-) -> Tensor:
-    query = given[3]
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    parts: Sequence[KnownPart],
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> PairGradient:
     pair = _near_and_far(parts)
     tiles = pair and pair_gradient_tiles(query, pair[0][2], pair[1][2])
     if pair and tiles:
-        return query_gradient_of_pair(*given, *pair, scale, tiles)
+        return query_gradient_of_pair(grad_out, grad_lse, query, *pair, out, lse, scale, tiles)
+    statistics = row_statistics(grad_out, grad_lse, out, lse)
+    given = (grad_out, *statistics, query)
     grad_query: Tensor | None = None
     for part in parts:
         grad_query = query_gradient(*given, *part[:4], None, scale, before=grad_query, alike=part[4])
     assert grad_query is not None
-    return grad_query
+    return PairGradient(grad_query, *statistics)
