@@ -73,10 +73,8 @@ def _select_kernel(
     scores = tl.where(may_choose, scores, -float("inf"))
     picked = tl.zeros([ROWS, CANDIDATES], tl.int32)
     for _ in range(count):
-        best = tl.max(scores, 1)
-        is_best = (scores == best[:, None]) & (scores > -float("inf"))
-        first = tl.min(tl.where(is_best, lane[None, :], CANDIDATES), 1)
-        now = lane[None, :] == first[:, None]
+        best, first = tl.max(scores, 1, return_indices=True)  # of equal ones the first
+        now = (lane[None, :] == first[:, None]) & (best > -float("inf"))[:, None]
         picked = tl.where(now, 1, picked)
         scores = tl.where(now, -float("inf"), scores)
     place = tl.cumsum(picked, 1) - 1
