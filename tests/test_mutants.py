@@ -152,8 +152,8 @@ MUTANTS = {
     ),
     "kernels forget grad_lse": Mutant(
         BACKWARD,
-        "products -= tl.load(grad_lse",
-        "products -= 0 * tl.load(grad_lse",
+        "outs.to(tl.float32), 1) - grad_lse",
+        "outs.to(tl.float32), 1)",
         "lse_alone_differentiates",
     ),
     "kernels let the gradient of an empty row spread": Mutant(
