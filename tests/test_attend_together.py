@@ -172,8 +172,9 @@ def test_a_part_may_have_positions(impl: Any, number: int, device: torch.device)
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("key_heads", "learns"), [(2, False), (1, True)])
+@pytest.mark.parametrize(
+    ("key_heads", "learns", "compiles"), [(2, False, False), (1, True, False), (1, True, True)]
+)
 def test_gradients_of_means_go_to_what_they_are_means_of(
     key_heads: int, learns: bool, compiles: bool, device: torch.device
 ) -> None:

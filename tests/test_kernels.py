@@ -241,15 +241,14 @@ def test_kernel_chooses_as_the_reference(
         got = kernel.select(query, key, parents, block, count, keep_own)
     want = select_reference.select(query, key, parents, block, count, keep_own)
     assert torch.equal(got, want)
-    for pack, multiple in ((4, 4), (2, 3)):
-        if block % pack:
-            continue
-        call = (query, key, parents, block, count, keep_own, pack, multiple)
-        with poisoned_memory():
-            chosen, *packed = kernel.select_packed(*call)
-        assert torch.equal(chosen, want)
-        expected = select_reference.select_packed(*call)[1:]
-        assert entries_of(*packed) == entries_of(*expected)
+    pack, multiple = (4, 4) if dtype == torch.float16 else (2, 3)
+    if block % pack:
+        return
+    call = (query, key, parents, block, count, keep_own, pack, multiple)
+    with poisoned_memory():
+        chosen, *packed = kernel.select_packed(*call)
+    assert torch.equal(chosen, want)
+    assert entries_of(*packed) == entries_of(*select_reference.select_packed(*call)[1:])
 
 
 def entries_of(bounds: Tensor, packed: Tensor) -> list[list[int]]:
