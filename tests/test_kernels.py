@@ -11,6 +11,7 @@ from torch import Tensor
 from nearfield import LogLinear, Plan, log_linear_attention, predict
 from nearfield.bench.check import poisoned_memory
 from nearfield.bench.timing import captured
+from nearfield.levels import level_starts
 from nearfield.methods.loglinear import _attend
 from nearfield.predict import Blocks
 from nearfield.reference import choose as choose_reference
@@ -201,6 +202,25 @@ def test_three_are_pooled_as_each(lengths: tuple[int, int, int], device: torch.d
         two = kernel.pool_together(tensors[1:], 4, 3)
     for x, pooled in zip([*tensors, *tensors[1:]], [*together, *two], strict=True):
         assert torch.equal(pooled, kernel.pool_forward(x, 4, 3))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("block", "levels"), [(32, 6), (2, 30)])
+def test_shares_of_levels_far_above_all_tokens(block: int, levels: int, device: torch.device) -> None:
+    """As many levels as fit in 32 bits: a level more would not."""
+    from nearfield.kernels import pool as kernel
+
+    length = 70
+    starts = level_starts(length, block, levels)
+    grad = torch.randn(1, 2, starts[-1], 8, device=device)
+    assert kernel.unsupported(grad, block, levels) is None
+    assert kernel.unsupported(grad, block, levels + 1) is not None
+    token, wanted = torch.arange(length, device=device), torch.zeros(1, 2, length, 8, device=device)
+    for level, start in enumerate(starts[:-1], start=1):
+        mean = token // block**level
+        count = (length - mean * block**level).clamp(max=block**level)
+        wanted += grad[:, :, start + mean] / count[:, None]
+    torch.testing.assert_close(kernel.pool_backward(grad, length, block, levels), wanted)
 
 
 @NEEDS_TRITON

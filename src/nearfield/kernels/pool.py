@@ -99,14 +99,15 @@ def shares_of_means(
     """Each token's shares of the gradients of its means, level by level in ascending order; float32."""
     total = tl.zeros([token.shape[0], PAD], tl.float32)
     start = tl.full([], 0, tl.int64)
-    represents = tl.full([], BLOCK, tl.int32)
-    for _ in tl.range(LEVELS, num_stages=1):  # not unrolled: what calls this has few registers left
+    represents = tl.full([], 1, tl.int32)
+    for level in tl.range(LEVELS, num_stages=1):  # not unrolled: what calls this has few registers left
+        # Before the level, not after: one power more than the highest level's may not fit.
+        represents *= BLOCK
+        start += tl.where(level > 0, tl.cdiv(num_tokens, represents) * BLOCK, 0)
         mean = token // represents
         rows = load_rows(grad, start, mean.to(tl.int64), exists, stride_gn, stride_gd, DIM, PAD, True)
         count = tl.minimum(num_tokens - mean * represents, represents)
         total += rows.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)[:, None]
-        represents *= BLOCK
-        start += tl.cdiv(num_tokens, represents) * BLOCK
     return total
 
 
