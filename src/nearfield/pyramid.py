@@ -9,7 +9,6 @@ from torch import Tensor
 from nearfield import kernels, planning
 from nearfield._checks import wrong_value
 from nearfield._types import Impl
-from nearfield.kernels.beside import Beside
 from nearfield.levels import level_length, level_starts, num_represented
 from nearfield.plan import Packed, Packing, Plan, check_block
 from nearfield.reference import pool as pool_reference
@@ -73,7 +72,7 @@ def pool_and_select(
     packing: Packing | None = None,
     impl: Impl = "auto",
 ) -> Picked:
-    """`pool` of all three and `select_blocks`, in one operator: values are pooled while keys are chosen.
+    """`pool` of all three and `select_blocks`, in one operator.
 
     The means of keys and values are differentiable; those of `query` only choose.
 
@@ -188,7 +187,8 @@ def _chosen(
 def _select(
     queries: Sequence[Tensor], keys: Sequence[Tensor], block: int, topk: int, keep_own: bool, impl: str
 ) -> list[Tensor]:
-    return _chosen(queries, keys, block, topk, keep_own, (), cast(Impl, impl))
+    with torch.cuda.device_of(queries[0]):
+        return _chosen(queries, keys, block, topk, keep_own, (), cast(Impl, impl))
 
 
 @_select.register_fake
@@ -229,24 +229,15 @@ def _pool_and_select(
 ) -> list[Tensor]:
     """Pooled keys and values, the choices of each level, and those of the lowest merged, if they are to be."""
     asked = cast(Impl, impl)
-    module = _kernels("pool", asked, query, block, levels)
-    if module is None:
-        queries, keys, values = (pool_reference.pool_forward(x, block, levels) for x in (query, key, value))
-    else:
-        queries, keys = module.pool_together([query, key], block, levels)
-    beside = Beside(query)
-    if module is not None:
-        with beside.branch():
-            values = module.pool_forward(value, block, levels)
-    made = [
-        Pyramid(-data if turned and data is queries else data, x.shape[2], block, levels)
-        for data, x in ((queries, query), (keys, key))
-    ]
-    of_queries, of_keys = ([pooled.level(level) for level in range(1, levels + 1)] for pooled in made)
-    chosen = _chosen(of_queries, of_keys, block, topk, keep_own, packing, asked)
-    if module is not None:
-        beside.join(values)
-    return [keys, values, *chosen]
+    module = _kernels("pool", asked, query, block, levels) or pool_reference
+    with torch.cuda.device_of(query):
+        queries, keys, values = module.pool_together([query, key, value], block, levels)
+        made = [
+            Pyramid(-data if turned and data is queries else data, x.shape[2], block, levels)
+            for data, x in ((queries, query), (keys, key))
+        ]
+        of_queries, of_keys = ([pooled.level(level) for level in range(1, levels + 1)] for pooled in made)
+        return [keys, values, *_chosen(of_queries, of_keys, block, topk, keep_own, packing, asked)]
 
 
 @_pool_and_select.register_fake

@@ -1,5 +1,7 @@
 """Means of consecutive tokens at several levels, and their adjoint: the specification of the pooling kernels."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,6 +18,11 @@ def pool_forward(x: Tensor, block: int, levels: int) -> Tensor:
         counts = num_represented(x.shape[2], block, level, x.device).to(wide)
         parts.append(_padded((sums / counts[:, None]).to(x.dtype), block))
     return torch.cat(parts, dim=2)
+
+
+def pool_together(tensors: Sequence[Tensor], block: int, levels: int) -> list[Tensor]:
+    """`pool_forward` of each."""
+    return [pool_forward(x, block, levels) for x in tensors]
 
 
 def pool_backward(grad: Tensor, length: int, block: int, levels: int) -> Tensor:
