@@ -173,12 +173,14 @@ def test_a_part_may_have_positions(impl: Any, number: int, device: torch.device)
 
 @NEEDS_TRITON
 @pytest.mark.parametrize(
-    ("key_heads", "learns", "compiles"), [(2, False, False), (1, True, False), (1, True, True)]
+    ("key_heads", "learns", "compiles", "turned"),
+    [(2, False, False, False), (1, True, False, False), (1, True, True, False), (2, False, False, True)],
 )
 def test_gradients_of_means_go_to_what_they_are_means_of(
-    key_heads: int, learns: bool, compiles: bool, device: torch.device
+    key_heads: int, learns: bool, compiles: bool, turned: bool, device: torch.device
 ) -> None:
-    """Two levels above an odd number of keys: by the kernel as by autograd; whether the bias is learned or not."""
+    """Two levels above an odd number of keys: by the kernel as by autograd; whether the bias is learned or not, and if
+    means of values lie in another order than those of keys."""
     query, key, value = random_inputs(2, 2, 40, 37, 16, device=device)
     near = random_plan(40, 37, q_block=16, k_block=16, heads=2, empty_rows=True, device=device)
     far = random_plan(40, 16, q_block=32, k_block=4, device=device, seed=1)
@@ -189,6 +191,8 @@ def test_gradients_of_means_go_to_what_they_are_means_of(
     def loss(pooling: Pooling | None, *leaves: Tensor) -> Tensor:
         query, key, value, *_ = leaves
         means = [pyramid.pool(x, 4, 2, "triton").data for x in (key, value)]
+        if turned:
+            means[1] = means[1].mT.contiguous().mT
         parts = [Part(key, value, near), Part(means[0], means[1], far, bias)]
         out, lse = attend_together(query, parts, impl="triton", pooling=pooling)
         return out.square().sum() + lse.masked_fill(lse == -INF, 0).sum()

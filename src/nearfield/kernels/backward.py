@@ -627,12 +627,13 @@ def key_gradient(
         walked: the plan's transpose and all that follows from it, if it is known already.
         wants_bias: whether the gradient of a bias is.
         means: what else the gradients are to hold.
-        dtype: of the gradients of keys and values, if not theirs.
+        dtype: of the gradients of keys and values, if not theirs. They are then contiguous, as `Means` are to be.
     """
     batch, heads, num_queries, _ = query.shape
     key_heads = key.shape[1]
     transposed, tiles, rows = walked or KeyRows.of(query, key, plan.transpose(), False, tiles)
-    grad_key, grad_value = (torch.empty_like(x, dtype=dtype) for x in (key, value))
+    layout = torch.contiguous_format if dtype else torch.preserve_format
+    grad_key, grad_value = (torch.empty_like(x, dtype=dtype, memory_format=layout) for x in (key, value))
     grad_bias = None
     if key_bias is not None and wants_bias:
         grad_bias = torch.empty(batch, heads, plan.num_keys, device=query.device, dtype=torch.float32)
