@@ -24,7 +24,7 @@ from nearfield.kernels.launch import (
     query_gradient_tiles,
     tile_sources,
 )
-from nearfield.kernels.pack import Rows, rows_of
+from nearfield.kernels.pack import Rows, fill_rows, room_for_rows, rows_of
 from nearfield.kernels.pool import shares_of_means
 from nearfield.kernels.walk import (
     INF,
@@ -580,21 +580,28 @@ class KeyRows(NamedTuple):
         Args:
             alike: see `launch.query_gradient_tiles`.
         """
-        blocks = transposed.k_block, transposed.q_block
-        tiles = tiles or key_gradient_tiles(query, key, *blocks, alike=alike)
+        tiles = tiles or _tiles_of(query, key, transposed, alike)
         return cls(transposed, tiles, rows_of(transposed, tiles, query.shape[0], key.shape[1]))
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        rows = self.rows
-        return self.transposed.offsets, self.transposed.blocks, rows.offsets, rows.blocks, rows.order
+    @classmethod
+    def room(cls, query: Tensor, key: Tensor, transposed: Plan, alike: bool) -> "KeyRows":
+        """The same of a plan whose lists are not written yet; `fill` is for when they are."""
+        tiles = _tiles_of(query, key, transposed, alike)
+        return cls(transposed, tiles, room_for_rows(transposed, tiles, query.shape[0], key.shape[1]))
+
+    def fill(self, query: Tensor, key: Tensor) -> None:
+        fill_rows(self.rows, self.transposed, self.tiles, query.shape[0], key.shape[1])
+
+
+def _tiles_of(query: Tensor, key: Tensor, transposed: Plan, alike: bool) -> Tiles:
+    return key_gradient_tiles(query, key, transposed.k_block, transposed.q_block, alike=alike)
 
 
 class Means(NamedTuple):
     """Gradients of means of the keys and values, of which each key is to get its share.
 
     Args:
-        key, value: `[B, G, means, D]`, of equal strides, in the layout of `levels.py`.
+        key, value: `[B, G, means, D]`, both contiguous, in the layout of `levels.py`.
         block: of how many of the level below each is the mean.
         levels: how many there are.
     """

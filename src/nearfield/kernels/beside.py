@@ -2,46 +2,67 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from threading import Lock
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
 
 class Beside:
-    """A branch of what is launched: it begins where it was made, and ends where it is joined.
+    """A stretch of launches of which some run beside the others: those made inside of `branch`.
 
     Sorting lists takes a GPU a dozen launches that keep few of its processors busy, and the kernel that runs meanwhile
-    hardly notices. Without a GPU everything is done in turn.
+    hardly notices. The branch begins where the stretch does, however late it is launched; so what it runs beside is
+    launched first, and the host loses no time before that. It is joined where the stretch ends, be it by an exception.
+
+    What the branch writes for others is to be allocated before the stretch, and what it reads to be made there: then
+    only its temporaries belong to its stream, and nothing else is freed before the join. So memory need not know of two
+    streams, and what a call takes does not depend on when its kernels end.
+
+    Without a GPU, or if it is not wanted, everything is done in turn.
     """
 
-    def __init__(self, x: Tensor) -> None:
-        self._device = x.device if x.is_cuda else None
+    def __init__(self, x: Tensor, wanted: bool = True) -> None:
+        self._device = x.device if wanted and x.is_cuda else None
+        self._side: torch.cuda.Stream | None = None  # from the branch to the join
+
+    def __enter__(self) -> "Beside":
+        if self._device is not None:
+            self._stream = torch.cuda.current_stream(self._device)
+            self._start = self._stream.record_event()
+        return self
 
     @contextmanager
     def branch(self) -> Iterator[None]:
-        """Launch what stands inside on the branch."""
+        """Launch what stands inside on the branch; once in a stretch."""
         if self._device is None:
             yield
             return
-        side = _side_stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        self._side = _side_stream(self._device, self._stream)
+        self._side.wait_event(self._start)
+        with torch.cuda.stream(self._side):
             yield
 
-    def join(self, *results: Tensor | None) -> None:
-        """Wait, on the device, for the branch; `results` are the tensors it made that are used from here on."""
-        if self._device is None:
-            return
-        current: Any = torch.cuda.current_stream(self._device)
-        current.wait_stream(_side_stream(self._device))
-        for x in results:
-            if x is not None:
-                x.record_stream(current)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A stream that waited for nothing is not part of a capture, and must not be waited for.
+        if self._side is not None:
+            self._stream.wait_stream(self._side)
+            self._side = None
 
 
-@lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # Of high priority: its few programs are to start as soon as one of the large kernel ends, not after all of them.
-    return torch.cuda.Stream(device, priority=-1)
+_sides: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+_sides_lock = Lock()
+
+
+def _side_stream(device: torch.device, stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Of each stream its own: one that all shared would make them wait for each other, and take part in captures of
+    others."""
+    key = device, stream.stream_id
+    with _sides_lock:
+        if key not in _sides:
+            # Of high priority: its few programs are to start as soon as one of the large kernel ends, not after all.
+            _sides[key] = torch.cuda.Stream(device, priority=-1)
+        return _sides[key]

@@ -43,15 +43,29 @@ def _order_kernel(
 
 def longest_first(plan: Plan, batch: int, heads: int) -> Tensor | None:
     """`plan.longest_first`, in one launch where it is not known yet."""
-    total = batch * heads * plan.num_rows
-    is_known = (
-        plan.uniform or plan.blocks.shape[1] not in (1, heads) or ("order", batch, heads) in plan._derived
-    )
-    if is_known or total > _MOST_ROWS:
+    is_known = ("order", batch, heads) in plan._derived
+    if is_known or batch * heads * plan.num_rows > _MOST_ROWS:
         return plan.longest_first(batch, heads)
-    order = torch.empty(total, device=plan.device, dtype=torch.int32)
+    order = room_for_order(plan, batch, heads)
+    if order is not None:
+        order_into(order, plan, batch, heads)
+    return order
+
+
+def room_for_order(plan: Plan, batch: int, heads: int) -> Tensor | None:
+    """What `order_into` writes to; None where rows start as they come."""
+    if not plan.has_order(heads):
+        return None
+    return torch.empty(batch * heads * plan.num_rows, device=plan.device, dtype=torch.int32)
+
+
+def order_into(order: Tensor, plan: Plan, batch: int, heads: int) -> None:
+    """See `longest_first`. All else that is allocated here is temporary."""
+    total = order.shape[0]
+    if total > _MOST_ROWS:
+        order.copy_(plan.sorted_rows(batch, heads))
+        return
     strides = list_strides(plan.offsets, plan.blocks)[:2]
     _order_kernel[(triton.cdiv(total, _OWN),)](
         plan.offsets, order, *strides, heads, plan.num_rows, total, OWN=_OWN, OTHERS=_OTHERS, num_warps=4
     )
-    return order

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.launch import Tiles, list_strides
-from nearfield.kernels.order import longest_first
+from nearfield.kernels.order import longest_first, order_into, room_for_order
 from nearfield.plan import Packed, Plan
 
 _GROUPS = 32
@@ -85,27 +85,52 @@ def rows_of(plan: Plan, tiles: Tiles, batch: int, heads: int) -> Rows:
     """What the programs of a launch walk. Packed rows start in their own order: it is the lists that differ, not the
     order of magnitude of their lengths."""
     if tiles.pack == 1:
-        order = longest_first(plan, batch, heads)
-        return Rows(
-            plan.offsets,
-            plan.blocks,
-            order,
-            list_strides(plan.offsets, plan.blocks),
-            plan.num_rows,
-            plan.q_block,
-        )
-    lists, capacity = plan.blocks.shape[:2], plan.blocks.shape[2]
-    multiple = max(1, tiles.other // plan.k_block)
-    groups = triton.cdiv(plan.num_rows, tiles.pack)
-    known: Packed | None = plan._derived.get(("packed", tiles.pack, multiple))
+        return _own_rows(plan, longest_first(plan, batch, heads))
+    known: Packed | None = plan._derived.get(("packed", tiles.pack, _multiple(plan, tiles)))
     if known is not None:
-        strides = list_strides(known.bounds, known.blocks)
-        return Rows(known.bounds, known.blocks, None, strides, groups, plan.q_block * tiles.pack)
-    packed_capacity = capacity + groups * (multiple - 1)
+        return _packed_rows(plan, tiles, known.bounds, known.blocks)
+    rows = room_for_rows(plan, tiles, batch, heads)
+    fill_rows(rows, plan, tiles, batch, heads)
+    return rows
+
+
+def room_for_rows(plan: Plan, tiles: Tiles, batch: int, heads: int) -> Rows:
+    """What `fill_rows` writes to; of the plan itself only sizes are needed."""
+    if tiles.pack == 1:
+        return _own_rows(plan, room_for_order(plan, batch, heads))
+    lists, capacity = plan.blocks.shape[:2], plan.blocks.shape[2]
+    groups = triton.cdiv(plan.num_rows, tiles.pack)
+    packed_capacity = capacity + groups * (_multiple(plan, tiles) - 1)
     bounds = torch.empty(*lists, 2 * groups, device=plan.device, dtype=torch.int32)
     packed = torch.empty(*lists, packed_capacity, device=plan.device, dtype=torch.int32)
-    _pack_kernel[(lists.numel(), triton.cdiv(groups, _GROUPS))](
-        plan.offsets, plan.blocks, bounds, packed, plan.num_rows, groups, capacity, packed_capacity,
-        PACK=tiles.pack, MULTIPLE=multiple, GROUPS=_GROUPS, num_warps=max(1, tiles.pack * _GROUPS // 32),
+    return _packed_rows(plan, tiles, bounds, packed)
+
+
+def fill_rows(rows: Rows, plan: Plan, tiles: Tiles, batch: int, heads: int) -> None:
+    """See `rows_of`. All else that is allocated here is temporary."""
+    if tiles.pack == 1:
+        if rows.order is not None:
+            order_into(rows.order, plan, batch, heads)
+        return
+    lists = plan.blocks.shape[0] * plan.blocks.shape[1]
+    _pack_kernel[(lists, triton.cdiv(rows.number, _GROUPS))](
+        plan.offsets, plan.blocks, rows.offsets, rows.blocks,
+        plan.num_rows, rows.number, plan.blocks.shape[2], rows.blocks.shape[2],
+        PACK=tiles.pack, MULTIPLE=_multiple(plan, tiles), GROUPS=_GROUPS,
+        num_warps=max(1, tiles.pack * _GROUPS // 32),
     )  # fmt: skip
+
+
+def _multiple(plan: Plan, tiles: Tiles) -> int:
+    """Of how many ids a merged list is to be."""
+    return max(1, tiles.other // plan.k_block)
+
+
+def _own_rows(plan: Plan, order: Tensor | None) -> Rows:
+    strides = list_strides(plan.offsets, plan.blocks)
+    return Rows(plan.offsets, plan.blocks, order, strides, plan.num_rows, plan.q_block)
+
+
+def _packed_rows(plan: Plan, tiles: Tiles, bounds: Tensor, packed: Tensor) -> Rows:
+    groups = triton.cdiv(plan.num_rows, tiles.pack)
     return Rows(bounds, packed, None, list_strides(bounds, packed), groups, plan.q_block * tiles.pack)

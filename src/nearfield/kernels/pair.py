@@ -35,7 +35,7 @@ from nearfield.kernels.launch import (
     pair_tiles,
 )
 from nearfield.kernels.pack import rows_of
-from nearfield.kernels.transpose import transpose_together
+from nearfield.kernels.transpose import room_for_transpose, transpose_into
 from nearfield.kernels.walk import load_rows, store_rows
 from nearfield.plan import Plan
 
@@ -291,14 +291,14 @@ def attend_together_backward(
         pooling: see `Pooling` in operators.py; of the second of two parts, the first one's means, only the bias then
             has a gradient of its own.
     """
+    walked, new = _rows_of_keys(query, parts)
     # Lists are transposed while the gradients of queries, which need none, are computed.
-    beside = Beside(query)
-    with beside.branch():
-        walked = _rows_of_keys(query, parts)
-    grad_query, delta, lse_log2 = _query_gradient(
-        grad_out, grad_lse, query, parts, out, lse.contiguous(), scale
-    )
-    beside.join(*(x for each in walked for x in each.tensors))
+    with Beside(query, wanted=bool(new)) as beside:
+        grad_query, delta, lse_log2 = _query_gradient(
+            grad_out, grad_lse, query, parts, out, lse.contiguous(), scale
+        )
+        with beside.branch():
+            _transpose(query, parts, walked, new)
 
     def of_keys(number: int, **wanted: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         known = (grad_out, delta, lse_log2, query, *parts[number][:4], None, scale)
@@ -311,15 +311,27 @@ def attend_together_backward(
     return grad_query, [near, (None, None, far_bias)]
 
 
-def _rows_of_keys(query: Tensor, parts: Sequence[KnownPart]) -> list[KeyRows]:
-    """Of each part; what was transposed before is not again."""
-    plans = [plan for _, _, plan, _, _ in parts]
-    new = [plan for plan in plans if "transpose" not in plan._derived]
-    made = dict(zip(map(id, new), transpose_together(new), strict=True)) if new else {}
-    return [
-        KeyRows.of(query, part[0], made.get(id(plan)) or plan.transpose(), part[4], None)
-        for plan, part in zip(plans, parts, strict=True)
-    ]
+def _rows_of_keys(query: Tensor, parts: Sequence[KnownPart]) -> tuple[list[KeyRows], list[int]]:
+    """Of each part; and the numbers of those for which there is only room yet, because they were not transposed
+    before: `_transpose` fills it."""
+    walked, new = [], []
+    for number, (key, _, plan, _, alike) in enumerate(parts):
+        if "transpose" in plan._derived:
+            walked.append(KeyRows.of(query, key, plan.transpose(), alike, None))
+        else:
+            walked.append(KeyRows.room(query, key, room_for_transpose(plan), alike))
+            new.append(number)
+    return walked, new
+
+
+def _transpose(
+    query: Tensor, parts: Sequence[KnownPart], walked: Sequence[KeyRows], new: Sequence[int]
+) -> None:
+    if not new:
+        return
+    transpose_into([walked[number].transposed for number in new], [parts[number][2] for number in new])
+    for number in new:
+        walked[number].fill(query, parts[number][0])
 
 
 def _query_gradient(

@@ -89,19 +89,40 @@ def unsupported(blocks: Tensor) -> str | None:
 
 def transpose(offsets: Tensor, blocks: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Offsets and rows, by column, of `[b, h, rows + 1]` and `[b, h, capacity]`; see `Plan.transpose`."""
-    return _transposed([(offsets, blocks, num_columns)])[0]
+    found = _room(offsets, blocks, num_columns)
+    _transpose_into([found], [(offsets, blocks, num_columns)])
+    return found
 
 
 def transpose_together(plans: Sequence[Plan]) -> list[Plan]:
     """Each plan's transpose, by one sort for all of them."""
-    lists = _transposed([(plan.offsets, plan.blocks, plan.num_columns) for plan in plans])
-    return [
-        Plan(*found, plan.k_block, plan.q_block, plan.num_keys, plan.num_queries, check=False)
-        for found, plan in zip(lists, plans, strict=True)
-    ]
+    found = [room_for_transpose(plan) for plan in plans]
+    transpose_into(found, plans)
+    return found
 
 
-def _transposed(every: Sequence[tuple[Tensor, Tensor, int]]) -> list[tuple[Tensor, Tensor]]:
+def room_for_transpose(plan: Plan) -> Plan:
+    """A plan of the transpose's sizes, whose lists `transpose_into` writes."""
+    lists = _room(plan.offsets, plan.blocks, plan.num_columns)
+    return Plan(*lists, plan.k_block, plan.q_block, plan.num_keys, plan.num_queries, check=False)
+
+
+def transpose_into(found: Sequence[Plan], plans: Sequence[Plan]) -> None:
+    """See `transpose_together`. All else that is allocated here is temporary."""
+    _transpose_into(
+        [(each.offsets, each.blocks) for each in found],
+        [(plan.offsets, plan.blocks, plan.num_columns) for plan in plans],
+    )
+
+
+def _room(offsets: Tensor, blocks: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    begins = torch.empty(*offsets.shape[:2], num_columns + 1, device=blocks.device, dtype=torch.int32)
+    return begins, torch.empty_like(blocks)
+
+
+def _transpose_into(
+    found: Sequence[tuple[Tensor, Tensor]], every: Sequence[tuple[Tensor, Tensor, int]]
+) -> None:
     """Lists one after another, those of the second plan behind all of the first: they stay so when cells are sorted."""
     sizes = [(offsets.shape[2] - 1, columns, blocks.shape[2]) for offsets, blocks, columns in every]
     lists = [blocks.shape[0] * blocks.shape[1] for _, blocks, _ in every]
@@ -121,14 +142,9 @@ def _transposed(every: Sequence[tuple[Tensor, Tensor, int]]) -> list[tuple[Tenso
                 TILE=_TILE, HALVINGS=sizes[number][0].bit_length(), num_warps=4,
             )  # fmt: skip
     ordered = torch.sort(cells).values
-    found = []
-    for number, (offsets, blocks, columns) in enumerate(every):
-        begins = torch.empty(*offsets.shape[:2], columns + 1, device=blocks.device, dtype=torch.int32)
-        rows = torch.empty_like(blocks)
-        length = blocks.shape[2]
+    for number, (begins, rows) in enumerate(found):
+        _, columns, length = sizes[number]
         _lists_kernel[(lists[number], triton.cdiv(max(length, columns + 1), _TILE))](
             ordered[slots[number] :], begins, rows, *sizes[number], first_cells[number],
             TILE=_TILE, HALVINGS=length.bit_length(), num_warps=4,
         )  # fmt: skip
-        found.append((begins, rows))
-    return found
