@@ -183,6 +183,23 @@ def test_rows_are_ordered_as_by_a_sort(batch: int, heads: int, device: torch.dev
 
 
 @NEEDS_TRITON
+def test_an_order_of_many_rows_is_written_where_it_is_wanted(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a sort then, of which the plan keeps nothing: it may have run on another stream."""
+    from nearfield.kernels import order as kernel
+
+    monkeypatch.setattr(kernel, "_MOST_ROWS", 1)
+    plan = random_plan(330, 200, q_block=16, k_block=8, heads=2, empty_rows=True, device=device)
+    room = kernel.room_for_order(plan, 1, 2)
+    assert room is not None
+    kernel.order_into(room, plan, 1, 2)
+    assert not plan._derived
+    assert torch.equal(room, plan.sorted_rows(1, 2))
+    assert kernel.room_for_order(plan, 1, 4) is None  # a head of keys then has several lists
+
+
+@NEEDS_TRITON
 def test_transposing_is_a_proper_operator(device: torch.device) -> None:
     plan = random_plan(70, 50, q_block=16, k_block=8, heads=2, empty_rows=True, device=device)
     arguments = (plan.offsets, plan.blocks, plan._extent, 16, 8)
