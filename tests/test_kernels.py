@@ -195,7 +195,7 @@ def test_an_order_of_many_rows_is_written_where_it_is_wanted(
     assert room is not None
     kernel.order_into(room, plan, 1, 2)
     assert not plan._derived
-    assert torch.equal(room, plan.sorted_rows(1, 2))
+    assert torch.equal(room, plan._sorted_rows(1, 2))
     assert kernel.room_for_order(plan, 1, 4) is None  # a head of keys then has several lists
 
 

@@ -243,15 +243,15 @@ class Plan:
         that run together share keys in the cache. None where every row is equally long, and where a head (of keys)
         serves several lists and so has no one length to go by.
         """
-        if not self.has_order(heads):
+        if not self._has_order(heads):
             return None
-        return self._derive(("order", batch, heads), lambda: self.sorted_rows(batch, heads))
+        return self._derive(("order", batch, heads), lambda: self._sorted_rows(batch, heads))
 
-    def has_order(self, heads: int) -> bool:
+    def _has_order(self, heads: int) -> bool:
         """Whether `longest_first` has something to say."""
         return not self.uniform and self.blocks.shape[1] in (1, heads)
 
-    def sorted_rows(self, batch: int, heads: int) -> Tensor:
+    def _sorted_rows(self, batch: int, heads: int) -> Tensor:
         """What `longest_first` gives, made anew and not kept."""
         counts = self.counts.expand(batch, heads, self.num_rows).flatten()
         similar = (counts.clamp(min=1).float().log2() * 2).round().to(torch.int32)

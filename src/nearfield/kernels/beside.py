@@ -58,8 +58,8 @@ _sides_lock = Lock()
 
 
 def _side_stream(device: torch.device, stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Of each stream its own: one that all shared would make them wait for each other, and take part in captures of
-    others."""
+    """Of each stream its own: one that all shared would make them wait for each other, and be drawn into captures of
+    others. (torch has 32 to give; beyond, some are shared.)"""
     key = device, stream.stream_id
     with _sides_lock:
         if key not in _sides:
