@@ -40,8 +40,8 @@ from nearfield.operators import merge
 from nearfield.plan import Packed, Packing, Plan
 
 NEAR_FORWARD = (
-    Tiles(16, 32, 1, 3),
     Tiles(16, 32, 1, 2),
+    Tiles(16, 32, 1, 3),
     Tiles(16, 32, 1, 4),
     Tiles(16, 16, 1, 3),
     Tiles(16, 64, 1, 3),
@@ -50,35 +50,32 @@ NEAR_FORWARD = (
 )
 FAR_FORWARD = (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, registers=128), Tiles(64, 64, 4, 2))
 NEAR_QUERY = (
+    Tiles(64, 64, 4, 2, registers=128, pack=4),
     Tiles(64, 64, 4, 3, registers=128, pack=4),
     Tiles(16, 64, 1, 3),
     Tiles(16, 32, 1, 3),
     Tiles(16, 32, 1, 2),
-    Tiles(64, 64, 4, 2, registers=128, pack=4),
 )
 FAR_QUERY = (
-    Tiles(64, 64, 4, 3, registers=128),
     Tiles(64, 64, 4, 2, registers=128),
+    Tiles(64, 64, 4, 3, registers=128),
     Tiles(64, 64, 4, 3),
 )
 NEAR_KEY = (
-    Tiles(64, 32, 4, 3, pack=4),
     Tiles(64, 32, 4, 2, pack=4),
+    Tiles(64, 32, 4, 3, pack=4),
     Tiles(64, 32, 4, 3, registers=168, pack=4),
     Tiles(64, 64, 4, 2, pack=4),
     Tiles(16, 64, 2, 2),
     Tiles(16, 64, 1, 2),
     Tiles(16, 32, 1, 2),
     Tiles(16, 32, 1, 3),
-    Tiles(16, 64, 4, 3, turned=True),
-    Tiles(16, 64, 4, 2, turned=True),
-    Tiles(16, 128, 4, 2, turned=True),
 )
 FAR_KEY = (
+    Tiles(16, 128, 4, 2, turned=True),
     Tiles(16, 64, 2, 2),
     Tiles(16, 64, 4, 2, turned=True),
     Tiles(16, 64, 4, 3, turned=True),
-    Tiles(16, 128, 4, 2, turned=True),
     Tiles(16, 128, 4, 3, turned=True),
     *(Tiles(16, 64, 4, 2, chunk=chunk, turned=True) for chunk in (16, 32, 64)),
     Tiles(16, 64, 1, 2),
@@ -105,10 +102,10 @@ POOL = {
     for tokens, loads in ((256, 16), (512, 16), (256, 8))
 }
 SELECT: dict[str, dict[str, int]] = {
+    "128 candidates a warp": {"_PER_WARP": 128},
     "64 candidates a warp": {"_PER_WARP": 64},
     "64 candidates a warp, 128 registers": {"_PER_WARP": 64, "_REGISTERS": 128},
     "32 candidates a warp": {"_PER_WARP": 32},
-    "128 candidates a warp": {"_PER_WARP": 128},
 }
 
 GLUON = "gluon"

@@ -208,8 +208,8 @@ def test_two_parts_are_read_by_one_kernel(
 
 
 def test_rows_are_packed_only_if_called_alike(device: torch.device) -> None:
-    """And small tiles have few warps only where programs are many, for the precision and the heads they were measured
-    with."""
+    """And small tiles have few warps only where programs are many, and are turned only where the copy engine brings
+    whole tiles, for the precision and the heads they were measured with."""
     from nearfield.kernels import launch
 
     half = torch.empty(1, 4, 8192, 64, device=device, dtype=torch.float16)
@@ -226,9 +226,13 @@ def test_rows_are_packed_only_if_called_alike(device: torch.device) -> None:
         tiles = (
             launch.forward_tiles(query, query, 16, 16),
             launch.query_gradient_tiles(query, 16, 16),
-            launch.key_gradient_tiles(query, query, 128, 16),
+            launch.key_gradient_tiles(query, query, 64, 16),
         )
         assert tuple(each.warps for each in tiles) == warps
+    apart = torch.empty(1, 4, 256, 65, device=device, dtype=torch.float16)[..., :64]
+    for query, is_turned in ((half, True), (few, True), (apart, False), (wide, False), (exact, False)):
+        assert launch.key_gradient_tiles(query, query, 128, 16).turned is is_turned
+        assert not launch.key_gradient_tiles(query, query, 64, 16).turned
     near, far = (random_plan(256, 256, q_block=q_block, k_block=16, device=device) for q_block in (16, 128))
     assert launch.pair_tiles(few, near, far) == launch.PAIR
     assert launch.pair_gradient_tiles(few, near, far) == launch.PAIR_GRADIENT
@@ -265,14 +269,19 @@ def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
             got += [
                 x for x in backward.key_gradient(*call, Tiles(64, 64, 4, 2, pack=4, chunk=2)) if x is not None
             ]
-            turned = backward.key_gradient(*call, Tiles(16, 64, 4, 2, chunk=2, turned=True))
+            wide = torch.empty(*grad_out.shape[:3], 65, device=device, dtype=dtype)[..., :64].copy_(grad_out)
+            turned = [  # the copy engine can walk the first
+                backward.key_gradient(given, *call[1:], Tiles(16, 128, 4, 2, chunk=2, turned=True))
+                for given in (grad_out, wide)
+            ]
         want = [backward.query_gradient(*call)]
         want += [x for x in backward.key_gradient(*call, Tiles(16, 64, 4, 2, chunk=0)) if x is not None]
         for mine, theirs in zip(got, want, strict=True):
             assert_alike(mine, theirs)
-        for mine, theirs in zip(turned, want[1:], strict=False):
-            assert mine is not None
-            assert_alike(mine, theirs)
+        for grads in turned:
+            for mine, theirs in zip(grads, want[1:], strict=False):
+                assert mine is not None
+                assert_alike(mine, theirs)
     both = [backward.query_gradient(grad_out, *statistics, query, *part, None, 0.125) for part in parts]
     nothing = torch.zeros_like(lse)
     together = pair.query_gradient_of_pair(

@@ -639,6 +639,11 @@ def key_gradient(
     batch, heads, num_queries, _ = query.shape
     key_heads = key.shape[1]
     transposed, tiles, rows = walked or KeyRows.of(query, key, plan.transpose(), False, tiles)
+    copy_engine, q_desc, g_desc = tile_sources(query, grad_out, plan.q_block, tiles.other)
+    if tiles.turned and query.element_size() == 2 and not copy_engine:
+        tiles = tiles._replace(
+            turned=False
+        )  # turned, what threads gather was read from wrong places (Triton 3.6)
     layout = torch.contiguous_format if dtype else torch.preserve_format
     grad_key, grad_value = (torch.empty_like(x, dtype=dtype, memory_format=layout) for x in (key, value))
     grad_bias = None
@@ -654,7 +659,6 @@ def key_gradient(
     ]
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.k_block)
-    copy_engine, q_desc, g_desc = tile_sources(query, grad_out, plan.q_block, tiles.other)
     programs = batch * key_heads * rows.number * options["PARTS"]
     shared = {
         "Q_BLOCK": plan.q_block, "K_BLOCK": rows.size, "TILE_Q": tiles.other, "TILE_K": tiles.own, "CHUNK": chunk,

@@ -167,7 +167,7 @@ _PLAIN = {
 }  # fmt: skip
 _PACKED: dict[str, Any] = {"Q_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
 _PACKED_KEYS: dict[str, Any] = {"K_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
-_TURNED: dict[str, Any] = {"TILE_K": 16, "TILE_Q": 64, "TURNED": True}
+_TURNED: dict[str, Any] = {"TILE_K": 16, "TILE_Q": 128, "TURNED": True}
 _EXTRAS: dict[str, Any] = dict.fromkeys(
     ("RAGGED", "HAS_ORDER", "HAS_BIAS", "BIAS_GRADIENT", "HAS_POSITIONS", "CONTINUES"), True
 )

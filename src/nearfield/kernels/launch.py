@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
             some of them read then reach the others, too.
         chunk: steps after which another program goes on, where lists differ much in length; for gradients of keys.
         turned: products have the other side, or channels, as their rows, so that few own tokens suit tensor cores; for
-            gradients of keys, whose rows are not packed.
+            gradients of keys, whose rows are not packed and whose queries the copy engine brings.
     """
 
     own: int
@@ -59,12 +59,12 @@ def forward_tiles(query: Tensor, key: Tensor, q_block: int, k_block: int) -> Til
     own = _fit(q_block, 64)
     if own == 16 and k_block < 32 and _is_narrow(query) and _are_many(query, own):
         # Several warps would exchange maxima and sums of every step. (16 x 64 with four of them: 1.8 times the time.)
-        return Tiles(16, 32, 1, 3)
+        return Tiles(16, 32, 1, 2)
     return Tiles(own, _other_tile(k_block, 64), 4, 3)
 
 
-PAIR: Tiles | None = Tiles(64, 64, 4, 2, pack=4)
-PAIR_GRADIENT: Tiles | None = Tiles(64, 64, 4, 3, registers=128, pack=4)
+PAIR: Tiles | None = Tiles(64, 64, 4, 2, registers=128, pack=4)
+PAIR_GRADIENT: Tiles | None = PAIR
 """How one kernel reads two parts, if it does (`pair.py`), and the query gradient of both. Measured, as all shapes below
 that are for narrow heads, on an H200 with 64 channels in bf16; see docs/performance.md."""
 
@@ -76,15 +76,16 @@ def pair_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
 
 def pair_gradient_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
     """The same for the gradient of queries."""
-    tiles = _if_fit(PAIR_GRADIENT, query, near, far)
-    return tiles if tiles is None or _is_hopper(query) else tiles._replace(registers=None)
+    return _if_fit(PAIR_GRADIENT, query, near, far)
 
 
 def _if_fit(tiles: Tiles | None, query: Tensor, near: Plan, far: Plan) -> Tiles | None:
     if tiles is None or not _is_narrow(query):
         return None
     fits = near.q_block * tiles.pack == tiles.own and far.q_block % tiles.own == 0
-    return tiles if fits and max(near.k_block, far.k_block) <= tiles.other else None
+    if not fits or max(near.k_block, far.k_block) > tiles.other:
+        return None
+    return tiles if _is_hopper(query) else tiles._replace(registers=None)
 
 
 def query_gradient_tiles(query: Tensor, q_block: int, k_block: int, *, alike: bool = False) -> Tiles:
@@ -99,10 +100,10 @@ def query_gradient_tiles(query: Tensor, q_block: int, k_block: int, *, alike: bo
         return Tiles(own, other, 4, 3)
     limit = 128 if _is_hopper(query) else None  # for four programs per processor
     if alike and q_block == 16:
-        return Tiles(64, 64, 4, 3, registers=limit, pack=4)
+        return Tiles(64, 64, 4, 2, registers=limit, pack=4)
     if own == 16 and _are_many(query, own):
-        return Tiles(16, 64, 1, 3)
-    return Tiles(own, other, 4, 3, registers=limit if own == 64 else None)
+        return Tiles(16, 32, 1, 2)
+    return Tiles(own, other, 4, 2, registers=limit) if own == 64 else Tiles(own, other, 4, 3)
 
 
 def key_gradient_tiles(
@@ -113,7 +114,9 @@ def key_gradient_tiles(
         return Tiles(_fit(k_block, 32), _other_tile(q_block, 32), 4, 1)
     own = _fit(k_block, 64)
     if alike and q_block == k_block == 16 and _is_narrow(query):
-        return Tiles(64, 32, 4, 3, pack=4)
+        return Tiles(64, 32, 4, 2, pack=4)
+    if own == 16 and _is_narrow(query) and q_block % 128 == 0 and suits_copy_engine(query):
+        return Tiles(16, 128, 4, 2, turned=True)
     warps = 2 if own == 16 and _is_narrow(query) and _are_many(key, own) else 4
     return Tiles(own, _other_tile(q_block, 64), warps, 2)
 

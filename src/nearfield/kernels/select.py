@@ -20,7 +20,7 @@ _ROWS = 16
 _MOST_WIDE = 128 * 128
 """Numbers of float32 that a program may hold of its candidates: products of full precision go through shared memory, of
 which GPUs smaller than Hopper's have 99 KiB."""
-_PER_WARP = 64
+_PER_WARP = 128
 """Candidates for which a program has one warp more, up to 8 of them."""
 _REGISTERS: int | None = None
 """The most per thread."""
