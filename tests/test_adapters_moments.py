@@ -5,8 +5,10 @@ call, so many calls in a step.
 """
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -332,6 +334,32 @@ def test_texts_that_are_gone_are_not_remembered() -> None:
         for number in range(3):
             assert_same(run(model, double(tiny_models.flux_inputs((12, 10)))), stock)
             assert remembered(handle) == [(f"text {number + 1}", 1)]
+
+
+@pytest.mark.parametrize("names", [False, True], ids=["without names", "with names"])
+def test_a_loop_that_loses_its_texts_is_told_so_once(names: bool) -> None:
+    """It pays for full attention at every step; with names its calls remember."""
+    model, scheduler = flux_of(), diffusers.FlowMatchEulerDiscreteScheduler()
+    with (
+        nearfield.apply(model, FINE, scheduler=scheduler) as handle,
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        counts = list[int]()
+        for _ in range(2):
+            scheduler.set_timesteps(4)
+            for timestep in scheduler.timesteps:
+                inputs = double(tiny_models.flux_inputs((12, 10))) | {
+                    "timestep": timestep[None].double() / 1000
+                }
+                with model.cache_context("cond") if names else nullcontext():
+                    run(model, inputs)
+                scheduler.step(torch.zeros(1), timestep, torch.zeros(1))
+                counts.append(len([one for one in said if "Nothing is remembered" in str(one.message)]))
+        kept = handle.pairs_kept()
+    assert counts == ([0] * 8 if names else [0, 0, 1, 1, 1, 1, 1, 1])
+    assert kept is not None
+    assert (kept < 1) == names
 
 
 # -- beside other things -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ that pipelines give their calls, and where they give none, from the text that a 
 one tensor per branch all through its loop. A branch is never known from the number of calls.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +19,11 @@ from nearfield.adapters.steps import Steps
 _NO_SCHEDULER = (
     "`scheduler` must be given where the method remembers from step to step; got None. Apply to a pipeline, pass"
     ' `scheduler=`, or let the method decide at every call (predict="online").'
+)
+_NOTHING_REMEMBERED = (
+    "Nothing is remembered from step to step: every call brings its text as a new tensor, so nothing says which calls of"
+    " two steps belong together. Name them by `with model.cache_context(name):`, or hold one tensor per branch of"
+    " guidance."
 )
 
 
@@ -45,6 +51,7 @@ class Moments:
         self._text = ""
         self._num_texts = 0
         self._is_text_gone = False
+        self._num_lost, self._has_warned = 0, False  # steps in a row whose text was gone in the next
         self._kinds: set[tuple[str, int]] = set()
         self._is_mixed = False
 
@@ -88,9 +95,21 @@ class Moments:
         branch = self._text if name is None else name
         is_mixed = self._is_of_several_images((branch, batch), is_first, step.place != self._place)
         # Names of texts are not given twice, so what belongs to a text that is gone can only be in the way.
-        is_new = is_first or is_mixed or (name is None and self._is_text_gone)
+        is_lost = name is None and self._is_text_gone
+        is_new = is_first or is_mixed or is_lost
+        self._notice(is_lost, is_first, step.place != self._place)
         self._timesteps, self._place, self._is_text_gone = timesteps, step.place, False
         return Now(Moment(step.place, step.total, branch), is_new, is_first)
+
+    def _notice(self, is_lost: bool, is_first: bool, is_next: bool) -> None:
+        """Say once, of a loop that loses its text in one step after another, that it does. One may be on purpose."""
+        if is_first or not is_lost:
+            self._num_lost = 0
+        elif is_next:
+            self._num_lost += 1
+            if self._num_lost == 2 and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(_NOTHING_REMEMBERED, stacklevel=2)
 
     def _is_of_several_images(self, kind: tuple[str, int], is_first: bool, is_next: bool) -> bool:
         """Whether the loop calls a branch several times in a step (parts of a panorama, or training): nothing says then

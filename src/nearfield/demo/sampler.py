@@ -117,7 +117,9 @@ class DemoPipeline:
                 on_step(step, steps)
             started = 0.0 if seconds is None else self._now()
             level = (timestep / self.scheduler.config.num_train_timesteps).expand(len(latents))
-            with precision(self.device) if self.transformer.dtype == torch.float32 else nullcontext():
+            exactly = precision(self.device) if self.transformer.dtype == torch.float32 else nullcontext()
+            # Named, as pipelines name their calls: methods that remember from step to step know it by that.
+            with exactly, self.transformer.cache_context("cond"):
                 velocity = self.model(latents, level)
             latents = self.scheduler.step(velocity.float(), timestep, latents, return_dict=False)[0]
             if seconds is not None:
