@@ -21,8 +21,8 @@ _NO_SCHEDULER = (
     ' `scheduler=`, or let the method decide at every call (predict="online").'
 )
 _NOTHING_REMEMBERED = (
-    "Nothing is remembered from step to step: every call brings its text as a new tensor, so nothing says which calls of"
-    " two steps belong together. Name them by `with model.cache_context(name):`, or hold one tensor per branch of"
+    "Nothing is remembered from step to step: every call brings its text as a new tensor, so nothing says which calls"
+    " of two steps belong together. Name them by `with model.cache_context(name):`, or hold one tensor per branch of"
     " guidance."
 )
 

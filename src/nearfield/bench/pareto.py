@@ -84,6 +84,7 @@ class TimedSweep:
         if task.weights == TINY:
             self._maker.provide(TINY, tiny_pipeline())
         self._lpips = quality.load_lpips(device=self.device)
+        self._warm: set[str] = set()
 
     def run(self, patterns: Sequence[Pattern], has_time: Callable[[], bool] = lambda: True) -> bool:
         """Measure what is missing; returns whether time was enough for all of it."""
@@ -116,6 +117,7 @@ class TimedSweep:
     # -- one pattern ---------------------------------------------------------------------------------------------
 
     def _dense_row(self) -> QualityRow:
+        self._warm_up(None)
         times = []
         for numbers in self.task.batches():
             self._on_picture(numbers.start, DENSE)
@@ -148,8 +150,8 @@ class TimedSweep:
         )
 
     def _turns(self, pattern: Pattern) -> _Turns:
-        if self.device.type == "cuda":  # kernels are compiled at their first call
-            self._drawn(pattern, next(self.task.batches()))
+        self._warm_up(None)
+        self._warm_up(pattern)
         images, dense = list[Tensor](), list[Tensor]()
         times, dense_times = list[float](), list[float]()
         for numbers in self.task.batches():
@@ -159,6 +161,13 @@ class TimedSweep:
                 pictures.append(made)
                 durations.append(milliseconds)
         return _Turns(torch.cat(images), torch.cat(dense), times, dense_times, facts)
+
+    def _warm_up(self, pattern: Pattern | None) -> None:
+        """On a GPU: kernels are compiled at their first call, and its clock rises."""
+        name = pattern.name if pattern else DENSE
+        if self.device.type == "cuda" and name not in self._warm:
+            self._drawn(pattern, next(self.task.batches()))
+            self._warm.add(name)
 
     def _drawn(self, pattern: Pattern | None, numbers: range) -> tuple[Tensor, float, Facts]:
         """Pictures, milliseconds per step (the mean: steps may differ on purpose), and what was read."""

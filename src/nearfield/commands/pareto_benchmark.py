@@ -97,9 +97,9 @@ def _bench_pareto(arguments: argparse.Namespace) -> int:
     records = pareto_report.with_fronts(own + points)
     print(pareto_report.tables(records))
     document = pareto_report.as_json(records, machine.facts())
-    title = (
-        f"Methods of nearfield, on {machine.device_name(chosen_device(arguments.device))} where measured here"
-    )
+    title = "Methods of nearfield"
+    if own:
+        title += f", on {machine.device_name(chosen_device(arguments.device))} where measured here"
     written = write_reports(document, arguments.json, arguments.plot, pareto_panels, title)
     for name, reason in sweep.broken.items() if sweep else ():
         print(f"{name}: not measured: {reason}", file=sys.stderr)

@@ -115,8 +115,6 @@ def key_gradient_tiles(
     own = _fit(k_block, 64)
     if alike and q_block == k_block == 16 and _is_narrow(query):
         return Tiles(64, 32, 4, 2, pack=4)
-    if own == 16 and _is_narrow(query) and q_block % 128 == 0 and suits_copy_engine(query):
-        return Tiles(16, 128, 4, 2, turned=True)
     warps = 2 if own == 16 and _is_narrow(query) and _are_many(key, own) else 4
     return Tiles(own, _other_tile(q_block, 64), warps, 2)
 
