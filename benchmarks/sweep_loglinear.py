@@ -72,12 +72,7 @@ NEAR_KEY = (
     Tiles(16, 32, 1, 3),
 )
 FAR_KEY = (
-    Tiles(16, 128, 4, 2, turned=True),
     Tiles(16, 64, 2, 2),
-    Tiles(16, 64, 4, 2, turned=True),
-    Tiles(16, 64, 4, 3, turned=True),
-    Tiles(16, 128, 4, 3, turned=True),
-    *(Tiles(16, 64, 4, 2, chunk=chunk, turned=True) for chunk in (16, 32, 64)),
     Tiles(16, 64, 1, 2),
     Tiles(16, 32, 1, 2),
     Tiles(16, 32, 1, 3),
@@ -266,8 +261,6 @@ def name(tiles: Tiles) -> str:
     shown = [f"{tiles.own} x {tiles.other}, {tiles.warps} warps, {tiles.stages} stages"]
     if tiles.registers:
         shown.append(f"{tiles.registers} registers")
-    if tiles.turned:
-        shown.append("turned")
     if tiles.pack > 1:
         shown.append(f"{tiles.pack} rows packed")
     if tiles.chunk is not None:

@@ -5,7 +5,7 @@ import torch
 from tests.attending import NEEDS_TRITON, assert_budget, random_bias, random_inputs, random_plan
 from torch import Tensor
 
-from nearfield import Plan, Positions
+from nearfield import Plan
 from nearfield.attend import Part, attend_together
 from nearfield.bench.check import poisoned_memory
 from nearfield.reference import attend as reference
@@ -91,15 +91,11 @@ def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) 
         grad_query = backward.query_gradient(*call, tiles, before=half.clone()) - half
         key_tiles = Tiles(max(16, 2 * k_block), 16, 4, 1, pack=2, chunk=2)
         grads = [x for x in backward.key_gradient(*call, key_tiles) if x is not None]
-        turned = Tiles(max(16, k_block), 16, 4, 1, chunk=2, turned=True)
-        turned_grads = [x for x in backward.key_gradient(*call, turned) if x is not None]
     names = ("out", "lse", "query", "key", "value", "bias")
     exact, low = plain(torch.float64), plain(torch.float32)
-    assert len(grads) == len(turned_grads) == len(exact) - 3
+    assert len(grads) == len(exact) - 3
     for what, *values in zip(names, [out, lse, grad_query, *grads], exact, low, strict=False):
         assert_budget(what, *values)
-    for what, *values in zip(names[3:], turned_grads, exact[3:], low[3:], strict=False):
-        assert_budget(f"{what}, turned", *values)
 
 
 def test_rows_that_several_programs_share_have_one_result(device: torch.device) -> None:
@@ -121,26 +117,6 @@ def test_rows_that_several_programs_share_have_one_result(device: torch.device) 
     long = random_plan(65536, 64, q_block=128, k_block=16).transpose()
     assert chunk_of(6, long, Tiles(16, 64, 4, 2)) == 128
     assert chunk_of(600, long, Tiles(16, 64, 4, 2)) == 0
-
-
-def test_turned_products_know_positions(device: torch.device) -> None:
-    from nearfield.kernels import backward
-    from nearfield.kernels.launch import Tiles
-
-    query, key, value = random_inputs(2, 2, 70, 60, 16, device=device)
-    plan = random_plan(70, 60, q_block=32, k_block=16, heads=2, device=device)
-    places = torch.randperm(80, generator=torch.Generator().manual_seed(0)).to(device, torch.int32)
-    positions = Positions(places[None, :70], places[None, 10:70])
-    bias = random_bias(2, 2, 60, device=device)
-    delta, lse_log2 = torch.randn(2, 2, 70, device=device), torch.full((2, 2, 70), 8.0, device=device)
-    call = (query, delta, lse_log2, query, key, value, plan, bias, positions, 0.25)
-    usual, turned = (
-        backward.key_gradient(*call, Tiles(16, 32, 4, 1, chunk=0, turned=is_turned))
-        for is_turned in (False, True)
-    )
-    for mine, theirs in zip(turned, usual, strict=True):
-        assert mine is not None
-        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("chunk", [0, 2])
@@ -265,19 +241,10 @@ def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
             got += [
                 x for x in backward.key_gradient(*call, Tiles(64, 64, 4, 2, pack=4, chunk=2)) if x is not None
             ]
-            wide = torch.empty(*grad_out.shape[:3], 65, device=device, dtype=dtype)[..., :64].copy_(grad_out)
-            turned = [  # the copy engine can walk the first
-                backward.key_gradient(given, *call[1:], Tiles(16, 128, 4, 2, chunk=2, turned=True))
-                for given in (grad_out, wide)
-            ]
         want = [backward.query_gradient(*call)]
         want += [x for x in backward.key_gradient(*call, Tiles(16, 64, 4, 2, chunk=0)) if x is not None]
         for mine, theirs in zip(got, want, strict=True):
             assert_alike(mine, theirs)
-        for grads in turned:
-            for mine, theirs in zip(grads, want[1:], strict=False):
-                assert mine is not None
-                assert_alike(mine, theirs)
     both = [backward.query_gradient(grad_out, *statistics, query, *part, None, 0.125) for part in parts]
     nothing = torch.zeros_like(lse)
     together = pair.query_gradient_of_pair(

@@ -245,12 +245,9 @@ def _key_gradient_tile(
     num_queries,
     Q_BLOCK: tl.constexpr, TILE_Q: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr,
     COPY_ENGINE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-    K_BLOCK: tl.constexpr, PACK: tl.constexpr, BIAS_GRADIENT: tl.constexpr, TURNED: tl.constexpr,
+    K_BLOCK: tl.constexpr, PACK: tl.constexpr, BIAS_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """The same step with the roles exchanged: logits are [keys, queries].
-
-    TURNED: they are [queries, keys] here, too, and the sums [channels, keys], so that keys may be few.
-    """
+    """The same step with the roles exchanged: logits are [keys, queries]."""
     first, token, exists, entry = tile_tokens(
         entries, count, tile, num_queries, Q_BLOCK, TILE_Q, MASKED, PACK
     )
@@ -268,35 +265,20 @@ def _key_gradient_tile(
     else:
         lse_rows = tl.load(lse_log2 + first + token)
         delta_rows = tl.load(delta + first + token)
-    if TURNED:
-        lse_rows, delta_rows = lse_rows[:, None], delta_rows[:, None]
-    else:
-        lse_rows, delta_rows = lse_rows[None, :], delta_rows[None, :]
     if HAS_POSITIONS:
-        query_position = tl.load(query_positions + first + token, mask=exists, other=0)
-        query_position = query_position[:, None] if TURNED else query_position[None, :]
-    if TURNED:
-        logits = dot(queries, tl.trans(keys), None, PRECISION)
-        grad_weights = dot(grads, tl.trans(values), None, PRECISION)
-    else:
-        logits = dot(keys, tl.trans(queries), None, PRECISION)
+        query_position = tl.load(query_positions + first + token, mask=exists, other=0)[None, :]
+    logits = dot(keys, tl.trans(queries), None, PRECISION)
     is_read = pairs_read(entry, exists, lane, K_BLOCK, False, PACK)
     logits = masked_logits(
         logits, scale, bias, is_read, query_position, key_position, PACK > 1, HAS_BIAS, HAS_POSITIONS
     )
-    weights = tl.math.exp2(logits - lse_rows)
-    if TURNED:
-        grad_value = dot(tl.trans(grads), weights.to(grads.dtype), grad_value, PRECISION)
-    else:
-        grad_value = dot(weights.to(grads.dtype), grads, grad_value, PRECISION)
-        grad_weights = dot(values, tl.trans(grads), None, PRECISION)
-    grad_logits = weights * (grad_weights - delta_rows)
-    if TURNED:
-        grad_key = dot(tl.trans(queries), grad_logits.to(queries.dtype), grad_key, PRECISION)
-    else:
-        grad_key = dot(grad_logits.to(queries.dtype), queries, grad_key, PRECISION)
+    weights = tl.math.exp2(logits - lse_rows[None, :])
+    grad_value = dot(weights.to(grads.dtype), grads, grad_value, PRECISION)
+    grad_weights = dot(values, tl.trans(grads), None, PRECISION)
+    grad_logits = weights * (grad_weights - delta_rows[None, :])
+    grad_key = dot(grad_logits.to(queries.dtype), queries, grad_key, PRECISION)
     if BIAS_GRADIENT:
-        grad_bias += tl.sum(grad_logits, 0 if TURNED else 1)
+        grad_bias += tl.sum(grad_logits, 1)
     return grad_key, grad_value, grad_bias
 
 
@@ -316,7 +298,6 @@ def _key_gradient_kernel(
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr, RAGGED: tl.constexpr, COPY_ENGINE: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
     PACK: tl.constexpr, CHUNK: tl.constexpr, BIAS_GRADIENT: tl.constexpr, POOL: tl.constexpr, LEVELS: tl.constexpr,
-    TURNED: tl.constexpr,
 ):  # fmt: skip
     """CHUNK: after so many steps the next program of the row goes on, the last one to the end. Each leaves what it has
     summed in its part of `partials`; a row that one program finishes is stored at once.
@@ -369,13 +350,10 @@ def _key_gradient_kernel(
     key_position = tl.zeros([TILE_K, 1], tl.int32)
     if HAS_POSITIONS:
         key_position = tl.load(key_positions + batch * stride_key_positions + token, mask=exists, other=0)
-        key_position = key_position[None, :] if TURNED else key_position[:, None]
+        key_position = key_position[:, None]
         query_positions += batch * stride_query_positions
 
-    if TURNED:
-        key_accumulator = tl.zeros([PAD, TILE_K], tl.float32)
-    else:
-        key_accumulator = tl.zeros([TILE_K, PAD], tl.float32)
+    key_accumulator = tl.zeros([TILE_K, PAD], tl.float32)
     value_accumulator = key_accumulator
     for member in range(heads_per_key):
         head = key_head * heads_per_key + member
@@ -390,7 +368,7 @@ def _key_gradient_kernel(
         if HAS_BIAS:
             bias_pointer = key_bias + batch * stride_bias_b + head * stride_bias_h + long_token * stride_bias
             bias = tl.load(bias_pointer, mask=exists, other=0.0) * LOG2E
-            bias = bias[None, :] if TURNED else bias[:, None]
+            bias = bias[:, None]
         bias_accumulator = tl.zeros([TILE_K], tl.float32)
         whole, total = tile_counts(entries, count, num_queries, Q_BLOCK, TILE_Q, RAGGED, PACK)
         begin = 0
@@ -405,7 +383,7 @@ def _key_gradient_kernel(
                 head_query, head_grad, q_desc, g_desc, batch, head, head_lse, head_delta, query_positions, key_position,
                 bias, lane, stride_qn, stride_qd, stride_gn, stride_gd, scale, num_queries,
                 Q_BLOCK, TILE_Q, DIM, PAD, False, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION, K_BLOCK, PACK,
-                BIAS_GRADIENT, TURNED,
+                BIAS_GRADIENT,
             )  # fmt: skip
         if RAGGED or (Q_BLOCK < TILE_Q and PACK == 1):
             for tile in tl.range(tl.maximum(begin, whole), total, num_stages=1):
@@ -414,16 +392,13 @@ def _key_gradient_kernel(
                     head_query, head_grad, q_desc, g_desc, batch, head, head_lse, head_delta, query_positions,
                     key_position, bias, lane, stride_qn, stride_qd, stride_gn, stride_gd, scale, num_queries,
                     Q_BLOCK, TILE_Q, DIM, PAD, True, COPY_ENGINE, HAS_BIAS, HAS_POSITIONS, PRECISION, K_BLOCK, PACK,
-                    BIAS_GRADIENT, TURNED,
+                    BIAS_GRADIENT,
                 )  # fmt: skip
         if BIAS_GRADIENT:
             tl.store(grad_bias + flat_head * num_keys + token, bias_accumulator, mask=is_finished)
             if CHUNK > 0:
                 tl.store(bias_partials + place * num_keys + token, bias_accumulator, mask=is_partial)
 
-    if TURNED:
-        key_accumulator = tl.trans(key_accumulator)
-        value_accumulator = tl.trans(value_accumulator)
     if CHUNK > 0:
         place *= num_keys * DIM
         store_rows(key_partials + place, token, is_partial, DIM, 1, key_accumulator, DIM, PAD)
@@ -639,11 +614,6 @@ def key_gradient(
     batch, heads, num_queries, _ = query.shape
     key_heads = key.shape[1]
     transposed, tiles, rows = walked or KeyRows.of(query, key, plan.transpose(), False, tiles)
-    copy_engine, q_desc, g_desc = tile_sources(query, grad_out, plan.q_block, tiles.other)
-    if tiles.turned and query.element_size() == 2 and not copy_engine:
-        tiles = tiles._replace(
-            turned=False
-        )  # turned, what threads gather was read from wrong places (Triton 3.6)
     layout = torch.contiguous_format if dtype else torch.preserve_format
     grad_key, grad_value = (torch.empty_like(x, dtype=dtype, memory_format=layout) for x in (key, value))
     grad_bias = None
@@ -659,6 +629,7 @@ def key_gradient(
     ]
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.k_block)
+    copy_engine, q_desc, g_desc = tile_sources(query, grad_out, plan.q_block, tiles.other)
     programs = batch * key_heads * rows.number * options["PARTS"]
     shared = {
         "Q_BLOCK": plan.q_block, "K_BLOCK": rows.size, "TILE_Q": tiles.other, "TILE_K": tiles.own, "CHUNK": chunk,
@@ -675,7 +646,7 @@ def key_gradient(
         *rows.strides, *extra_strides, key_heads, heads // key_heads, rows.number,
         num_queries, plan.num_keys, scale * LOG2_E, scale,
         RAGGED=num_queries % plan.q_block != 0, COPY_ENGINE=copy_engine, HAS_ORDER=rows.order is not None,
-        HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None, TURNED=tiles.turned, **shared, **options,
+        HAS_BIAS=key_bias is not None, HAS_POSITIONS=positions is not None, **shared, **options,
     )  # fmt: skip
     if chunk:
         _join_chunks_kernel[(programs,)](

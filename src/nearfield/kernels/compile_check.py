@@ -163,11 +163,9 @@ _PLAIN = {
     "DIM": 64, "PAD": 64, "Q_BLOCK": 16, "K_BLOCK": 16, "TILE_Q": 16, "TILE_K": 64, "PARTS": 1, "RAGGED": False,
     "COPY_ENGINE": False, "HAS_ORDER": False, "HAS_BIAS": False, "HAS_POSITIONS": False, "CONTINUES": False,
     "PRECISION": "tf32", "PACK": 1, "CHUNK": 0, "BIAS_GRADIENT": False, "POOL": 16, "LEVELS": 0,
-    "TURNED": False,
 }  # fmt: skip
 _PACKED: dict[str, Any] = {"Q_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
 _PACKED_KEYS: dict[str, Any] = {"K_BLOCK": 64, "TILE_Q": 64, "PACK": 4}
-_TURNED: dict[str, Any] = {"TILE_K": 16, "TILE_Q": 128, "TURNED": True}
 _EXTRAS: dict[str, Any] = dict.fromkeys(
     ("RAGGED", "HAS_ORDER", "HAS_BIAS", "BIAS_GRADIENT", "HAS_POSITIONS", "CONTINUES"), True
 )
@@ -197,7 +195,6 @@ def plain_variants(every: bool) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         for extras in ({"LEVELS": 2}, _EXTRAS | {"CHUNK": 32}, by_engine) if every else (by_engine,):
             yield f"key gradients, {name}", backward._key_gradient_kernel, packed | extras
         yield "chunks", backward._join_chunks_kernel, packed | by_engine
-    yield "key gradients, turned", backward._key_gradient_kernel, by_engine | _TURNED
     far = {"FAR_Q_BLOCK": 128, "FAR_K_BLOCK": 16, "FAR_RAGGED": False, "HAS_FAR_BIAS": True}
     yield "a pair of parts", pair._pair_kernel, _PACKED | far
     yield "query gradient of a pair", pair._pair_query_gradient_kernel, _PACKED | far

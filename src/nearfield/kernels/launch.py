@@ -26,8 +26,6 @@ class Tiles(NamedTuple):
         pack: rows of the plan that it walks together; see `pack.py`. Not-a-number and infinite values of what only
             some of them read then reach the others, too.
         chunk: steps after which another program goes on, where lists differ much in length; for gradients of keys.
-        turned: products have the other side, or channels, as their rows, so that few own tokens suit tensor cores; for
-            gradients of keys, whose rows are not packed and whose queries the copy engine brings.
     """
 
     own: int
@@ -37,7 +35,6 @@ class Tiles(NamedTuple):
     registers: int | None = None
     pack: int = 1
     chunk: int | None = None
-    turned: bool = False
 
 
 def _fit(block: int, wanted: int) -> int:
