@@ -10,32 +10,19 @@ side. What was done, what it took and what broke is in STATE/plan.json; what a p
 Names and values are the fields of `Settings`. Lists stand between commas, switches are yes or no.
 """
 
-import json
-import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-BEGUN = time.monotonic()  # importing takes seconds, too
+import planned
+from planned import Chain, Part, read_json
 
-import torch  # noqa: E402
-
-from nearfield import cli  # noqa: E402
-from nearfield._files import write_json  # noqa: E402
-
-STARTING, ENDING = 20.0, 15.0  # seconds from a fork to the first step, and from the last step to the end
 ABLATIONS = {
     "loglinear-unenriched": ("--enrich", "0"),
     "loglinear-unweighted": ("--unweighted",),
     "loglinear-raster": ("--order", "raster"),
 }
-Chain = list[list[str]]
-"""Commands one after another."""
 
 
 @dataclass(frozen=True)
@@ -78,76 +65,17 @@ class Settings:
     @classmethod
     def read(cls, words: Sequence[str]) -> "Settings":
         """From `name=value`; says what is wrong and ends the program."""
-        kinds = {each.name: type(each.default) for each in fields(cls)}
-        values: dict[str, Any] = {}
-        for word in words:
-            name, equals, text = word.partition("=")
-            if not equals or name not in kinds:
-                sys.exit(f"`settings` must be name=value with names among {', '.join(kinds)}; got {word!r}.")
-            try:
-                values[name] = _value(kinds[name], text)
-            except ValueError:
-                sys.exit(f"`{name}` must be of kind {kinds[name].__name__}; got {text!r}.")
-        unknown = [name for name in values.get("ablations", ()) if name not in ABLATIONS]
+        settings = planned.read_settings(cls, words)
+        unknown = [name for name in settings.ablations if name not in ABLATIONS]
         if unknown:
             sys.exit(f"`ablations` must be any of {', '.join(ABLATIONS)}; got {unknown[0]!r}.")
-        return cls(**values)
+        return settings
 
 
-def _value(kind: type, text: str) -> Any:
-    if kind is bool:
-        if text not in ("yes", "no"):
-            raise ValueError(text)
-        return text == "yes"
-    return tuple(filter(None, text.split(","))) if kind is tuple else kind(text)
+class Plan(planned.Plan):
+    """The parts of the comparison."""
 
-
-class Part(NamedTuple):
-    """Something that is done, or not yet.
-
-    Args:
-        name: of its file in STATE/printed.
-        is_done: looks for its result.
-        chains: makes its commands, for so many minutes; further ones for when the first broke.
-        least: seconds below which it is not begun; parts that cannot go on later need all of their time.
-        needs: files without which it is not begun.
-        cost: seconds of the GPU, where several share it.
-        most: seconds after which it must have hung.
-    """
-
-    name: str
-    is_done: Callable[[], bool]
-    chains: Callable[[float], list[Chain]]
-    least: float = 60.0
-    needs: tuple[Path, ...] = ()
-    cost: float = 0.0
-    most: float = float("inf")
-
-    def can_begin(self, seconds: float) -> bool:
-        return seconds >= self.least and all(path.exists() for path in self.needs)
-
-
-@dataclass
-class Record:
-    """What is known of a part over all calls."""
-
-    seconds: float = 0.0
-    broke: int = 0
-    status: str = "waiting"
-
-
-@dataclass
-class Plan:
-    """The parts in their order, and what became of them."""
-
-    state: Path
     settings: Settings
-    ends: float
-    records: dict[str, Record] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        known = _read(self.state / "plan.json") or {"parts": {}}
-        self.records = {name: Record(**record) for name, record in known["parts"].items()}
 
     # -- the parts -----------------------------------------------------------------------------------------------
 
@@ -189,7 +117,7 @@ class Plan:
 
         def is_done() -> bool:
             """Whether there is something to compare; a line that broke is a result, too."""
-            lines = (_read(report) or {"results": []})["results"]
+            lines = (read_json(report) or {"results": []})["results"]
             return len([line for line in lines if line["tokens_per_second"]]) > 1
 
         return Part(f"bench-{size}", is_done, chains, least=30 if self.settings.tiny else 130, most=300)
@@ -329,7 +257,7 @@ class Plan:
         """The kernel with which full attention was fastest, where that was measured."""
         rates: dict[str, float] = {}
         for words in self.settings.benchmarks[:1]:
-            report = _read(self.state / "bench" / f"{words.partition('x')[0]}.json") or {"results": []}
+            report = read_json(self.state / "bench" / f"{words.partition('x')[0]}.json") or {"results": []}
             rates = {
                 result["dense_kernel"]: result["tokens_per_second"]
                 for result in report["results"]
@@ -339,148 +267,26 @@ class Plan:
 
     def equal_steps(self) -> int | None:
         """The steps that full attention made, if it did."""
-        report = _read(self.state / "runs" / self.run("full") / "last.json")
+        report = read_json(self.state / "runs" / self.run("full") / "last.json")
         return None if report is None else int(report["step"])
 
-    # -- doing them ----------------------------------------------------------------------------------------------
+    # -- what the machinery asks ---------------------------------------------------------------------------------
 
-    def carry_out(self) -> bool:
-        """Do what there is time for; returns whether that was everything."""
-        for group in self.groups():
-            while begun := self._startable(group):
-                self._side_by_side(begun, self.left)
-            is_unfinished = any(not self.is_settled(part) for part in group)
-            if is_unfinished and any(part.name.startswith("train-") for part in group):
-                break  # what follows compares what this one trains
-        return all(self.is_settled(part) for group in self.groups() for part in group)
+    def is_end(self, group: Sequence[Part]) -> bool:
+        """What follows training compares what was trained."""
+        return any(part.name.startswith("train-") for part in group)
 
-    @property
-    def left(self) -> float:
-        """Seconds in which parts may run."""
-        return self.ends - time.monotonic()
+    def is_complete(self, command: Sequence[str]) -> bool:
+        return command[0] != "sample" or _is_complete(Path(command[command.index("--json") + 1]))
 
-    def _startable(self, group: Sequence[Part]) -> list[Part]:
-        """Parts to begin now: not so many side by side that none would end in time."""
-        if self.left < STARTING + ENDING:
-            return []
-        begun: list[Part] = []
-        for part in group:
-            cost = sum(other.cost for other in begun) + part.cost
-            fits = not begun or cost <= self.left - STARTING - ENDING
-            if fits and not self.is_settled(part) and part.can_begin(self.left):
-                begun.append(part)
-        return begun
-
-    def is_settled(self, part: Part) -> bool:
-        record = self.record(part)
-        if part.is_done():
-            record.status = "done"
-        return part.is_done() or record.broke >= len(part.chains(1.0))
-
-    def record(self, part: Part) -> Record:
-        return self.records.setdefault(part.name, Record())
-
-    def _side_by_side(self, parts: Sequence[Part], left: float) -> None:
-        started = time.monotonic()
-        running: dict[int, Part] = {}
-        for part in parts:
-            chains = part.chains(max(1.0, left - STARTING - ENDING) / 60)
-            chain = chains[min(self.record(part).broke, len(chains) - 1)]
-            print(f"[{left:5.0f} s left] {part.name}", flush=True)
-            printed = self.state / "printed" / f"{part.name}.txt"
-            running[_forked(chain, printed, max(1, torch.get_num_threads() // len(parts)))] = part
-        try:
-            while running:
-                last = self.ends + ENDING
-                patience = {
-                    child: min(last, started + part.most) - time.monotonic()
-                    for child, part in running.items()
-                }
-                for child, code in _ended(patience):
-                    part = running.pop(child)
-                    self._note(part, code, time.monotonic() - started)
-        finally:
-            for child in running:
-                os.kill(child, signal.SIGTERM)
-
-    def _note(self, part: Part, code: int, seconds: float) -> None:
-        record = self.record(part)
-        record.seconds += seconds
-        # Whoever ends early without a result, or with an error before it was asked to stop, would do so again.
-        ran_out = self.left < 0 or (code == cli.OK and self.left < 2 * (STARTING + ENDING))
-        record.status = "done" if part.is_done() else "going on" if ran_out else "broke"
-        record.broke += record.status == "broke"
-        print(f"  {part.name}: {record.status} after {seconds:.0f} s", flush=True)
-        if record.status == "broke":
-            print(_last_lines(self.state / "printed" / f"{part.name}.txt"), flush=True)
-        self.write()
-
-    def write(self) -> None:
-        settings = asdict(self.settings) | {"equal_steps": self.equal_steps()}
-        parts = {name: asdict(record) for name, record in self.records.items()}
-        write_json(self.state / "plan.json", {"format": 1, "settings": settings, "parts": parts})
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON file, if it is there."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-
-
-def _forked(chain: Chain, printed: Path, threads: int) -> int:
-    """A child that runs commands until one fails; what they print is appended to a file. Returns its number."""
-    printed.parent.mkdir(parents=True, exist_ok=True)
-    child = os.fork()
-    if child:
-        return child
-    code = cli.FAILED
-    try:
-        file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        torch.set_num_threads(threads)
-        for command in chain:
-            print("$ nearfield", *command, flush=True)
-            code = cli.main(command)
-            is_sampling = command[0] == "sample"
-            if code != cli.OK or (
-                is_sampling and not _is_complete(Path(command[command.index("--json") + 1]))
-            ):
-                break
-    except BaseException as error:  # a child may not return into the code of its parent
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        code = cli.FAILED
-    finally:
-        os._exit(code)
+    def facts(self) -> dict[str, int | None]:
+        return {"equal_steps": self.equal_steps()}
 
 
 def _is_complete(report: Path) -> bool:
     """Whether `sample`, which may stop in time, has made all pictures."""
-    known = _read(report)
+    known = read_json(report)
     return known is not None and known["missing"] == 0
-
-
-def _ended(children: Mapping[int, float]) -> list[tuple[int, int]]:
-    """Children that have ended, with their codes; whoever has no more time is asked to stop, then made to.
-
-    Args:
-        children: the seconds that each has left.
-    """
-    found = []
-    for child, patience in children.items():
-        number, status = os.waitpid(child, os.WNOHANG)
-        if number:
-            found.append((child, os.waitstatus_to_exitcode(status)))
-        elif patience < 0:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL if patience < -ENDING else signal.SIGTERM)
-    if not found:
-        time.sleep(0.1 if min(children.values()) >= 0 else 1.0)
-    return found
-
-
-def _last_lines(path: Path, number: int = 12) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    return "\n".join(f"    {line}" for line in lines[-number:])
 
 
 def _import_everything() -> None:
@@ -496,15 +302,9 @@ def _import_everything() -> None:
 def main(words: Sequence[str]) -> int:
     if len(words) < 2:
         sys.exit(__doc__)
-    state, minutes = Path(words[0]), float(words[1])
-    plan = Plan(state, Settings.read(words[2:]), BEGUN + 60 * minutes - ENDING)
+    plan = Plan(Path(words[0]), Settings.read(words[2:]), planned.ends_after(words[1]))
     _import_everything()
-    is_everything = plan.carry_out()
-    plan.write()
-    for name, record in plan.records.items():
-        print(f"{name:40} {record.status:10} {record.seconds:6.0f} s")
-    print("all is done" if is_everything else "time is up; the same call goes on")
-    return cli.OK
+    return planned.carry_out(plan)
 
 
 if __name__ == "__main__":

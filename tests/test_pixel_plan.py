@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,9 +172,9 @@ def test_nothing_is_begun_without_time_or_what_it_needs(
     def refused(*_: object) -> int:
         raise AssertionError
 
-    monkeypatch.setattr(plan_pixel, "_forked", refused)
+    monkeypatch.setattr(plan_pixel.planned, "forked", refused)
     settings = plan_pixel.Settings.read(SETTINGS.split())
-    assert not plan_pixel.Plan(tmp_path, settings, plan_pixel.time.monotonic() + 20).carry_out()
+    assert not plan_pixel.Plan(tmp_path, settings, time.monotonic() + 20).carry_out()
     pictures = plan_pixel.Plan(tmp_path, settings, 0.0).sampled("12-full", "steps")
     assert not pictures.can_begin(1000)
     (tmp_path / "runs" / "12-full").mkdir(parents=True)
@@ -188,15 +189,15 @@ def test_parts_that_break_are_tried_in_another_way_and_then_left(
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import plan_pixel
 
-    plan = plan_pixel.Plan(tmp_path, plan_pixel.Settings(), plan_pixel.time.monotonic() + 500)
+    plan = plan_pixel.Plan(tmp_path, plan_pixel.Settings(), time.monotonic() + 500)
     tried: list[Any] = []
 
-    def forked(chain: list[list[str]], printed: Path, threads: int) -> int:
+    def forked(chain: list[list[str]], *_: object) -> int:
         tried.append(chain[0])
         return len(tried)
 
-    monkeypatch.setattr(plan_pixel, "_forked", forked)
-    monkeypatch.setattr(plan_pixel, "_ended", lambda children: [(child, 1) for child in children])
+    monkeypatch.setattr(plan_pixel.planned, "forked", forked)
+    monkeypatch.setattr(plan_pixel.planned, "ended", lambda children: [(child, 1) for child in children])
     part = plan.pretraining()
     monkeypatch.setattr(plan, "groups", lambda: iter([[part]]))
     assert plan.carry_out()  # nothing is left that could be done
@@ -206,13 +207,13 @@ def test_parts_that_break_are_tried_in_another_way_and_then_left(
 
 def test_who_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import plan_pixel
+    import planned
 
     hanging = subprocess.Popen(["sleep", "60"])
     child = hanging.pid
-    assert plan_pixel._ended({child: 5.0}) == []
-    assert plan_pixel._ended({child: -1.0}) == []
-    assert plan_pixel._ended({child: 5.0}) == [(child, -15)]
+    assert planned.ended({child: 5.0}) == []
+    assert planned.ended({child: -1.0}) == []
+    assert planned.ended({child: 5.0}) == [(child, -15)]
     hanging.returncode = -15  # waited for above
 
 
