@@ -28,10 +28,7 @@ END
 [ $# -ge 2 ] || usage
 command=$1 state=$2
 shift 2
-python=${PYTHON:-python3}
-export PYTHONPATH="src:$state/tools${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-
-nearfield() { "$python" -m nearfield "$@"; }
+source benchmarks/staging.sh
 
 train() { # RUN SIZE MINUTES OPTION...
     local run=$1 size=$2 minutes=$3
@@ -52,15 +49,7 @@ wheels)
         --python-version "${1:-3.12}" --only-binary=:all: --no-deps -c constraints.txt diffusers peft pillow
     ;;
 stage)
-    mkdir -p "$state/photographs" "$state/tools" "$state/files"
-    for file in "$@"; do
-        case $file in
-        *.tar) cp "$file" "$state/photographs/" ;;
-        *.whl) "$python" -m zipfile -e "$file" "$state/tools" ;;
-        *) cp "$file" "$state/files/" ;;
-        esac
-    done
-    du -sh "$state"/*
+    stage "$@"
     ;;
 base)
     [ $# -ge 1 ] || usage

@@ -29,12 +29,7 @@ END
 [ $# -ge 2 ] || usage
 command=$1 state=$2
 shift 2
-python=${PYTHON:-python3}
-export PYTHONPATH="src:$state/tools${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-# Compiled graphs outlive a slice.
-export TORCHINDUCTOR_CACHE_DIR="$state/compiled/inductor" TRITON_CACHE_DIR="$state/compiled/triton"
-
-nearfield() { "$python" -m nearfield "$@"; }
+source benchmarks/staging.sh
 
 size_of() { # RUN
     local size=${1%%-*}
@@ -55,15 +50,7 @@ model_of() { # RUN
 
 case $command in
 stage)
-    mkdir -p "$state/photographs" "$state/tools" "$state/files"
-    for file in "$@"; do
-        case $file in
-        *.tar) cp "$file" "$state/photographs/" ;;
-        *.whl) "$python" -m zipfile -e "$file" "$state/tools" ;;
-        *) cp "$file" "$state/files/" ;;
-        esac
-    done
-    du -sh "$state"/*
+    stage "$@"
     ;;
 train)
     [ $# -ge 2 ] || usage

@@ -64,7 +64,7 @@ def test_patterns_are_measured_once(task: picture_runs.Task, tmp_path: Path) -> 
 
     def sweep() -> sweeping.Sweep:
         return sweeping.Sweep(
-            task, references(tmp_path), Features(), out, on_picture=lambda _, name: seen.append(name)
+            task, lambda: references(tmp_path), Features(), out, on_picture=lambda _, name: seen.append(name)
         )
 
     assert not sweep().run(PATTERNS, has_time=lambda: len(set(seen)) < 2)
@@ -88,6 +88,53 @@ def test_patterns_are_measured_once(task: picture_runs.Task, tmp_path: Path) -> 
     for row in (tiles, disc):
         assert row.inception_distance is not None
         assert 0 < row.inception_distance < 1
+
+
+def test_what_was_made_is_kept(task: picture_runs.Task, tmp_path: Path) -> None:
+    """A stopped pattern goes on with its next batch, also elsewhere; rows of fewer pictures come free."""
+    seen: list[tuple[int, str]] = []
+
+    def sweep(name: str, *counts: int, **fields: Any) -> sweeping.Sweep:
+        return sweeping.Sweep(
+            task,
+            lambda: references(tmp_path),
+            Features(),
+            tmp_path / f"{name}.json",
+            extent=sweeping.Extent(counts, pairs=4, **fields),
+            kept=tmp_path / "kept",
+            on_picture=lambda *words: seen.append(words),
+        )
+
+    assert not sweep("dense", 4, 8).run([], has_time=lambda: len(seen) < 2)
+    assert [row.samples for row in sweep("dense", 4).rows] == [4]
+    assert sweep("dense", 4, 8).run([])
+    assert seen == [(0, "dense"), (3, "dense"), (6, "dense")]
+    seen.clear()
+    assert not sweep("tiles", 7, has_dense_row=False).run(PATTERNS[:1], has_time=lambda: len(seen) < 1)
+    tiles = sweep("tiles", 5, 7, has_dense_row=False)
+    assert tiles.run(PATTERNS[:1])
+    assert seen == [(0, "2 tiles"), (3, "2 tiles"), (6, "2 tiles")]
+    assert [(row.pattern, row.samples) for row in tiles.rows] == [("2 tiles", 5), ("2 tiles", 7)]
+    assert tiles.rows[0].lpips == tiles.rows[1].lpips  # of the first four
+    assert tiles.rows[0].fid != tiles.rows[1].fid
+
+    plain = sweeping.Sweep(replace(task, num=7), lambda: references(tmp_path), Features(), tmp_path / "plain.json",
+                           extent=sweeping.Extent(pairs=4))  # fmt: skip
+    assert plain.run(PATTERNS[:1])
+    at_seven = {name: value for name, value in vars(plain.rows[1]).items() if isinstance(value, float)}
+    for name, value in at_seven.items():
+        assert getattr(tiles.rows[1], name) == pytest.approx(value, rel=1e-5, abs=1e-9), name
+
+    # Under another name it is the same; with other weights it is not.
+    seen.clear()
+    other = replace(PATTERNS[0], name="again")
+    assert sweep("again", 7, has_dense_row=False).run([other])
+    assert not seen
+    save_model(tmp_path / "other.safetensors", lively_model(), packing="bf16")
+    assert sweep("own", 4, has_dense_row=False).run(
+        [replace(other, weights=str(tmp_path / "other.safetensors"))]
+    )
+    assert seen == [(0, "again"), (3, "again")]
 
 
 def test_photographs_are_measured_once(tmp_path: Path) -> None:
@@ -142,10 +189,9 @@ def test_a_lora_serves_its_pattern_alone(task: picture_runs.Task, tmp_path: Path
     distill.Distillation(model.transformer, calls, tmp_path, recipe, schedule).run()
     tuned = Pattern("tuned", PATTERNS[0].fields, lora=str(tmp_path / distill.LORA))
     assert tuned.tuning == "LoRA"
-    sweep = sweeping.Sweep(task, references(tmp_path), Features(), tmp_path / "rows.json")
-    before, _ = sweep._pictures(PATTERNS[0])
-    assert not torch.equal(sweep._pictures(tuned)[0], before)
-    assert torch.equal(sweep._pictures(PATTERNS[0])[0], before)
+    before, with_lora, after = (images for images, _ in pictures_of(task, [PATTERNS[0], tuned, PATTERNS[0]]))
+    assert not torch.equal(with_lora, before)
+    assert torch.equal(after, before)
 
 
 # -- compiled --------------------------------------------------------------------------------------------------------
@@ -219,11 +265,11 @@ def test_rows_say_whether_they_were_compiled(two_blocks: picture_runs.Task, tmp_
         "by module", {"skip_blocks": [0, 0], "region_size": 16, "placement": "module"}, "Merge"
     )
     out, patterns = tmp_path / "rows.json", [PATTERNS[1], by_module]
-    sweep = sweeping.Sweep(replace(two_blocks, compiled=True), references(tmp_path), Features(), out)
+    sweep = sweeping.Sweep(replace(two_blocks, compiled=True), lambda: references(tmp_path), Features(), out)
     assert sweep.run(patterns)
     assert [row.compiled for row in sweep.rows] == [True, True, False]
     assert sweep.not_compiled == {"by module": 'with placement="module" tokens are merged inside of blocks'}
-    again = sweeping.Sweep(two_blocks, references(tmp_path), Features(), out)
+    again = sweeping.Sweep(two_blocks, lambda: references(tmp_path), Features(), out)
     assert again.run(patterns)  # the same settings: nothing is measured again
     assert [row.compiled for row in again.rows] == [True, True, False]
 
@@ -280,7 +326,7 @@ def test_patterns_that_choose_or_merge_read_less(group: str) -> None:
 
 
 def test_patterns_with_wrong_fields_are_told_by_name(task: picture_runs.Task, tmp_path: Path) -> None:
-    sweep = sweeping.Sweep(task, references(tmp_path), Features(), tmp_path / "rows.json")
+    sweep = sweeping.Sweep(task, lambda: references(tmp_path), Features(), tmp_path / "rows.json")
     for pattern, words in (
         (Pattern("a", {"tiles": 0}), "pattern 'a': `tiles` must be at least 1; got 0"),
         (Pattern("b", {"tile": 4}), "pattern 'b': `recipe` must hold fields of Hilbert"),

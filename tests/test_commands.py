@@ -64,6 +64,9 @@ BAD_CALLS = {
     "distill --out x": "`--data` must be given for the embedded model, or `--model` with `--prompts`; "
     "got both or none.",
     "distill --out x --data . --method dense": "`--method` must be sparse: dense needs no tuning; got dense.",
+    "distill --out x --data . --full --rank 4": "`--rank` must be left out with `--full`, which trains no LoRA; got 4.",
+    "distill --out x --model y --prompts z --full": "`--full` must be left out with `--model`; got y. "
+    "Large models are tuned by a LoRA.",
     "distill --out x --model y": "`--prompts` must be given with `--model`, and only there; got None.",
 }
 

@@ -437,6 +437,47 @@ def test_distillation_falls_resumes_and_loads(tmp_path: Path) -> None:
     assert (tuned - wanted).norm() < 0.95 * (untuned - wanted).norm()
 
 
+def test_all_weights_are_distilled(tmp_path: Path) -> None:
+    """By a copy of the model, which stays as it was; what is written is a model, also of a step on the way."""
+    model = lively_model()
+
+    def whole(steps: int, folder: Path) -> distill.Distillation:
+        return distill.Distillation(
+            model.transformer,
+            distill.latent_calls(model, latents(64), 4),
+            folder,
+            distill.Recipe(METHOD, rank=None),
+            Schedule(steps=steps, keep_steps=5, learning_rate=1e-3, warm_up=2, average=0.5),
+            write=lambda path, facts: save_model(path, model, facts, "none"),
+        )
+
+    call = distill.latent_calls(model, latents(64), 4)(99, 0)
+    stock = lively_model().transformer
+    distillation = whole(20, tmp_path)
+    with torch.no_grad(), distillation.teacher() as teacher:
+        wanted = teacher(**call)[0]
+        torch.testing.assert_close(wanted, stock(**call)[0])
+    losses = distillation.run().losses
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    with torch.no_grad(), distillation.teacher() as teacher:
+        assert torch.equal(teacher(**call)[0], wanted)
+    distillation.close()
+    assert not any(weight.requires_grad for weight in model.parameters())
+    errors = []
+    for file in (None, "model-steps.safetensors", MODEL):
+        student = stock if file is None else load_model(tmp_path / file)[0].transformer
+        with torch.no_grad(), apply(student, METHOD):
+            errors.append(float((student(**call)[0] - wanted).norm()))
+    assert errors[0] > errors[1] > errors[2]
+    assert load_model(tmp_path / MODEL)[1]["rank"] is None
+    with pytest.raises(ValueError, match="`write` must be given where the recipe's `rank` is None"):
+        distill.Distillation(
+            model.transformer, lambda *_: call, tmp_path, distill.Recipe(METHOD, None), Schedule(1)
+        )
+    with pytest.raises(ValueError, match="`targets` must be left out where `rank` is None"):
+        distill.Recipe(METHOD, None, ("to_q",))
+
+
 def test_compiled_distillation_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of the teacher is one graph and of the student another; no step but the first makes any."""
     quick = partial(compiled_blocks, backend="aot_eager")

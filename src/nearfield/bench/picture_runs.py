@@ -1,7 +1,7 @@
 """The embedded model's pictures with patterns of attention, and how like the dense ones they are."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from nearfield.demo.sampler import DemoPipeline, Sampled
 from nearfield.methods.merging import Merged
 
 DENSE = "dense"
-_FEW = 200  # pairs for LPIPS, SSIM and features, which are slow and settle early
 _MASKS = ("window", "band")
 
 
@@ -177,32 +176,47 @@ def batches(images: Tensor, device: torch.device, size: int = 32) -> Iterator[Te
 
 
 @torch.no_grad()
+def likeness_values(
+    images: Tensor, dense: Tensor, lpips: nn.Module, device: torch.device
+) -> dict[str, Tensor]:
+    """PSNR, LPIPS and SSIM of every pair, `[num]` float64."""
+    found: dict[str, list[Tensor]] = {}
+    for pair in zip(batches(images, device), batches(dense, device), strict=True):
+        for name, measure in (("psnr", quality.psnr), ("lpips", lpips), ("ssim", quality.ssim)):
+            found.setdefault(name, []).append(measure(*pair).double().cpu())
+    return {name: torch.cat(values) for name, values in found.items()}
+
+
+def finite_mean(values: Tensor) -> float | None:
+    """Equal pictures, which are infinitely alike, are left out."""
+    values = values[values.isfinite()]
+    return float(values.mean()) if len(values) else None
+
+
 def likeness(
     images: Tensor, dense: Tensor, lpips: nn.Module, device: torch.device
 ) -> dict[str, float | None]:
-    """Means over pairs; equal pictures, which are infinitely alike, are left out of the PSNR."""
-    measures: dict[str, tuple[Callable[..., Tensor], int]] = {
-        "psnr": (quality.psnr, len(images)),
-        "lpips": (lpips, _FEW),
-        "ssim": (quality.ssim, _FEW),
-    }
-    found: dict[str, float | None] = {}
-    for name, (measure, most) in measures.items():
-        pairs = zip(batches(images[:most], device), batches(dense[:most], device), strict=True)
-        values = torch.cat([measure(*pair).double().cpu() for pair in pairs])
-        values = values[values.isfinite()]
-        found[name] = float(values.mean()) if len(values) else None
-    return found
+    """Means over pairs."""
+    values = likeness_values(images, dense, lpips, device)
+    return {name: finite_mean(each) for name, each in values.items()}
 
 
 def feature_distances(
     images: Tensor, dense: Tensor, networks: Mapping[str, nn.Module], device: torch.device
 ) -> dict[str, float]:
     """Means over pairs, by the names that `QualityRow` has for the networks' distances."""
+    values = feature_distance_values(images, dense, networks, device)
+    return {name: float(each.mean()) for name, each in values.items()}
+
+
+def feature_distance_values(
+    images: Tensor, dense: Tensor, networks: Mapping[str, nn.Module], device: torch.device
+) -> dict[str, Tensor]:
+    """The same of every pair, `[num]` float64."""
     found = {}
     for name, network in networks.items():
-        features = [quality.features_of(batches(part[:_FEW], device), network) for part in (images, dense)]
-        found[f"{name}_distance"] = float(quality.cosine_distance(*features).mean())
+        features = [quality.features_of(batches(part, device), network) for part in (images, dense)]
+        found[f"{name}_distance"] = quality.cosine_distance(*features)
     return found
 
 
@@ -210,16 +224,29 @@ def seams(
     method: Any, geometry: Geometry | None, images: Tensor, dense: Tensor, device: torch.device
 ) -> dict[str, float | None]:
     """The energy of a method's lines, beside that of the dense pictures; nothing where it draws none."""
+    borders = borders_of(method, geometry, device)
+    if borders is None:
+        return {}
+    return seam_figures(*(gradients(each, borders, device) for each in (images, dense)))
+
+
+def gradients(images: Tensor, borders: quality.Borders, device: torch.device) -> Tensor:
+    """Across the lines and around them, `[num, 2]`."""
+    return torch.cat([quality.line_gradients(part, borders) for part in batches(images, device)])
+
+
+def seam_figures(found: Tensor, dense: Tensor) -> dict[str, float | None]:
+    """What a row says about the gradients of pictures and of dense ones."""
+    energies = [quality.seam_energy(each) for each in (found, dense)]
+    return {"seam": energies[0].value, "seam_error": energies[0].error, "dense_seam": energies[1].value}
+
+
+def borders_of(method: Any, geometry: Geometry | None, device: torch.device) -> quality.Borders | None:
+    """The lines that a method draws; None where there is none."""
     borders = None if geometry is None else _borders(method, geometry, device)
     if borders is None or not float(borders.right.sum() + borders.below.sum()):
-        return {}
-    energies = [
-        quality.seam_energy(
-            torch.cat([quality.line_gradients(part, borders) for part in batches(each, device)])
-        )
-        for each in (images, dense)
-    ]
-    return {"seam": energies[0].value, "seam_error": energies[0].error, "dense_seam": energies[1].value}
+        return None
+    return borders
 
 
 def _borders(method: Any, geometry: Geometry, device: torch.device) -> quality.Borders | None:

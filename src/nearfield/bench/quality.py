@@ -1,12 +1,13 @@
 """What patterns of attention do to the embedded model's pictures: FID and likeness beside the share of pairs read.
 
-One process for many patterns: the networks are loaded once, pictures stay in memory, and results are written after
-every pattern, so that a sweep that is stopped goes on with the next.
+One process for many patterns: the networks are loaded once, and results are written after every pattern, so that a
+sweep that is stopped goes on with the next. Where batches are kept, it goes on with the next batch, and several
+processes may take a pattern each.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,69 +17,94 @@ from torch import Tensor, nn
 from nearfield import quality
 from nearfield._files import write_json
 from nearfield.bench import machine, picture_runs
-from nearfield.bench.picture_runs import DENSE, Facts, PictureMaker, Task
+from nearfield.bench.kept_batches import Batch, KeptBatches, digest
+from nearfield.bench.picture_runs import DENSE, Drawing, Facts, PictureMaker, Task
 from nearfield.bench.quality_cases import Pattern
 from nearfield.demo.pictures import grid_of, write_picture
 from nearfield.quality.results import QualityRow, as_document, read_rows
 
 _ON_A_STRIP = 4
+_LIKENESS = ("psnr", "lpips", "ssim")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is made and measured.
+
+    Args:
+        counts: numbers of pictures for which there is a row, of each pattern; None: the task's.
+        pairs: of the first so many pictures each is held beside the dense one of the same noise.
+        has_dense_row: whether the dense model has rows, too, and not just pictures to compare with.
+    """
+
+    counts: tuple[int, ...] | None = None
+    pairs: int = 512
+    has_dense_row: bool = True
 
 
 class Sweep:
     """Measures patterns one by one into a JSON file.
 
     Args:
-        references: statistics of the photographs' features.
+        references: gives statistics of the photographs' features; asked when the first row is due.
         network: what gives features of pictures.
         networks: others, for the distance to the dense pictures alone, by the names `QualityRow` has.
         on_picture: called with the number of pictures made and what they are.
         strips: a folder for the first pictures of every pattern, side by side in one file.
+        kept: a folder for what was measured of every picture; None: nothing outlives the sweep but rows.
     """
 
     def __init__(
         self,
         task: Task,
-        references: quality.Statistics,
+        references: Callable[[], quality.Statistics],
         network: nn.Module,
         out: Path,
         *,
+        extent: Extent | None = None,
         networks: Mapping[str, nn.Module] | None = None,
         device: torch.device | str = "cpu",
         on_picture: Callable[[int, str], None] | None = None,
         strips: Path | None = None,
+        kept: Path | None = None,
     ) -> None:
-        self.task, self.network, self.out = task, network, out
+        self.extent = extent or Extent()
+        self.counts = sorted(self.extent.counts or (task.num,))
+        self.task = replace(task, num=self.counts[-1])
+        self.network, self.out = network, out
         self.networks, self.device = networks or {}, torch.device(device)
         self.rows = read_rows(out) if out.exists() else []
-        self._on_picture, self._strips = on_picture, strips
-        self._maker = PictureMaker(task, self.device)
-        self._dense: Tensor | None = None
-        self._dense_features: Tensor | None = None
+        self._on_picture, self._strips, self._folder = on_picture, strips, kept
+        self._maker = PictureMaker(self.task, self.device)
         # Matrices of 2,048 features are decomposed, and all photographs compared, for every pattern.
         self._computing = self.device if self.device.type == "cuda" else torch.device("cpu")
-        self.references = references.to(self._computing)
+        self._given = references
+        self._references: quality.Statistics | None = None
         self._lpips = quality.load_lpips(device=self.device)
+        self._dense = self._kept(None)
 
     def run(self, patterns: Sequence[Pattern], has_time: Callable[[], bool] = lambda: True) -> bool:
         """Measure the dense model and what of the patterns is missing; returns whether all of it was."""
         picture_runs.check_patterns(patterns)
-        self._dense, _ = self._pictures(None)
-        if not self._is_known(None):
-            row = QualityRow(
-                DENSE,
-                1.0,
-                self.task.num,
-                compiled=self.task.compiled,
-                settings=self.task.settings(None),
-            )
-            self._dense_features = self._features(self._dense)
-            self._add(row, self._dense_features)
+        if self.extent.has_dense_row and not self._measure(None, self._dense, has_time):
+            return False
+        if self._folder is not None and not self._make(None, self._most_pairs, self._dense, has_time):
+            return False
         for pattern in patterns:
-            if self._is_known(pattern):
+            if not self._missing(pattern):
                 continue
-            if not has_time():
+            if not has_time() or not self._make(None, self._most_pairs, self._dense, has_time):
                 return False
-            self._measure(pattern)
+            if not self._measure(pattern, self._kept(pattern), has_time):
+                return False
+        return True
+
+    def _measure(self, pattern: Pattern | None, kept: KeptBatches, has_time: Callable[[], bool]) -> bool:
+        """The missing rows of a pattern; returns whether time was enough."""
+        for count in self._missing(pattern):
+            if not self._make(pattern, count, kept, has_time):
+                return False
+            self._add(self._row(pattern, count, kept))
         return True
 
     @property
@@ -86,76 +112,163 @@ class Sweep:
         """Patterns whose model could not be compiled, and why."""
         return self._maker.not_compiled
 
-    def _is_known(self, pattern: Pattern | None) -> bool:
-        return picture_runs.is_known(self.task.settings(pattern), self.rows)
+    @property
+    def references(self) -> quality.Statistics:
+        if self._references is None:
+            self._references = self._given().to(self._computing)
+        return self._references
 
-    def _measure(self, pattern: Pattern) -> None:
-        assert self._dense is not None  # `run` made them
-        images, facts = self._pictures(pattern)
-        features = self._features(images)
-        if self._dense_features is None:
-            self._dense_features = self._features(self._dense)
-        distances = quality.cosine_distance(features, self._dense_features)
-        found: dict[str, Any] = picture_runs.likeness(images, self._dense, self._lpips, self.device)
-        method = picture_runs.method_of(pattern)
-        found |= picture_runs.feature_distances(images, self._dense, self.networks, self.device)
-        found |= picture_runs.seams(method, facts.geometry, images, self._dense, self.device)
-        row = QualityRow(
-            pattern.name,
-            facts.pairs_kept,
-            self.task.num,
-            tokens_kept=facts.tokens_kept,
-            inception_distance=float(distances.mean()),
-            compiled=self.task.compiled and pattern.name not in self.not_compiled,
-            settings=self.task.settings(pattern),
+    def _settings(self, pattern: Pattern | None, count: int) -> dict[str, Any]:
+        return replace(self.task, num=count).settings(pattern)
+
+    def _missing(self, pattern: Pattern | None) -> list[int]:
+        """Numbers of pictures for which there is no row yet."""
+        return [
+            count
+            for count in self.counts
+            if not picture_runs.is_known(self._settings(pattern, count), self.rows)
+        ]
+
+    # -- pictures ------------------------------------------------------------------------------------------------
+
+    def _kept(self, pattern: Pattern | None) -> KeptBatches:
+        """Where batches are kept: a pattern's name has no part in it, nor how many pictures are wanted."""
+        if self._folder is None:
+            return KeptBatches(None)
+        settings = self._settings(pattern, 0)
+        for name in ("num", "name", "tuning", "lora", "weights"):
+            settings.pop(name, None)
+        lora = Path(pattern.lora) if pattern and pattern.lora else None
+        weights = Path(pattern.weights) if pattern and pattern.weights else self.task.weights
+        kind = DENSE if pattern is None else "pattern"
+        return KeptBatches(self._folder / f"{kind}-{digest(settings, weights, lora)}")
+
+    def _batches(self, count: int) -> Iterator[range]:
+        """Of the first so many pictures, whole ones, so that they serve larger numbers, too."""
+        return (numbers for numbers in self.task.batches() if numbers.start < count)
+
+    def _make(
+        self, pattern: Pattern | None, count: int, kept: KeptBatches, has_time: Callable[[], bool]
+    ) -> bool:
+        """Make and measure what is missing of so many pictures; returns whether time was enough."""
+        missing = [
+            numbers
+            for numbers in self._batches(count)
+            if kept.get(numbers, self._wanted(pattern, numbers)) is None
+        ]
+        if not missing:
+            return True
+        with self._maker.using(pattern) as drawing:
+            for numbers in missing:
+                # What is not kept would be lost.
+                if self._folder is not None and not has_time():
+                    return False
+                if self._on_picture is not None:
+                    self._on_picture(numbers.start, pattern.name if pattern else DENSE)
+                kept.put(numbers, self._made(pattern, numbers, drawing))
+        return True
+
+    def _wanted(self, pattern: Pattern | None, numbers: range) -> dict[str, int]:
+        paired = self._num_paired(numbers)
+        likeness = {"pictures": paired} if pattern is None else dict.fromkeys(_LIKENESS, paired)
+        return {"features": len(numbers)} | likeness
+
+    @property
+    def _most_pairs(self) -> int:
+        return min(self.extent.pairs, self.task.num)
+
+    def _num_paired(self, numbers: range) -> int:
+        return max(0, min(numbers.stop, self.extent.pairs) - numbers.start)
+
+    def _made(self, pattern: Pattern | None, numbers: range, drawing: Drawing) -> Batch:
+        images = drawing.pictures(numbers)
+        facts = drawing.facts()
+        if self._strips is not None and numbers.start == 0:
+            first = images[:_ON_A_STRIP].cpu()
+            write_picture(strip_file(self._strips, pattern), grid_of(first, _ON_A_STRIP))
+        values = {"features": quality.features_of(picture_runs.batches(images, self.device), self.network)}
+        paired = self._num_paired(numbers)
+        if pattern is None:
+            values["pictures"] = images[:paired].cpu()
+        elif paired:
+            values |= self._beside_dense(pattern, facts, values["features"], images[:paired], numbers)
+        own = {
+            "pairs_kept": facts.pairs_kept,
+            "tokens_kept": facts.tokens_kept,
+            "compiled": drawing.is_compiled,
+        }
+        return Batch(values, own)
+
+    def _beside_dense(
+        self, pattern: Pattern, facts: Facts, features: Tensor, images: Tensor, numbers: range
+    ) -> dict[str, Tensor]:
+        """What is told of every pair with the dense picture of the same noise."""
+        known = self._dense.get(numbers, self._wanted(None, numbers))
+        assert known is not None  # `run` made them
+        dense = known.values["pictures"][: len(images)].to(self.device)
+        found = picture_runs.likeness_values(images, dense, self._lpips, self.device)
+        found |= picture_runs.feature_distance_values(images, dense, self.networks, self.device)
+        pairs = (each[: len(images)] for each in (features, known.values["features"]))
+        found["inception_distance"] = quality.cosine_distance(*pairs)
+        borders = picture_runs.borders_of(picture_runs.method_of(pattern), facts.geometry, self.device)
+        if borders is not None:
+            for name, each in (("seam", images), ("dense_seam", dense)):
+                found[name] = picture_runs.gradients(each, borders, self.device)
+        return found
+
+    # -- rows ----------------------------------------------------------------------------------------------------
+
+    def _row(self, pattern: Pattern | None, count: int, kept: KeptBatches) -> QualityRow:
+        """What all pictures say together."""
+        parts: dict[str, list[Tensor]] = {}
+        facts: list[Mapping[str, Any]] = []
+        for numbers in self._batches(count):
+            batch = kept.get(range(numbers.start, min(numbers.stop, count)), {})
+            assert batch is not None  # `_make` made it
+            facts.append(batch.facts)
+            for name, part in batch.values.items():
+                if name != "pictures":
+                    parts.setdefault(name, []).append(part)
+        values = {name: torch.cat(each) for name, each in parts.items()}
+        found: dict[str, Any] = self._by_features(values.pop("features"))
+        if "seam" in values:
+            found |= picture_runs.seam_figures(values.pop("seam"), values.pop("dense_seam"))
+        found |= {name: picture_runs.finite_mean(each) for name, each in values.items()}
+        return QualityRow(
+            pattern.name if pattern else DENSE,
+            facts[0]["pairs_kept"],
+            count,
+            tokens_kept=facts[0]["tokens_kept"],
+            compiled=all(each["compiled"] for each in facts),
+            settings=self._settings(pattern, count),
             **found,
         )
-        self._add(row, features)
 
-    def _features(self, images: Tensor) -> Tensor:
-        return quality.features_of(picture_runs.batches(images, self.device), self.network)
-
-    def _add(self, row: QualityRow, features: Tensor) -> None:
-        """Complete a row by what the features say beside the photographs', and write it."""
+    def _by_features(self, features: Tensor) -> dict[str, float]:
+        """What features say beside the photographs'."""
         features, references = features.to(self._computing), self.references
-        found = quality.Statistics.of(features, self.task.size)
-        record = asdict(row) | {"fid": quality.frechet_distance(found, references)}
+        found = {"fid": quality.frechet_distance(quality.Statistics.of(features, self.task.size), references)}
         if references.features is not None:
             shares = quality.precision_recall(features, references.features)
             blocks = max(1, min(10, min(len(features), references.count) // 100))
             kernel = quality.kernel_distance(features, references.features, blocks=blocks)
-            record |= {"precision": shares.precision, "recall": shares.recall}
-            record |= {"kid": kernel.value, "kid_error": kernel.error}
-        self.rows.append(QualityRow(**record))
+            found |= {"precision": shares.precision, "recall": shares.recall}
+            found |= {"kid": kernel.value, "kid_error": kernel.error}
+        return found
+
+    def _add(self, row: QualityRow) -> None:
+        self.rows.append(row)
         write_json(self.out, as_document(self.rows, machine.facts(), "the embedded model's pictures"))
-
-    def _pictures(self, pattern: Pattern | None) -> tuple[Tensor, Facts]:
-        """`[num, height, width, 3]` uint8, and what they read."""
-        parts, place = [], self._place()
-        with self._maker.using(pattern) as drawing:
-            for numbers in self.task.batches():
-                if self._on_picture is not None:
-                    self._on_picture(numbers.start, pattern.name if pattern else DENSE)
-                parts.append(drawing.pictures(numbers).to(place))
-            facts = drawing.facts()
-        images = torch.cat(parts)
-        if self._strips is not None:
-            first = images[:_ON_A_STRIP].cpu()
-            write_picture(strip_file(self._strips, pattern), grid_of(first, _ON_A_STRIP))
-        return images, facts
-
-    def _place(self) -> torch.device:
-        """Where pictures are kept: on the device, if there is plenty of room for these and the dense ones."""
-        if self.device.type != "cuda":
-            return torch.device("cpu")
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return self.device if 2 * 3 * self.task.num * self.task.size**2 < free // 4 else torch.device("cpu")
 
 
 def strip_file(folder: Path, pattern: Pattern | None) -> Path:
-    """Where the first pictures of a pattern stand: its name, as far as files may be called so."""
-    name = pattern.name if pattern else DENSE
-    return folder / f"{re.sub('[^a-z0-9.]+', '-', name.lower()).strip('-')}.png"
+    """Where the first pictures of a pattern stand."""
+    return folder / f"{as_file_name(pattern.name if pattern else DENSE)}.png"
+
+
+def as_file_name(name: str) -> str:
+    """A pattern's name, as far as files may be called so."""
+    return re.sub("[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def photograph_statistics(

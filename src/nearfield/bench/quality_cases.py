@@ -101,6 +101,14 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     "far-layers": [
         _sparse(f"far 16, {words} dense", dense_layers=layers) for words, layers in _LAYERS.items()
     ],
+    "search": [
+        _sparse("far 16, centre, 3 dense steps", shared="centre", dense_steps=3),
+        _sparse(
+            "far 16, centre, interleave, 3 dense steps", shared="centre", interleave=True, dense_steps=3
+        ),
+        _sparse("far 16, interleave, 3 dense steps", interleave=True, dense_steps=3),
+        _sparse("far 8, interleave, 3 dense steps", far=8, interleave=True, dense_steps=3),
+    ],
     "tiles": [_paper(f"{tiles} tiles", tiles=tiles) for tiles in (2, 4, 8, 16)],
     "curve": [_paper(f"{curve}, nothing shared", shared="none", curve=curve) for curve in _CURVES],
     "slide": [
@@ -115,8 +123,8 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     "steps": [_paper(f"{share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)],
     "layers": [_paper(f"{words} dense", dense_layers=layers) for words, layers in _LAYERS.items()],
     "rivals": [
-        *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12)),
-        *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512)),
+        *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12, 15)),
+        *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512, 600)),
     ],
     "chosen": [
         *(_chosen(f"LogLinear, top {topk}", "LogLinear", topk=topk) for topk in (8, 16)),
@@ -150,6 +158,37 @@ GROUPS: dict[str, Sequence[Pattern]] = {
 
 ALL_METHODS = ("tiles", "default", "far", "far-shared", "chosen", "merge", "peers", "together")
 """Groups in which every method of the library has its place."""
+
+
+SECTIONS: dict[str, Sequence[str]] = {
+    "Fewer tiles": ("far 16, 4 tiles", "4 tiles"),
+    "The curve": ("far 16", "far 16, hilbert", "far 16, morton", "far 16, raster"),
+    "Sliding": ("far 16", "far 16, cycle 1", "far 16, interleave"),
+    "A shared region": (
+        "far 16",
+        "far 16, centre, two-way",
+        "far 16, centre, keys",
+        "far 16, distributed, two-way",
+        "far 16, distributed, keys",
+    ),
+    "Dense first steps": ("far 16", "far 16, 10% dense steps", "far 16, 20% dense steps"),
+    "Rivals at equal pairs": ("far 16", "disc of radius 15", "band of 600", "16 tiles"),
+    "Dense layers": (
+        "far 16",
+        "far 16, every fourth layer dense",
+        "far 16, last four dense",
+        "far 16, first layer dense",
+        "Hilbert()",
+    ),
+    "Summaries": ("far 8", "far 16", "far 32", "far 16, 8 tiles", "far 16, 32 tiles", "far 16, weighted"),
+}
+"""What readers ask for, by the names of patterns, the most important first: a table each. The curve of "far 16" is the
+closed Hilbert curve, and nothing of it is shared or dense."""
+
+
+def pattern_named(name: str) -> Pattern:
+    """One of the groups' patterns."""
+    return next(pattern for patterns in GROUPS.values() for pattern in patterns if pattern.name == name)
 
 
 def read_patterns(text: str) -> list[Pattern]:

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench import quality_cases
-from nearfield.commands.arguments import OK, UsageError, command, output_file, wrong
+from nearfield.commands.arguments import OK, UsageError, comma_list, command, integer, output_file, wrong
 from nearfield.commands.generating import chosen_device, missing_extras_told
-from nearfield.commands.options import add_device, add_integer, add_plot, add_weights
+from nearfield.commands.options import add_device, add_integer, add_number, add_plot, add_weights
 from nearfield.commands.progress import Bar, time_for
 from nearfield.commands.reports import require_reports
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from nearfield.quality import Statistics
 
 
 def add_command(benchmarks: Any) -> None:
@@ -44,12 +46,25 @@ def add_command(benchmarks: Any) -> None:
     parser.add_argument(
         "--inception", type=Path, metavar="FILE", help="the FID network (default: the installed package's)"
     )
-    add_integer(parser, "--num", 1500, "pictures of each pattern", least=4)
+    parser.add_argument(
+        "--num",
+        type=comma_list(integer("--num", 4)),
+        default=[1500],
+        metavar="N",
+        help="pictures of each pattern (default 1500); 1500,5000 gives a row for the first 1,500, too",
+    )
+    add_integer(parser, "--pairs", 512, "of the first so many each is held beside the dense one")
     add_integer(parser, "--steps", 16, "denoising steps")
     add_integer(parser, "--size", 512, "pixels per side", least=64)
     add_integer(parser, "--seed", 0, "of the noise", least=0)
     add_integer(parser, "--batch", 64, "pictures at a time")
-    add_integer(parser, "--minutes", None, "begin no further pattern after this time")
+    add_number(
+        parser,
+        "--minutes",
+        None,
+        "begin no further pattern after this time, and with --kept no further batch",
+        is_above=True,
+    )
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -68,6 +83,17 @@ def add_command(benchmarks: Any) -> None:
         type=Path,
         metavar="DIR",
         help="keep the first four pictures of every pattern, side by side, one file each",
+    )
+    parser.add_argument(
+        "--kept",
+        type=Path,
+        metavar="DIR",
+        help="keep what was measured of every picture, and the first dense pictures, for this and other commands",
+    )
+    parser.add_argument(
+        "--no-dense-row",
+        action="store_true",
+        help="compare with the dense pictures without a row for them, which another command measures",
     )
     add_plot(parser, "draw pairs against FID")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
@@ -96,37 +122,29 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
     from nearfield.demo.generate import embedded_weights
     from nearfield.quality.inception import MissingWeights
     from nearfield.quality.results import table
-    from nearfield.training import data
 
     is_time, device = time_for(arguments.minutes), chosen_device(arguments.device)
     try:
         network = measures.load_inception(arguments.inception, device)
     except MissingWeights as error:
         raise UsageError(str(error)) from None
-    source = data.pictures(arguments.photographs)
-    kept = arguments.out.with_name(
-        f"photographs-{arguments.size}-{data.fingerprint(source)[:12]}.safetensors"
-    )
-    with Bar(len(source), "photographs") as bar:
-        batches = data.batches(
-            source, arguments.size, on_progress=lambda done, total, words: bar.show(done, words)
-        )
-        references = quality.photograph_statistics(batches, network, arguments.size, kept)
     task = Task(
         arguments.weights or embedded_weights(),
-        *(arguments.num, arguments.steps, arguments.size, arguments.seed, arguments.batch),
+        *(max(arguments.num), arguments.steps, arguments.size, arguments.seed, arguments.batch),
         compiled=arguments.compile,
     )
-    with Bar(arguments.num, "pictures") as bar:
+    with Bar(task.num, "pictures") as bar:
         sweep = quality.Sweep(
             task,
-            references,
+            lambda: _references(arguments, network),
             network,
             arguments.out,
+            extent=quality.Extent(tuple(arguments.num), arguments.pairs, not arguments.no_dense_row),
             networks=second_network(device),
             device=device,
             on_picture=bar.show,
             strips=arguments.strips,
+            kept=arguments.kept,
         )
         try:
             done = sweep.run(patterns, is_time)
@@ -138,9 +156,24 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
     if arguments.plot:
         from nearfield.plots.fronts import quality_front
 
-        quality_front(arguments.plot, sweep.rows, f"{arguments.num:,} pictures at {arguments.size} px")
+        quality_front(arguments.plot, sweep.rows, f"{task.num:,} pictures at {arguments.size} px")
         print(f"wrote {arguments.plot}")
     return done
+
+
+def _references(arguments: argparse.Namespace, network: "nn.Module") -> "Statistics":
+    """Of all photographs, from the file in which an earlier run has kept them."""
+    from nearfield.bench.quality import photograph_statistics
+    from nearfield.training import data
+
+    source = data.pictures(arguments.photographs)
+    name = f"photographs-{arguments.size}-{data.fingerprint(source)[:12]}.safetensors"
+    kept = arguments.kept / name if arguments.kept else arguments.out.with_name(name)
+    with Bar(len(source), "photographs") as bar:
+        batches = data.batches(
+            source, arguments.size, on_progress=lambda done, total, words: bar.show(done, words)
+        )
+        return photograph_statistics(batches, network, arguments.size, kept)
 
 
 def patterns_of(text: str) -> list[quality_cases.Pattern]:

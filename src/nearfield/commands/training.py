@@ -30,6 +30,8 @@ BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 
 # For trying the whole chain: minutes on a laptop, pictures of nothing much.
 _TINY = {"joint_blocks": 1, "single_blocks": 3, "heads": 4, "head_dim": 32, "condition_tokens": 16}
+# A step changes every weight by about the rate, and a LoRA has few.
+_LORA_RATE, _FULL_RATE = 1e-3, 1e-4
 TINY_PIXEL = {"layers": 2, "heads": 2, "head_dim": 32}
 
 
@@ -83,7 +85,7 @@ def _add_train_pixel(models: Any) -> None:
     add_integer(parser, "--size", 64, "pixels per side, each a token", least=8, most=1024)
     add_integer(parser, "--batch", 16, "pictures per step")
     _add_schedule(parser, learning_rate=1e-4, warm_up=200, average=0.9999)
-    add_integer(parser, "--keep-steps", None, "keep the model of this step, in model-steps.safetensors")
+    _add_keep_steps(parser, "the model of this step, in model-steps.safetensors")
     add_number(
         parser,
         "--keep-seconds",
@@ -143,7 +145,7 @@ def _add_distill(commands: Any) -> None:
         commands,
         "distill",
         _distill,
-        "teach a model, by a LoRA, to do with sparse attention what it does with dense attention",
+        "teach a model, by a LoRA or all of its weights, to do with sparse attention what it does with dense attention",
         "  nearfield distill --data cats512 --out lora --steps 2000\n"
         "  nearfield distill --data cats512 --out lora --weights run512/model.safetensors --rank 16 --tiles 16\n"
         "  nearfield distill --model black-forest-labs/FLUX.1-dev --prompts prompts.txt --out lora --save-memory",
@@ -167,10 +169,16 @@ def _add_distill(commands: Any) -> None:
         least=32,
         most=4096,
     )
-    add_integer(parser, "--rank", 4, "of the LoRA", most=1024)
+    add_integer(parser, "--rank", None, "of the LoRA (default 4)", most=1024)
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="train all weights instead of a LoRA, and write a model; not for --model",
+    )
     add_integer(parser, "--batch", 8, "samples per step")
     add_integer(parser, "--denoising-steps", 20, "per prompt; for --model")
-    _add_schedule(parser, learning_rate=1e-3, warm_up=50)
+    _add_schedule(parser, learning_rate=None, warm_up=50)
+    _add_keep_steps(parser, "what was learned until this step, in a file whose name ends in -steps")
     parser.add_argument(
         "--save-memory", action="store_true", help="compute activations again in the backward pass"
     )
@@ -200,16 +208,28 @@ def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool, kept: str
 
 
 def _add_schedule(
-    parser: argparse.ArgumentParser, learning_rate: float, warm_up: int, average: float = 0.999
+    parser: argparse.ArgumentParser, learning_rate: float | None, warm_up: int, average: float = 0.999
 ) -> None:
+    """Options of the loop.
+
+    Args:
+        learning_rate: the default; None: that of distilling, which depends on what is trained.
+    """
     add_integer(parser, "--steps", None, "to reach in all, over all runs")
     add_number(parser, "--minutes", None, "time for this run", is_above=True)
-    add_number(parser, "--learning-rate", learning_rate, "after warming up", is_above=True)
+    words = "after warming up"
+    if learning_rate is None:
+        words += f" (default {_LORA_RATE:g}, with --full {_FULL_RATE:g})"
+    add_number(parser, "--learning-rate", learning_rate, words, is_above=True)
     add_integer(parser, "--warm-up", warm_up, "steps until the full learning rate", least=0)
     add_integer(parser, "--cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
     add_number(parser, "--average", average, "decay of the moving average of the weights")
     add_integer(parser, "--accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
     add_number(parser, "--checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
+
+
+def _add_keep_steps(parser: argparse.ArgumentParser, what: str) -> None:
+    add_integer(parser, "--keep-steps", None, f"keep {what}")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -352,21 +372,33 @@ def _distill(arguments: argparse.Namespace) -> int:
         wrong("--data", "be given for the embedded model, or `--model` with `--prompts`", "both or none")
     if bool(arguments.model) != bool(arguments.prompts):
         wrong("--prompts", "be given with `--model`, and only there", arguments.prompts)
+    if arguments.learning_rate is None:
+        arguments.learning_rate = _FULL_RATE if arguments.full else _LORA_RATE
+    if arguments.full and arguments.rank is not None:
+        wrong("--rank", "be left out with `--full`, which trains no LoRA", arguments.rank)
+    if arguments.full and arguments.model:
+        wrong("--full", "be left out with `--model`", arguments.model, "Large models are tuned by a LoRA.")
     for name in ("prompts", "weights"):
         path = getattr(arguments, name)
         if path and not path.is_file():
             wrong(f"--{name}", "name a file that is there", repr(str(path)))
     with missing_extras_told():
-        from nearfield.training.distill import LORA, Distillation, Recipe
+        from nearfield.training.distill import Distillation, Recipe, result_of
 
         schedule = _schedule(arguments)
-        transformer, calls = _model_calls(arguments) if arguments.model else _demo_calls(arguments)
+        write = None
+        if arguments.model:
+            transformer, calls = _model_calls(arguments)
+        else:
+            model, calls = _demo_calls(arguments)
+            transformer = model.transformer
+            write = _model_writer(model) if arguments.full else None
         if arguments.compile and not getattr(transformer, "_repeated_blocks", None):
             name = type(transformer).__name__
             wrong("--compile", "be left out where diffusers cannot compile a model's blocks", name)
         recipe = Recipe(
             method,
-            arguments.rank,
+            None if arguments.full else arguments.rank or 4,
             seed=arguments.seed,
             saves_memory=arguments.save_memory,
             compiled=arguments.compile,
@@ -380,9 +412,17 @@ def _distill(arguments: argparse.Namespace) -> int:
                 recipe,
                 schedule,
                 on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
+                write=write,
             )
             _begin(arguments, distillation)
-            return _ended(arguments, distillation, LORA)
+            return _ended(arguments, distillation, result_of(recipe))
+
+
+def _model_writer(model: Any) -> Any:
+    """Writes the embedded model in 8 bits, as it ships."""
+    from nearfield.demo.model import save_model
+
+    return lambda path, facts: save_model(path, model, facts)
 
 
 def _demo_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -401,7 +441,7 @@ def _demo_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
         calls = latent_calls(model, latents, arguments.batch, arguments.accumulate, arguments.seed)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return model.transformer, calls
+    return model, calls
 
 
 def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:

@@ -3,10 +3,13 @@
 Teacher and student are one model: the teacher is called with its LoRA switched off and every layer dense, the student
 with its LoRA on and attention as the method says. The loss is the mean squared error between their velocities. Nothing
 is known about the model but that `apply` supports it, and nothing about the data but the calls the model gets.
+
+Without a LoRA all weights are trained; the teacher is then a copy of the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,14 @@ from nearfield.demo.storage import MissingExtra, write_tensors
 from nearfield.methods import Method
 from nearfield.training.data import Latents
 from nearfield.training.flow import mixed
-from nearfield.training.loop import CHECKPOINT, Draws, Loop, Outcome, Schedule
+from nearfield.training.loop import CHECKPOINT, Draws, Loop, Mark, Outcome, Schedule
+from nearfield.training.runs import MODEL
 
 LORA = "pytorch_lora_weights.safetensors"
 """The name under which diffusers looks for a LoRA in a folder."""
+
+Write = Callable[[Path, Mapping[str, Any]], None]
+"""Writes the model as it is to a file, with facts about it."""
 
 Calls = Callable[[int, int], Mapping[str, Any]]
 """The arguments of the model for a step (from 0) and one of its parts."""
@@ -43,7 +50,7 @@ class Recipe:
 
     Args:
         method: who reads whom in the student. Its `dense_steps` have no part in it.
-        rank: of the LoRA, whose scale is 1 (alpha equals rank).
+        rank: of the LoRA, whose scale is 1 (alpha equals rank); None for no LoRA: all weights are trained.
         targets: names of the linear layers that get one; by default those of attention and feed-forward.
         seed: of the LoRA's weights.
         saves_memory: compute activations again in the backward pass instead of keeping them.
@@ -52,7 +59,7 @@ class Recipe:
     """
 
     method: Method
-    rank: int = 4
+    rank: int | None = 4
     targets: tuple[str, ...] | None = None
     seed: int = 0
     saves_memory: bool = False
@@ -60,7 +67,10 @@ class Recipe:
     is_one_size: bool = False
 
     def __post_init__(self) -> None:
-        check_int("rank", self.rank, at_least=1)
+        if self.rank is not None:
+            check_int("rank", self.rank, at_least=1)
+        elif self.targets is not None:
+            wrong_value("targets", "be left out where `rank` is None: all weights are trained", self.targets)
         reason = reason_not_to_compile(self.method) if self.compiled else None
         if reason is not None:
             wrong_value("compiled", f"be False: {reason}", self.compiled)
@@ -76,6 +86,7 @@ class Distillation:
     Args:
         transformer: any diffusers model that `apply` supports.
         calls: gives the arguments of the model, such as `latent_calls` or `RecordedCalls`.
+        write: writes the model; needed where all of its weights are trained, and only there.
     """
 
     def __init__(
@@ -87,12 +98,16 @@ class Distillation:
         schedule: Schedule,
         *,
         on_step: Callable[[int, float | None], None] | None = None,
+        write: Write | None = None,
     ) -> None:
+        if (write is None) != (recipe.rank is not None):
+            wrong_value("write", "be given where the recipe's `rank` is None, and only there", write)
         self.transformer, self.folder, self.recipe = transformer, folder, recipe
         self.device = next(transformer.parameters()).device
-        self._calls, self._on_step = calls, on_step
+        self._calls, self._on_step, self._write = calls, on_step, write
         transformer.requires_grad_(False)
-        self.parameters = _add_lora(transformer, recipe)
+        self._copy = deepcopy(transformer).eval() if recipe.rank is None else None
+        self.parameters = _all_weights(transformer) if recipe.rank is None else _add_lora(transformer, recipe)
         if recipe.saves_memory:
             transformer.enable_gradient_checkpointing()
         # One step is dense, the other is not: a scheduler that stands still says which.
@@ -115,48 +130,71 @@ class Distillation:
             # A call is the teacher's or the student's, and their blocks differ in what they are compiled for: layers of
             # the LoRA switched off or on, gradients, who reads whom. So each finds graphs of its own.
             with self._compiled():
-                return self.loop.run(
-                    self._on_step, self.publish, pause_seconds=self.loop.schedule.checkpoint_seconds
-                )
+                pause = self.loop.schedule.checkpoint_seconds
+                return self.loop.run(self._on_step, self.publish, pause, self.keep)
         finally:
             self.transformer.eval()
 
-    def _compiled(self) -> AbstractContextManager[None]:
-        if not self.recipe.compiled:
-            return nullcontext()
-        return compiled_blocks(self.transformer, is_one_size=self.recipe.is_one_size)
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in (self.transformer, self._copy) if self.recipe.compiled else ():
+                if model is not None:
+                    stack.enter_context(compiled_blocks(model, is_one_size=self.recipe.is_one_size))
+            yield
 
     def loss(self, step: int, part: int) -> Tensor:
         arguments = self._calls(step, part)
         with precision(self.device):
-            with torch.no_grad(), self.teacher():
-                wanted = tensors_in(self.transformer(**arguments))
+            with torch.no_grad(), self.teacher() as teacher:
+                wanted = tensors_in(teacher(**arguments))
             got = tensors_in(self.transformer(**arguments))
         losses = [mse_loss(one.float(), other.float()) for one, other in zip(got, wanted, strict=True)]
         return torch.stack(losses).mean()
 
     @contextmanager
-    def teacher(self) -> Iterator[None]:
+    def teacher(self) -> Iterator[Any]:
         """The model as it was: dense, without the LoRA."""
+        if self._copy is not None:
+            yield self._copy
+            return
         self._phase.step_index = 0
         _switch_lora(self.transformer, is_on=False)
         try:
-            yield
+            yield self.transformer
         finally:
             _switch_lora(self.transformer, is_on=True)
             self._phase.step_index = 1
 
     def publish(self) -> None:
-        """Write the averaged LoRA, as diffusers' `load_lora_weights` reads it."""
+        """Write the averaged LoRA, as diffusers' `load_lora_weights` reads it; or the averaged model."""
+        self._save(self.folder / result_of(self.recipe))
+
+    def keep(self, mark: Mark) -> None:
+        """Write that of a moment to a file that stays as it is: `pytorch_lora_weights-steps`, `model-steps`."""
+        path = self.folder / result_of(self.recipe)
+        self._save(path.with_name(f"{path.stem}-{mark}{path.suffix}"))
+
+    def _save(self, path: Path) -> None:
+        recipe = recipes.Recipe(self.recipe.method).as_document()
+        facts = {"recipe": recipe, "rank": self.recipe.rank, "step": self.loop.step}
         with self.loop.averaged():
-            recipe = recipes.Recipe(self.recipe.method).as_document()
-            facts = {"recipe": recipe, "rank": self.recipe.rank, "step": self.loop.step}
-            save_lora(self.folder / LORA, self.transformer, facts)
+            if self._write is not None:
+                self._write(path, facts)
+            else:
+                save_lora(path, self.transformer, facts)
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Leave the model as it was found, but for weights that were trained."""
         self.handle.remove()
-        _remove_lora(self.transformer)
+        if self._copy is None:
+            _remove_lora(self.transformer)
+        self.transformer.requires_grad_(False)
+
+
+def result_of(recipe: Recipe) -> str:
+    """The name of the file that is written in the end."""
+    return MODEL if recipe.rank is None else LORA
 
 
 class _Phase:
@@ -165,6 +203,14 @@ class _Phase:
     def __init__(self) -> None:
         self.step_index = 1
         self.timesteps = (0, 1)
+
+
+def _all_weights(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    found = dict(transformer.named_parameters())
+    for value in found.values():
+        value.data = value.data.float()  # small updates vanish in half precision
+        value.requires_grad_(True)
+    return found
 
 
 def lora_targets(transformer: nn.Module) -> list[str]:
