@@ -66,6 +66,7 @@ class Part(NamedTuple):
         chains: makes its commands, for so many minutes; further ones for when the first broke.
         least: seconds below which it is not begun; parts that cannot go on later need all of their time.
         needs: files without which it is not begun.
+        may_begin: whether what else it builds on is there.
         cost: seconds of the GPU, where several share it.
         most: seconds after which it must have hung.
         uses: what only one part may use at a time; empty: nothing of the kind.
@@ -79,9 +80,10 @@ class Part(NamedTuple):
     cost: float = 0.0
     most: float = float("inf")
     uses: str = ""
+    may_begin: Callable[[], bool] = lambda: True
 
     def can_begin(self, seconds: float) -> bool:
-        return seconds >= self.least and all(path.exists() for path in self.needs)
+        return seconds >= self.least and all(path.exists() for path in self.needs) and self.may_begin()
 
 
 @dataclass

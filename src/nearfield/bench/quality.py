@@ -5,7 +5,6 @@ sweep that is stopped goes on with the next. Where batches are kept, it goes on 
 processes may take a pattern each.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from nearfield._files import write_json
 from nearfield.bench import machine, picture_runs
 from nearfield.bench.kept_batches import Batch, KeptBatches, digest
 from nearfield.bench.picture_runs import DENSE, Drawing, Facts, PictureMaker, Task
-from nearfield.bench.quality_cases import Pattern
+from nearfield.bench.quality_cases import Pattern, as_file_name
 from nearfield.demo.pictures import grid_of, write_picture
 from nearfield.quality.results import QualityRow, as_document, read_rows
 
@@ -264,11 +263,6 @@ class Sweep:
 def strip_file(folder: Path, pattern: Pattern | None) -> Path:
     """Where the first pictures of a pattern stand."""
     return folder / f"{as_file_name(pattern.name if pattern else DENSE)}.png"
-
-
-def as_file_name(name: str) -> str:
-    """A pattern's name, as far as files may be called so."""
-    return re.sub("[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def photograph_statistics(

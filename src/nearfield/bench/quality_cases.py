@@ -1,6 +1,7 @@
 """Patterns of attention whose pictures are compared, in groups. Plain values, so that arguments are read at once."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,9 +104,7 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     ],
     "search": [
         _sparse("far 16, centre, 3 dense steps", shared="centre", dense_steps=3),
-        _sparse(
-            "far 16, centre, interleave, 3 dense steps", shared="centre", interleave=True, dense_steps=3
-        ),
+        _sparse("far 16, centre, interleave, 3 dense steps", shared="centre", interleave=True, dense_steps=3),
         _sparse("far 16, interleave, 3 dense steps", interleave=True, dense_steps=3),
         _sparse("far 8, interleave, 3 dense steps", far=8, interleave=True, dense_steps=3),
     ],
@@ -189,6 +188,11 @@ closed Hilbert curve, and nothing of it is shared or dense."""
 def pattern_named(name: str) -> Pattern:
     """One of the groups' patterns."""
     return next(pattern for patterns in GROUPS.values() for pattern in patterns if pattern.name == name)
+
+
+def as_file_name(name: str) -> str:
+    """A pattern's name, as far as files may be called so."""
+    return re.sub("[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def read_patterns(text: str) -> list[Pattern]:

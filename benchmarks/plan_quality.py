@@ -1,0 +1,390 @@
+"""All that is measured of the embedded model's quality, in order of importance, within the minutes that are given.
+
+    benchmarks/measure_quality.sh plan STATE MINUTES [NAME=VALUE]...
+
+The same call again goes on where time was up, with the next batch of pictures or the next step of training. First a
+few pictures of each pattern in the group "search" say which of them is tuned; that choice is kept in STATE/chosen.json.
+Then pictures and training run side by side. What was done, what it took and what broke is in STATE/plan.json; what a
+part printed, in STATE/printed. A part that breaks is tried again without --compile, and then left.
+
+Names and values are the fields of `Settings`. Lists stand between commas, switches are yes or no.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import planned
+from planned import Chain, Part, read_json
+
+from nearfield._files import write_json
+from nearfield.bench.quality_cases import GROUPS, SECTIONS, Pattern, as_file_name, pattern_named
+from nearfield.demo.model import EMBEDDED
+from nearfield.training import data
+
+DENSE = "dense"
+CANDIDATES = [pattern.name for pattern in GROUPS["search"]]
+FULL, NATIVE = "full", "native"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and how much of it.
+
+    Args:
+        size, steps, batch: of the pictures.
+        screen, num, most: pictures of each pattern to choose by, of every pattern, and of the dense model and the
+            chosen pattern before and after tuning.
+        pairs: of the first so many each is held beside the dense one.
+        tuned: the pattern that is tuned, one of the group "search"; empty: the one with the least FID.
+        rank, tuning_steps, cool_down: of the LoRA that may ship.
+        ranks, equal_steps: LoRAs that are compared after equally many steps, with "full" for all weights and "native"
+            for flow matching with sparse attention.
+        tuning_batch: samples per step.
+        sections: tables to measure for, the first six of them before other ways of tuning.
+        lanes: parts side by side.
+        compiled: use torch.compile.
+    """
+
+    size: int = 512
+    steps: int = 16
+    batch: int = 64
+    screen: int = 512
+    num: int = 1500
+    most: int = 5000
+    pairs: int = 512
+    tuned: str = ""
+    rank: int = 4
+    tuning_steps: int = 600
+    cool_down: int = 200
+    ranks: tuple[str, ...] = ("4", "64", FULL, "16", NATIVE)
+    equal_steps: int = 200
+    tuning_batch: int = 32
+    sections: tuple[str, ...] = tuple(SECTIONS)
+    lanes: int = 2
+    compiled: bool = True
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> "Settings":
+        """From `name=value`; says what is wrong and ends the program."""
+        settings = planned.read_settings(cls, words)
+        ranks = [name for name in settings.ranks if name not in (FULL, NATIVE) and not name.isdecimal()]
+        for name, wrong, known in (
+            ("tuned", [] if settings.tuned in ("", *CANDIDATES) else [settings.tuned], CANDIDATES),
+            ("sections", [name for name in settings.sections if name not in SECTIONS], list(SECTIONS)),
+            ("ranks", ranks, ["numbers", FULL, NATIVE]),
+        ):
+            if wrong:
+                sys.exit(f"`{name}` must be any of {'; '.join(known)}; got {wrong[0]!r}.")
+        return settings
+
+
+class Plan(planned.Plan):
+    """The parts of the campaign."""
+
+    settings: Settings
+
+    # -- the parts -----------------------------------------------------------------------------------------------
+
+    def groups(self) -> Iterator[list[Part]]:
+        settings = self.settings
+        candidates = [pattern_named(name) for name in CANDIDATES]
+        yield [
+            self.photographs(),
+            self.dense_pictures(),
+            *(self.pictures(pattern, settings.screen) for pattern in candidates),
+        ]
+        chosen = self.chosen()
+        if chosen is not None:
+            yield list(self._in_order(chosen, [pattern for pattern in candidates if pattern != chosen]))
+
+    def _in_order(self, chosen: Pattern, others: Sequence[Pattern]) -> Iterator[Part]:
+        settings, best = self.settings, f"rank-{self.settings.rank}"
+        counts = settings.num, settings.most
+        yield self.lora(chosen)
+        yield self.pictures(None, settings.screen, *counts)
+        yield self.pictures(chosen, *counts)
+        yield self.pictures(self.tuned(chosen, best), *counts, after=best)
+        first = list(dict.fromkeys(name for section in settings.sections for name in SECTIONS[section]))
+        urgent = {name for section in settings.sections[:6] for name in SECTIONS[section]}
+        yield from (self.pictures(pattern_named(name), settings.num) for name in first if name in urgent)
+        all_sparse = replace(chosen, name="all steps sparse", fields={**chosen.fields, "dense_steps": 0})
+        yield self.pictures(self.tuned(all_sparse, best), settings.num, after=best)
+        yield from self.compared(chosen)
+        yield from (self.pictures(pattern_named(name), settings.num) for name in first if name not in urgent)
+        yield from (self.pictures(pattern, settings.num) for pattern in others)
+
+    def photographs(self) -> Part:
+        statistics = self.statistics()
+        command = ["quality", str(self.state / "photographs"), "--save", str(statistics), "--metrics", "fid"]
+        command += ["--size", str(self.settings.size), *self.network()]
+        return Part("photographs", statistics.exists, lambda _: [[command]])
+
+    def dense_pictures(self) -> Part:
+        """Those that others are compared with. They need no photographs."""
+
+        def chains(minutes: float) -> list[Chain]:
+            command = self.measuring(None, (self.settings.screen,), minutes)
+            return [[[*command, *self.compiling()]], [command]]
+
+        return Part("dense-pictures", self.has_dense_pictures, chains)
+
+    def pictures(self, pattern: Pattern | None, *counts: int, after: str | None = None) -> Part:
+        """Pictures of a pattern, measured, with a row for each number of them.
+
+        Args:
+            after: the tuning whose result they are made with.
+        """
+        name = pattern.name if pattern else DENSE
+
+        def chains(minutes: float) -> list[Chain]:
+            command = self.measuring(pattern, counts, minutes)
+            if pattern is None:
+                command.remove("--no-dense-row")
+            return [[[*command, *self.compiling()]], [command]]
+
+        def may_begin() -> bool:
+            is_ready = self.statistics().exists() and self.has_dense_pictures()
+            return is_ready and (after is None or self.is_tuned(after))
+
+        return Part(
+            f"pictures-{as_file_name(name)}-{max(counts)}",
+            lambda: max(counts) in self.measured(name),
+            chains,
+            least=45.0,
+            may_begin=may_begin,
+        )
+
+    def measuring(self, pattern: Pattern | None, counts: Sequence[int], minutes: float) -> list[str]:
+        name = as_file_name(pattern.name if pattern else DENSE)
+        listed, settings = self.state / "patterns" / f"{name}.json", self.settings
+        write_patterns(listed, [] if pattern is None else [pattern])
+        command = ["bench", "quality", "--photographs", str(self.state / "photographs")]
+        command += ["--patterns", str(listed), "--out", str(self.report(name)), "--no-dense-row"]
+        command += ["--num", ",".join(map(str, counts)), "--pairs", str(settings.pairs)]
+        command += ["--size", str(settings.size), "--steps", str(settings.steps)]
+        command += ["--batch", str(settings.batch), "--kept", str(self.state / "kept")]
+        command += ["--strips", str(self.state / "strips"), "--minutes", str(minutes)]
+        return [*command, *self.weights(), *self.network()]
+
+    # -- tuning --------------------------------------------------------------------------------------------------
+
+    def lora(self, chosen: Pattern) -> Part:
+        """The LoRA that may ship; on its way it is compared with others, if it is one of them."""
+        settings = self.settings
+        rank = ["--rank", str(settings.rank), "--keep-steps", str(settings.equal_steps)]
+        rank += ["--cool-down", str(settings.cool_down)]
+        return self.distilled(chosen, f"rank-{settings.rank}", settings.tuning_steps, rank)
+
+    def compared(self, chosen: Pattern) -> Iterator[Part]:
+        """Ways of tuning after equally many steps, and their pictures."""
+        settings, steps = self.settings, self.settings.equal_steps
+        for rank in settings.ranks:
+            name, words = f"rank-{rank}-equal", ["--rank", rank]
+            if rank == str(settings.rank):
+                yield self.pictures(self.tuned(chosen, name), settings.num, after=f"rank-{rank}")
+                continue
+            if rank == NATIVE:
+                yield self.native(chosen)
+            else:
+                yield self.distilled(chosen, name, steps, ["--full"] if rank == FULL else words)
+            yield self.pictures(self.tuned(chosen, name), settings.num, after=name)
+
+    def distilled(self, chosen: Pattern, name: str, steps: int, options: Sequence[str]) -> Part:
+        def chains(minutes: float) -> list[Chain]:
+            command = ["distill", *self.training(name, steps, minutes), *self.weights(), *options]
+            command += field_options(chosen.fields)
+            return [[[*command, *self.compiling()]], [command]]
+
+        return self.trained(chosen, name, chains)
+
+    def native(self, chosen: Pattern) -> Part:
+        """Flow matching goes on with sparse attention, from the model's own weights."""
+        name, fields = f"rank-{NATIVE}-equal", {**chosen.fields, "dense_steps": 0}
+        start = self.weights() or ["--weights", str(EMBEDDED)]
+
+        def chains(minutes: float) -> list[Chain]:
+            command = ["train", "demo", *self.training(name, self.settings.equal_steps, minutes)]
+            command += ["--start", start[1], "--size", str(self.settings.size), "--shift", "2"]
+            command += ["--learning-rate", "1e-4", "--warm-up", "50", "--samples", "0"]
+            # Not compiled: that would be the whole model, which takes longer than it saves.
+            return [[[*command, "--method", "hilbert", *field_options(fields)]]]
+
+        return self.trained(chosen, name, chains)
+
+    def trained(self, chosen: Pattern, name: str, chains: Any) -> Part:
+        def is_done() -> bool:
+            return self.is_tuned(name) or self.is_shown(chosen, name)
+
+        return Part(f"tune-{name}", is_done, chains, least=75.0, uses="training")
+
+    def training(self, name: str, steps: int, minutes: float) -> list[str]:
+        folder = self.state / "tuned" / name
+        words = ["--data", str(self.state / "photographs"), "--latents", str(self.state / "latents")]
+        words += ["--out", str(folder), "--resume", "--json", str(folder / "last.json")]
+        words += ["--batch", str(self.settings.tuning_batch), "--steps", str(steps)]
+        return [*words, "--minutes", str(minutes), "--checkpoint-seconds", "100"]
+
+    def is_tuned(self, name: str) -> bool:
+        """Whether a tuning has made all of its steps, and its result is here."""
+        folder, settings = self.state / "tuned" / name, self.settings
+        steps = settings.equal_steps if name.endswith("-equal") else settings.tuning_steps
+        made = (read_json(folder / "last.json") or {"step": 0})["step"]
+        return made >= steps and self.result(name).exists()
+
+    def is_shown(self, chosen: Pattern, name: str) -> bool:
+        """Whether all pictures that a tuning is for were measured: on another machine it is not done again."""
+        is_best = name == f"rank-{self.settings.rank}"
+        count = self.settings.most if is_best else self.settings.num
+        return count in self.measured(self.tuned(chosen, name).name)
+
+    def result(self, name: str) -> Path:
+        """What a tuning writes: a LoRA, or a model."""
+        folder = self.state / "tuned" / name
+        if name in (f"rank-{FULL}-equal", f"rank-{NATIVE}-equal"):
+            return folder / "model.safetensors"
+        if name == f"rank-{self.settings.rank}-equal":
+            return (
+                self.state / "tuned" / f"rank-{self.settings.rank}" / "pytorch_lora_weights-steps.safetensors"
+            )
+        return folder / "pytorch_lora_weights.safetensors"
+
+    def tuned(self, pattern: Pattern, name: str) -> Pattern:
+        """A pattern with the result of a tuning, under a name that says which."""
+        _, rank, *rest = name.split("-")
+        steps = self.settings.equal_steps if rest else self.settings.tuning_steps
+        words = {FULL: "all weights", NATIVE: "natively sparse"}.get(rank, f"LoRA of rank {rank}")
+        shown = f"tuned, {words}, {steps} steps"
+        if pattern.name not in CANDIDATES:
+            shown += f", {pattern.name}"
+        result = str(self.result(name))
+        own = {"weights": result} if rank in (FULL, NATIVE) else {"lora": result}
+        return replace(pattern, name=shown, **own)
+
+    # -- what is known -------------------------------------------------------------------------------------------
+
+    def chosen(self) -> Pattern | None:
+        """The pattern that is tuned, once all that could be have been looked at."""
+        path = self.state / "chosen.json"
+        known = read_json(path)
+        if known is not None and self.settings.tuned in ("", known["name"]):
+            return pattern_named(known["name"])
+        if self.settings.tuned:
+            name = self.settings.tuned
+        else:
+            looks = [self.pictures(pattern_named(name), self.settings.screen) for name in CANDIDATES]
+            if not all(map(self.is_settled, looks)):
+                return None
+            found = {name: self._fid(name) for name in CANDIDATES}
+            name = min(CANDIDATES, key=lambda each: found[each])
+        write_json(path, {"name": name, "fields": dict(pattern_named(name).fields)})
+        return pattern_named(name)
+
+    def _fid(self, name: str) -> float:
+        return self.measured(name).get(self.settings.screen, float("inf"))
+
+    def measured(self, name: str) -> dict[int, float]:
+        """FID by the number of pictures, of the rows with a name."""
+        rows = (read_json(self.report(as_file_name(name))) or {"results": []})["results"]
+        return {row["samples"]: row["fid"] for row in rows if row["pattern"] == name}
+
+    def report(self, name: str) -> Path:
+        return self.state / "quality" / f"{name}.json"
+
+    def has_dense_pictures(self) -> bool:
+        """Those that others are compared with; on a new machine they are missing, whatever was measured."""
+        settings = self.settings
+        wanted = -(-min(settings.pairs, settings.screen) // settings.batch)
+        return len(list((self.state / "kept").glob("dense-*/*.safetensors"))) >= wanted
+
+    def statistics(self) -> Path:
+        """Where `bench quality` looks for those of the photographs."""
+        known = _fingerprint(self.state / "photographs")
+        return self.state / "kept" / f"photographs-{self.settings.size}-{known}.safetensors"
+
+    # -- what commands share -------------------------------------------------------------------------------------
+
+    def weights(self) -> list[str]:
+        """The embedded model's, unless another file was staged."""
+        path = self.state / "files" / "cats.safetensors"
+        return ["--weights", str(path)] if path.exists() else []
+
+    def network(self) -> list[str]:
+        path = self.state / "files" / "inception_fid_fp16.safetensors"
+        return ["--inception", str(path)] if path.exists() else []
+
+    def compiling(self) -> list[str]:
+        """Where it broke twice and went well without, it is not tried any more."""
+        saved = [record for record in self.records.values() if record.broke == 1 and record.status == "done"]
+        return ["--compile"] if self.settings.compiled and len(saved) < 2 else []
+
+    # -- what the machinery asks ---------------------------------------------------------------------------------
+
+    @property
+    def lanes(self) -> int:
+        return self.settings.lanes
+
+    def is_end(self, group: Sequence[Part]) -> bool:
+        return group[0].name == "photographs"
+
+
+@cache
+def _fingerprint(photographs: Path) -> str:
+    return data.fingerprint(data.pictures(photographs))[:12]
+
+
+def write_patterns(path: Path, patterns: Sequence[Pattern]) -> None:
+    """A file that `--patterns` reads; only where it would change, for a command may be reading it."""
+    text = json.dumps([asdict(pattern) for pattern in patterns], indent=1)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def field_options(fields: Mapping[str, Any]) -> list[str]:
+    """Fields of `Hilbert` as options."""
+    words: list[str] = []
+    for name, value in fields.items():
+        option = f"--{name.replace('_', '-')}"
+        words += ([option] if value else []) if isinstance(value, bool) else [option, str(value)]
+    return words
+
+
+def _import_everything() -> None:
+    """What children need, once for all; nothing that touches a GPU, which would not survive a fork."""
+    import PIL.Image  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
+    import nearfield.bench.quality
+    import nearfield.quality.command
+    import nearfield.training.distill
+    import nearfield.training.flow  # noqa: F401
+
+    with suppress(ImportError):  # the parts that need them will say so
+        import peft  # noqa: F401
+
+        from nearfield.demo.model import from_diffusers
+
+        for name in ("FluxTransformer2DModel", "FlowMatchEulerDiscreteScheduler"):
+            from_diffusers(name)
+
+
+def main(words: Sequence[str]) -> int:
+    if len(words) < 2:
+        sys.exit(__doc__)
+    plan = Plan(Path(words[0]), Settings.read(words[2:]), planned.ends_after(words[1]))
+    try:
+        plan.statistics()
+    except OSError as error:
+        sys.exit(f"`STATE` must hold photographs; got {words[0]}: {error}. Stage them first.")
+    _import_everything()
+    return planned.carry_out(plan)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
