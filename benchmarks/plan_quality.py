@@ -210,7 +210,7 @@ class Plan(planned.Plan):
 
         def chains(minutes: float) -> list[Chain]:
             command = ["train", "demo", *self.training(name, self.settings.equal_steps, minutes)]
-            command += ["--start", start[1], "--size", str(self.settings.size), "--shift", "2"]
+            command += ["--start", start[1], "--shift", "2"]
             command += ["--learning-rate", "1e-4", "--warm-up", "50", "--samples", "0"]
             # Not compiled: that would be the whole model, which takes longer than it saves.
             return [[[*command, "--method", "hilbert", *field_options(fields)]]]
@@ -227,6 +227,7 @@ class Plan(planned.Plan):
         folder = self.state / "tuned" / name
         words = ["--data", str(self.state / "photographs"), "--latents", str(self.state / "latents")]
         words += ["--out", str(folder), "--resume", "--json", str(folder / "last.json")]
+        words += ["--size", str(self.settings.size)]
         words += ["--batch", str(self.settings.tuning_batch), "--steps", str(steps)]
         return [*words, "--minutes", str(minutes), "--checkpoint-seconds", "100"]
 

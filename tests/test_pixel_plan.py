@@ -17,10 +17,11 @@ from tests.cats import CATS
 
 from nearfield import cli
 from nearfield._files import write_json
-from nearfield.bench import pixel_results
+from nearfield.bench import collected, pixel_results
 from nearfield.quality import Statistics
 from nearfield.studio import results
 
+BEGIN, END = collected.marks("pixel")
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "train_pixel.sh"
 SETTINGS = (
@@ -235,7 +236,7 @@ def test_results_become_tables_and_pictures(
 ) -> None:
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
-    page.write_text(f"before\n\n{pixel_results.BEGIN}\n\nold\n\n{pixel_results.END}\n\nafter\n")
+    page.write_text(f"before\n\n{BEGIN}\n\nold\n\n{END}\n\nafter\n")
     files = {
         "--json": tmp_path / "results.json",
         "--plot": page.parent / "images" / "loss.png",
@@ -277,7 +278,7 @@ def test_what_there_is_of_a_first_slice_is_shown(
         place.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, place)
     page = tmp_path / "page.md"
-    page.write_text(f"{pixel_results.BEGIN}{pixel_results.END}")
+    page.write_text(f"{BEGIN}{END}")
     words = f"--plot {tmp_path}/loss.png --sheet {tmp_path}/sheet.png --page {page}".split()
     assert cli.main(["bench", "pixel", "--results", str(tmp_path / "state"), *words]) == 0
     captured = capsys.readouterr()
@@ -319,5 +320,5 @@ def test_bad_results_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     }.items():
         assert cli.main(["bench", "pixel", *words.split()]) == 2
         assert f"nearfield: error: {message}" in capsys.readouterr().err
-    with pytest.raises(pixel_results.BadResults, match="the page has no place for results"):
-        pixel_results.put_into("no marks", "results")
+    with pytest.raises(collected.BadResults, match="the page has no place for results"):
+        collected.put_into("no marks", "results", "pixel")

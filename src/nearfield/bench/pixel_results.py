@@ -4,9 +4,7 @@ Read from what `benchmarks/train_pixel.sh collect` brings, or from the folder it
 """
 
 import json
-import tarfile
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
@@ -15,6 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearfield.bench.collected import (
+    machine_words,
+    markdown_table,
+    opened_folder,
+    read_document,
+    read_plan,
+)
 from nearfield.bench.report import table
 from nearfield.demo.pictures import Row
 from nearfield.quality.images import open_images
@@ -36,10 +41,6 @@ MOMENTS = ("steps", "seconds")
 _POINTS = 60  # of a curve
 _SHOWN = 8  # pictures of a model
 _WIDE = 96  # pixels below which pictures are shown twice as large
-
-
-class BadResults(Exception):
-    """Something else than the results of training runs."""
 
 
 class Run(NamedTuple):
@@ -102,27 +103,18 @@ class Collected(NamedTuple):
 @contextmanager
 def opened(path: Path) -> Iterator[Collected]:
     """The results in a folder or in an archive; pictures can be read as long as it is open."""
-    if path.is_dir():
-        yield read_folder(path)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            with tarfile.open(path) as archive:
-                archive.extractall(folder, filter="data")
-        except (tarfile.TarError, OSError) as error:
-            raise BadResults(f"{path} is no archive of results: {error}") from None
-        yield read_folder(Path(folder))
+    with opened_folder(path) as folder:
+        yield read_folder(folder)
 
 
 def read_folder(folder: Path) -> Collected:
-    plan = _read(folder / "plan.json")
-    if "settings" not in plan:
-        raise BadResults(f"{folder} holds no plan.json of `benchmarks/train_pixel.sh plan`")
+    plan = read_plan(folder, "train_pixel.sh")
     order = [*NAMES]
     runs = [_run(folder, path.parent) for path in (folder / "runs").glob("*/log.jsonl")]
     runs.sort(key=lambda run: (run.size, order.index(run.attention), run.label is not None, run.label or ""))
     benchmarks = [
-        _read(path) for path in sorted((folder / "bench").glob("*.json"), key=lambda path: int(path.stem))
+        read_document(path)
+        for path in sorted((folder / "bench").glob("*.json"), key=lambda path: int(path.stem))
     ]
     return Collected(folder, plan["settings"], plan["parts"], runs, benchmarks)
 
@@ -133,13 +125,16 @@ def _run(folder: Path, place: Path) -> Run:
     kept = {moment: _kept(folder / "quality", f"{place.name}-{moment}") for moment in MOMENTS}
     found = {moment: figures for moment, figures in kept.items() if figures}
     return Run(
-        place.name, torch.tensor(log, dtype=torch.float64).view(-1, 3), _read(place / "last.json"), found
+        place.name,
+        torch.tensor(log, dtype=torch.float64).view(-1, 3),
+        read_document(place / "last.json"),
+        found,
     )
 
 
 def _kept(folder: Path, name: str) -> dict[str, Any]:
     """The figures of a kept model: its loss and step, and how far its pictures are from photographs."""
-    made, measured = _read(folder / f"{name}-made.json"), _read(folder / f"{name}.json")
+    made, measured = read_document(folder / f"{name}-made.json"), read_document(folder / f"{name}.json")
     if not made:
         return {}
     figures = measured.get("figures", {})
@@ -147,15 +142,6 @@ def _kept(folder: Path, name: str) -> dict[str, Any]:
     return {"loss": made.get("loss"), "step": made["settings"]["step"]} | {
         name: figures[name] for name in wanted if figures.get(name) is not None
     }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise BadResults(f"{path} is no JSON: {error}") from None
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
@@ -248,19 +234,18 @@ def markdown(
         pictures: what they show, and where they are.
         source: where the document is.
     """
-    parts = [_markdown(rows) for rows in (_speed_rows(document), _quality_rows(document)) if len(rows) > 1]
+    parts = [
+        markdown_table(rows) for rows in (_speed_rows(document), _quality_rows(document)) if len(rows) > 1
+    ]
     shown = [f"![{words}]({place})" for words, place in (pictures or {}).items()]
     return "\n\n".join([_circumstances(document, source), *parts, *shown])
 
 
 def _circumstances(document: dict[str, Any], source: str | None) -> str:
     settings, machine = document["settings"], document["machine"]
-    processors = [gpu["name"] for gpu in machine.get("gpus", ())] or [
-        machine.get("cpu", {}).get("name", "unknown")
-    ]
     counts = {kept["images"]: kept["references"] for kept in _all_kept(document) if kept.get("images")}
     sentences = [
-        f"{processors[0]}, torch {machine.get('versions', {}).get('torch')}, commit {machine.get('commit')}.",
+        machine_words(machine),
         f"Every run starts from one model with full attention: {settings['small_seconds']:g} s at"
         f" {settings['small']} px, batch {settings['small_batch']}.",
         f"Full attention then trains for {settings['seconds']:g} s at {settings['size']} px, batch {settings['batch']};"
@@ -277,17 +262,6 @@ def _circumstances(document: dict[str, Any], source: str | None) -> str:
 def _all_kept(document: dict[str, Any]) -> list[dict[str, Any]]:
     moments = ("equal_samples", "equal_time")
     return [record[moment] for record in document["results"] for moment in moments if record[moment]]
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    heads, *lines = rows
-    return "\n".join(
-        [
-            f"| {' | '.join(heads)} |",
-            f"|---|{'---:|' * (len(heads) - 1)}",
-            *(f"| {' | '.join(line)} |" for line in lines),
-        ]
-    )
 
 
 def _speed_rows(document: dict[str, Any]) -> list[list[str]]:
@@ -369,15 +343,3 @@ def _sheet_words(kept: dict[str, Any]) -> str:
     if kept.get("fid") is not None:
         words.append(f"FID {kept['fid']:.1f}")
     return ", ".join(words)
-
-
-BEGIN, END = "<!-- pixel results -->", "<!-- end of pixel results -->"
-
-
-def put_into(page: str, results: str) -> str:
-    """A page with results in the place of what stood between its marks. Raises BadResults where it has none."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise BadResults(f"the page has no place for results: it must hold {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{results}\n\n{END}{after}"

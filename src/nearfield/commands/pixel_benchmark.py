@@ -1,7 +1,6 @@
 """`nearfield bench pixel`: training steps of a transformer on pixels."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,13 @@ from nearfield.commands.arguments import (
     comma_list,
     command,
     member,
-    output_file,
-    wrong,
+)
+from nearfield.commands.collected import (
+    add_results,
+    check_results,
+    require_results,
+    seen_from,
+    text_writer,
 )
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.options import add_device, add_integer, add_json, add_plot
@@ -57,25 +61,8 @@ def add_command(benchmarks: Any) -> None:
     parser.add_argument("--tiny", action="store_true", help="two narrow layers")
     add_device(parser)
     add_json(parser)
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing: tell what training runs came to, collected by benchmarks/train_pixel.sh",
-    )
+    add_results(parser, "train_pixel.sh")
     add_plot(parser, "for --results: draw the losses", ".png", ".svg")
-    parser.add_argument(
-        "--sheet",
-        type=output_file("--sheet", ".png"),
-        metavar="FILE",
-        help="for --results: pictures of every model, one above the other (.png)",
-    )
-    parser.add_argument(
-        "--page",
-        type=Path,
-        metavar="FILE",
-        help="for --results: put the tables between the marks for them on this Markdown page",
-    )
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 
@@ -89,9 +76,7 @@ def _variant_name(text: str) -> str:
 def _bench_pixel(arguments: argparse.Namespace) -> int:
     if arguments.results is not None:
         return _show_results(arguments)
-    for name in ("plot", "sheet", "page"):
-        if getattr(arguments, name) is not None:
-            wrong(f"--{name}", "come with `--results`", repr(str(getattr(arguments, name))))
+    require_results(arguments, "plot")
     from nearfield.bench import machine
 
     device = chosen_device(arguments.device)
@@ -130,14 +115,12 @@ def _bench_pixel(arguments: argparse.Namespace) -> int:
 
 def _show_results(arguments: argparse.Namespace) -> int:
     """Tables of what was trained elsewhere, as JSON, on a page, and as pictures."""
-    if not arguments.results.exists():
-        wrong("--results", "name a file or a folder that is there", repr(str(arguments.results)))
-    if arguments.page is not None and not arguments.page.is_file():
-        wrong("--page", "name a page that is there", repr(str(arguments.page)))
+    check_results(arguments)
     require_reports("--plot", arguments.plot, arguments.json)
     with missing_extras_told():
-        from nearfield._files import replace_file, write_json
+        from nearfield._files import write_json
         from nearfield.bench import pixel_results
+        from nearfield.bench.collected import BadResults
 
         try:
             with pixel_results.opened(arguments.results) as collected:
@@ -145,14 +128,11 @@ def _show_results(arguments: argparse.Namespace) -> int:
                 print(pixel_results.tables(document))
                 writers = _drawings(arguments, collected, document["results"])
                 if arguments.page is not None:
-                    page = _page_with(arguments, document, list(writers))
-                    writers[arguments.page] = lambda path: replace_file(
-                        path, lambda part: part.write_text(page, encoding="utf-8")
-                    )
+                    writers[arguments.page] = text_writer(_page_with(arguments, document, list(writers)))
                 if arguments.json is not None:
                     writers[arguments.json] = lambda path: write_json(path, document)
                 written = write_all(writers)
-        except pixel_results.BadResults as error:
+        except BadResults as error:
             raise UsageError(f"`--results` cannot be used: {error}.") from None
     return OK if written else FAILED
 
@@ -180,16 +160,13 @@ def _drawings(
 
 def _page_with(arguments: argparse.Namespace, document: dict[str, Any], drawn: list[Path]) -> str:
     """The page with tables, and with pictures that are made along with it."""
-    from nearfield.bench.pixel_results import markdown, put_into
+    from nearfield.bench.collected import put_into
+    from nearfield.bench.pixel_results import markdown
 
     words = {
         arguments.plot: "Loss against pictures and time, and over full attention's",
         arguments.sheet: "The first pictures of every model",
     }
-    pictures = {words[path]: _seen_from(arguments.page, path) for path in drawn}
-    source = None if arguments.json is None else _seen_from(arguments.page, arguments.json)
-    return put_into(arguments.page.read_text(encoding="utf-8"), markdown(document, pictures, source))
-
-
-def _seen_from(page: Path, path: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), page.resolve().parent)).as_posix()
+    pictures = {words[path]: seen_from(arguments.page, path) for path in drawn}
+    source = None if arguments.json is None else seen_from(arguments.page, arguments.json)
+    return put_into(arguments.page.read_text(encoding="utf-8"), markdown(document, pictures, source), "pixel")

@@ -2,22 +2,42 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench import quality_cases
-from nearfield.commands.arguments import OK, UsageError, comma_list, command, integer, output_file, wrong
+from nearfield.commands.arguments import (
+    FAILED,
+    OK,
+    UsageError,
+    comma_list,
+    command,
+    integer,
+    output_file,
+    wrong,
+)
+from nearfield.commands.collected import (
+    add_results,
+    check_results,
+    require_results,
+    seen_from,
+    text_writer,
+)
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.options import add_device, add_integer, add_number, add_plot, add_weights
 from nearfield.commands.progress import Bar, time_for
-from nearfield.commands.reports import require_reports
+from nearfield.commands.reports import require_reports, write_all
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from nearfield.quality import Statistics
+
+
+_PLOT_WORDS = "Pairs kept against FID; what nothing beats in both is joined by a line"
+_SHEET_WORDS = "The first pictures of the dense model and of patterns, of one noise"
 
 
 def add_command(benchmarks: Any) -> None:
@@ -27,12 +47,12 @@ def add_command(benchmarks: Any) -> None:
         _bench_quality,
         "make the embedded model's pictures with many patterns of attention, and measure them beside the dense ones",
         "  nearfield bench quality --photographs cats512 --weights run512/model.safetensors --patterns tiles,steps\n"
-        "  nearfield bench quality --photographs cats512 --patterns mine.json --num 5000 --minutes 9 --out mine.json",
+        "  nearfield bench quality --photographs cats512 --patterns mine.json --num 5000 --minutes 9 --out mine.json\n"
+        "  nearfield bench quality --results quality-results.tar.gz --out campaign.json --plot front.png",
     )
     parser.add_argument(
         "--photographs",
         type=Path,
-        required=True,
         metavar="DIR",
         help="what FID compares with: tar files or pictures",
     )
@@ -96,10 +116,16 @@ def add_command(benchmarks: Any) -> None:
         help="compare with the dense pictures without a row for them, which another command measures",
     )
     add_plot(parser, "draw pairs against FID")
+    add_results(parser, "measure_quality.sh")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
 
 
 def _bench_quality(arguments: argparse.Namespace) -> int:
+    if arguments.results is not None:
+        return _show_results(arguments)
+    require_results(arguments)
+    if arguments.photographs is None:
+        wrong("--photographs", "name a folder, unless `--results` names results", None)
     patterns = patterns_of(arguments.patterns)
     if arguments.dry_run:
         print(f"dense and {len(patterns)} patterns:", *(pattern.name for pattern in patterns), sep="\n  ")
@@ -159,6 +185,56 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
         quality_front(arguments.plot, sweep.rows, f"{task.num:,} pictures at {arguments.size} px")
         print(f"wrote {arguments.plot}")
     return done
+
+
+def _show_results(arguments: argparse.Namespace) -> int:
+    """Tables of what was measured elsewhere, as JSON, on a page, and as pictures."""
+    check_results(arguments)
+    require_reports("--plot", arguments.plot, arguments.out)
+    with missing_extras_told():
+        from nearfield._files import write_json
+        from nearfield.bench import quality_results
+        from nearfield.bench.collected import BadResults, put_into
+
+        try:
+            with quality_results.opened(arguments.results) as collected:
+                print(quality_results.tables(collected))
+                writers = _drawings(arguments, collected)
+                if arguments.page is not None:
+                    page, words = arguments.page, {arguments.plot: _PLOT_WORDS, arguments.sheet: _SHEET_WORDS}
+                    text = quality_results.markdown(
+                        collected,
+                        {words[path]: seen_from(page, path) for path in writers},
+                        seen_from(page, arguments.out),
+                    )
+                    whole = put_into(page.read_text(encoding="utf-8"), text, quality_results.WHAT)
+                    writers[page] = text_writer(whole)
+                document = quality_results.as_json(collected)
+                writers[arguments.out] = lambda path: write_json(path, document)
+                written = write_all(writers)
+        except (BadResults, ValueError) as error:
+            raise UsageError(f"`--results` cannot be used: {str(error).rstrip('.')}.") from None
+    return OK if written else FAILED
+
+
+def _drawings(arguments: argparse.Namespace, collected: Any) -> dict[Path, Callable[[Path], object]]:
+    """What draws the pictures that were asked for, as far as there is something to draw."""
+    from nearfield.bench.quality_results import front_rows, sheet_rows
+    from nearfield.demo.pictures import write_rows
+    from nearfield.plots.fronts import quality_front
+
+    points, rows = front_rows(collected), sheet_rows(collected)
+    settings = collected.settings
+    title = f"{settings['num']:,} pictures at {settings['size']} px"
+    found: dict[Path, Callable[[Path], object]] = {}
+    if arguments.plot is not None and points:
+        found[arguments.plot] = lambda path: quality_front(path, points, title)
+    if arguments.sheet is not None and rows:
+        found[arguments.sheet] = lambda path: write_rows(path, rows)
+    for path in (arguments.plot, arguments.sheet):
+        if path is not None and path not in found:
+            print(f"nothing to draw for {path}: nothing of it was collected", file=sys.stderr)
+    return found
 
 
 def _references(arguments: argparse.Namespace, network: "nn.Module") -> "Statistics":

@@ -33,12 +33,14 @@ def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
     colours = colours_of(kinds)
     figure, axis = pyplot.subplots(figsize=(8.6, 5.2))
     _draw_front(axis, [(row.pairs_kept, row.fid) for row in best])
+    names: list[tuple[tuple[float, float], str, bool]] = []
     for row in measured:
+        assert row.fid is not None  # others are not measured
         place, is_best = (row.pairs_kept, row.fid), row in best
         _draw_point(axis, place, colours[str(row.settings.get("tuning", "none"))], is_best)
-        axis.annotate(row.pattern, place, (6, 3), textcoords="offset points",
-                      fontsize=8.5 if is_best else 7, color=INK if is_best else MUTED)  # fmt: skip
+        names.append((place, row.pattern, is_best))
     _front_axes(axis, [row.fid or 0.0 for row in measured], {row.samples for row in measured})
+    _write_names(axis, names)
     legend(axis, colours, [f"tuning: {kind}" for kind in kinds])
     save_titled(figure, axis, title, path)
 

@@ -1,0 +1,326 @@
+"""What the quality campaign came to: tables, what was to be reached, pictures.
+
+Read from what `benchmarks/measure_quality.sh collect` brings, or from the folder it was collected from.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NamedTuple
+
+from nearfield.bench.collected import (
+    machine_words,
+    markdown_table,
+    opened_folder,
+    read_document,
+    read_plan,
+)
+from nearfield.bench.picture_runs import DENSE
+from nearfield.bench.quality_cases import GROUPS, SECTIONS, as_file_name
+from nearfield.bench.report import table
+from nearfield.demo.pictures import Row, read_picture
+from nearfield.methods import Hilbert
+from nearfield.quality.results import QualityRow, as_document, pareto_front, read_rows
+
+WHAT = "quality"
+"""The name of its marks on a page."""
+
+_BASE = "far 16"
+_LEFT_OUT = {
+    "Sliding": ("far 16, cycle 1", _BASE),
+    "A shared centre, two-way": (_BASE, "far 16, centre, two-way"),
+    "A shared centre, keys only": (_BASE, "far 16, centre, keys"),
+    "The closed curve, over an open one": ("far 16, hilbert", _BASE),
+    "The Hilbert curve, over raster order": ("far 16, raster", _BASE),
+}
+"""Patterns without and with what is said to help."""
+
+_SHOWN = ("far 16, 4 tiles", _BASE, "16 tiles", "disc of radius 15", "band of 600")
+_MOST_PAIRS, _MOST_DENSE_STEPS = 0.25, 0.2
+_UNTUNED, _TUNED, _SEAM = 1.25, 1.05, 1.02
+"""What is to be reached: FID over dense without and with tuning, and seam energy over dense."""
+
+
+class Collected(NamedTuple):
+    """All that was collected: settings and parts are the plan's.
+
+    Args:
+        chosen: the pattern that was tuned; None if that was not decided yet.
+        tunings: what the last command of each said.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    parts: dict[str, Any]
+    rows: list[QualityRow]
+    machine: dict[str, Any]
+    chosen: str | None
+    tunings: dict[str, dict[str, Any]]
+
+    def at(self, count: int) -> dict[str, QualityRow]:
+        """Rows of so many pictures, by their names."""
+        return {row.pattern: row for row in self.rows if row.samples == count}
+
+    @property
+    def tuned(self) -> list[str]:
+        """Names of patterns with tuned models, the best comparison first."""
+        return list(dict.fromkeys(row.pattern for row in self.rows if _is_tuned(row)))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Collected]:
+    """The results in a folder or in an archive; pictures can be read as long as it is open."""
+    with opened_folder(path) as folder:
+        yield read_folder(folder)
+
+
+def read_folder(folder: Path) -> Collected:
+    plan = read_plan(folder, "measure_quality.sh")
+    rows: list[QualityRow] = []
+    machine: dict[str, Any] = {}
+    for path in sorted((folder / "quality").glob("*.json")):
+        rows += read_rows(path)
+        machine = machine or json.loads(path.read_text(encoding="utf-8"))["machine"]
+    rows.sort(key=lambda row: (-row.samples, row.pattern != DENSE, _is_tuned(row), row.pattern))
+    tunings = {path.parent.name: read_document(path) for path in (folder / "tuned").glob("*/last.json")}
+    chosen = read_document(folder / "chosen.json").get("name")
+    return Collected(folder, plan["settings"], plan["parts"], rows, machine, chosen, tunings)
+
+
+def _is_tuned(row: QualityRow) -> bool:
+    return str(row.settings.get("tuning", "none")) != "none"
+
+
+def as_json(collected: Collected) -> dict[str, Any]:
+    """A file of quality results with what else is known; paths of that machine stay there."""
+    document = as_document(collected.rows, collected.machine, "the embedded model's pictures: the campaign")
+    for record in document["results"]:
+        record["settings"] = {
+            name: Path(value).name if name in ("weights", "lora") and value else value
+            for name, value in record["settings"].items()
+        }
+    tunings = {
+        name: {key: last.get(key) for key in ("step", "loss", "training_seconds", "batch")}
+        for name, last in sorted(collected.tunings.items())
+    }
+    own = {"settings": collected.settings, "parts": collected.parts}
+    return document | own | {"chosen": collected.chosen, "tunings": tunings}
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    title: str
+    num: int
+    rows: list[QualityRow]
+
+
+def sections(collected: Collected) -> list[Section]:
+    """Tables of rows that may be compared, the most important first; none without anything to compare."""
+    settings = collected.settings
+    candidates = [pattern.name for pattern in GROUPS["search"]]
+    chosen = [collected.chosen] if collected.chosen else []
+    wanted: list[tuple[str, int, Sequence[str]]] = [
+        ("Before and after tuning", settings["most"], [*chosen, *collected.tuned]),
+        ("Ways of tuning", settings["num"], [*chosen, *collected.tuned]),
+        ("Patterns that could be tuned", settings["screen"], candidates),
+        *((title, settings["num"], names) for title, names in SECTIONS.items()),
+    ]
+    found = []
+    for title, count, names in wanted:
+        at = collected.at(count)
+        rows = [at[name] for name in (DENSE, *names) if name in at]
+        if any(row.pattern not in (DENSE, _BASE, collected.chosen) for row in rows):
+            found.append(Section(title, count, rows))
+    return found
+
+
+_HEADS = ("pairs kept", "FID", "over dense", "KID x 1000", "precision, recall")
+_LIKENESS_HEADS = ("LPIPS", "PSNR", "seam energy over dense")
+
+
+def _lines(section: Section) -> list[list[str]]:
+    dense = next((row.fid for row in section.rows if row.pattern == DENSE), None)
+    heads = [f"{section.num:,} pictures", *_HEADS, *_LIKENESS_HEADS]
+    return [heads, *([row.pattern, *_cells(row, dense)] for row in section.rows)]
+
+
+def _cells(row: QualityRow, dense: float | None) -> list[str]:
+    kid = "-" if row.kid is None else f"{1000 * row.kid:.1f} ± {1000 * (row.kid_error or 0):.1f}"
+    return [
+        f"{row.pairs_kept:.1%}",
+        _number(row.fid, ".1f"),
+        "-" if row.fid is None or not dense else f"{row.fid / dense - 1:+.0%}",
+        kid,
+        "-" if row.precision is None else f"{row.precision:.2f}, {row.recall:.2f}",
+        _number(row.lpips, ".3f"),
+        _number(row.psnr, ".1f"),
+        _number(_seam_ratio(row), ".3f"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _seam_ratio(row: QualityRow) -> float | None:
+    return None if row.seam is None or not row.dense_seam else row.seam / row.dense_seam
+
+
+def tables(collected: Collected) -> str:
+    """For people in a terminal."""
+    parts = [f"{section.title}\n{table(_lines(section))}" for section in sections(collected)]
+    return "\n\n".join([*parts, *goals(collected)])
+
+
+def markdown(
+    collected: Collected, pictures: Mapping[str, str] | None = None, source: str | None = None
+) -> str:
+    """The same for a page, with how it came about.
+
+    Args:
+        pictures: what they show, and where they are.
+        source: where the document is.
+    """
+    parts = [_circumstances(collected, source)]
+    listed = [fill(f"- {sentence}", 118, subsequent_indent="  ") for sentence in goals(collected)]
+    parts += ["\n".join(listed)] if listed else []
+    parts += [f"![{words}]({place})" for words, place in (pictures or {}).items()]
+    for section in sections(collected):
+        parts += [f"**{section.title}**", markdown_table(_lines(section))]
+    return "\n\n".join(parts)
+
+
+def _circumstances(collected: Collected, source: str | None) -> str:
+    settings = collected.settings
+    sentences = [
+        machine_words(collected.machine),
+        f"{settings['size']} px, {settings['steps']} steps, the same noise in every row.",
+        "FID, KID, precision and recall: against all photographs; only rows of equally many pictures compare.",
+        f"LPIPS, PSNR and seam energy: the first {settings['pairs']:,} pictures beside the dense ones.",
+        "Nothing is dense, shared or tuned unless a row says so.",
+    ]
+    if collected.tunings:
+        steps = {name: last["step"] for name, last in sorted(collected.tunings.items()) if last.get("step")}
+        sentences.append(f"Tuned with batch {settings['tuning_batch']}:")
+        sentences.append(", ".join(f"{name} {made:,} steps" for name, made in steps.items()) + ".")
+    if source is not None:
+        sentences.append(f"All figures: [{Path(source).name}]({source}).")
+    return fill(" ".join(sentences), 118)
+
+
+# -- what was to be reached ----------------------------------------------------------------------------------------
+
+
+def goals(collected: Collected) -> list[str]:
+    """A sentence for everything that was to be reached, as far as it was measured."""
+    untuned = [
+        row for row in collected.rows if row.settings.get("method") == "hilbert" and not _is_tuned(row)
+    ]
+    few = [row for row in untuned if _fits(row) and row.samples >= collected.settings["num"]]
+    overall = [row for row in few if row.pairs_kept <= _MOST_PAIRS]
+    limits = f"at most {_MOST_PAIRS:.0%} of the pairs"
+    dense_steps = f"{_MOST_DENSE_STEPS:.0%} of the steps dense"
+    found = [
+        _goal(collected, few, f"Untuned, {limits} in sparse steps, at most {dense_steps}", _UNTUNED),
+        _goal(collected, overall, f"Untuned, {limits} over all steps, dense ones included", _UNTUNED),
+        _goal(collected, [row for row in collected.rows if _is_tuned(row)], "Tuned, 16 tiles", _TUNED, _SEAM),
+    ]
+    rows = collected.at(collected.settings["num"])
+    found += [
+        _effect(what, rows[without], rows[with_it])
+        for what, (without, with_it) in _LEFT_OUT.items()
+        if without in rows and with_it in rows
+    ]
+    front = [row.pattern for row in pareto_front(rows.values())]
+    if len(front) > 2:
+        found.append(f"Nothing beats these in both pairs kept and FID: {'; '.join(front)}.")
+    return [sentence for sentence in found if sentence]
+
+
+def _fits(row: QualityRow) -> bool:
+    """Whether a row reads few enough pairs in its sparse steps, and few enough steps are dense."""
+    steps = int(row.settings["steps"])
+    dense = Hilbert(dense_steps=row.settings["fields"]["dense_steps"]).num_dense_steps(steps)
+    if dense >= steps or dense > _MOST_DENSE_STEPS * steps:
+        return False
+    return (row.pairs_kept * steps - dense) / (steps - dense) <= _MOST_PAIRS
+
+
+def _goal(
+    collected: Collected, rows: Sequence[QualityRow], what: str, limit: float, seam_limit: float | None = None
+) -> str:
+    """The row that is nearest to dense; of a pattern, that of the largest number of pictures."""
+    dense = {row.samples: row.fid for row in collected.rows if row.pattern == DENSE and row.fid}
+    shares: dict[str, tuple[float, QualityRow]] = {}
+    for row in sorted(rows, key=lambda row: row.samples):
+        if row.fid is not None and row.samples in dense:
+            shares[row.pattern] = row.fid / dense[row.samples], row
+    if not shares:
+        return ""
+    share, best = min(shares.values(), key=lambda found: found[0])
+    words = (
+        f"{what}: FID {best.fid:.1f}, {_beside(share)} ({best.pattern}; {best.pairs_kept:.1%} of the pairs over all;"
+        f" {best.samples:,} pictures). To reach: {_beside(limit)}, **{_reached(share <= limit)}**."
+    )
+    seam = _seam_ratio(best)
+    if seam_limit is not None and seam is not None:
+        is_reached = abs(seam - 1) <= seam_limit - 1
+        words += f" Seam energy {_beside(seam, '.1%')}."
+        words += f" To reach: within {seam_limit - 1:.0%}, **{_reached(is_reached)}**."
+    return words
+
+
+def _beside(share: float, form: str = ".0%") -> str:
+    return f"{abs(share - 1):{form}} {'above' if share >= 1 else 'below'} dense"
+
+
+def _reached(is_reached: bool) -> str:
+    return "reached" if is_reached else "not reached"
+
+
+def _effect(what: str, without: QualityRow, with_it: QualityRow) -> str:
+    """Whether something is worth it, in FID and in seams."""
+    words = f"{what}: FID {_number(without.fid, '.1f')} without, {_number(with_it.fid, '.1f')} with it"
+    seams = _seam_ratio(without), _seam_ratio(with_it)
+    if None not in seams:
+        words += f"; seam energy over dense {_number(seams[0], '.3f')} and {_number(seams[1], '.3f')}"
+    helps = [without.fid is not None and with_it.fid is not None and with_it.fid < without.fid]
+    helps.append(seams[0] is not None and seams[1] is not None and abs(seams[1] - 1) < abs(seams[0] - 1))
+    verdict = {
+        (True, True): "it improves both",
+        (True, False): "it improves FID",
+        (False, True): "it improves seams",
+        (False, False): "it improves neither",
+    }
+    return f"{words}: {verdict[helps[0], helps[1]]}."
+
+
+# -- pictures ------------------------------------------------------------------------------------------------------
+
+
+def front_rows(collected: Collected) -> list[QualityRow]:
+    """What is drawn: rows of as many pictures as most patterns have."""
+    return [row for row in collected.rows if row.samples == collected.settings["num"]]
+
+
+def sheet_rows(collected: Collected) -> list[Row]:
+    """The first pictures of a few patterns, of one noise."""
+    names = [DENSE, *filter(None, [collected.chosen]), *collected.tuned[:1], *_SHOWN]
+    found = []
+    for name in dict.fromkeys(names):
+        strip = _strip(collected.folder, name)
+        row = next((row for row in collected.rows if row.pattern == name), None)
+        if strip is not None and row is not None:
+            images = read_picture(strip)[None]
+            words = f"{row.pairs_kept:.1%} of the pairs, FID {_number(row.fid, '.1f')} of {row.samples:,} pictures"
+            found.append(Row(name, words, images))
+    return found
+
+
+def _strip(folder: Path, name: str) -> Path | None:
+    files = (folder / "strips" / f"{as_file_name(name)}{suffix}" for suffix in (".jpg", ".png"))
+    return next((file for file in files if file.exists()), None)
