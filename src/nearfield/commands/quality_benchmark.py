@@ -135,7 +135,8 @@ def _bench_quality(arguments: argparse.Namespace) -> int:
     require_reports("--plot", arguments.plot, arguments.out)
     with missing_extras_told():
         done = _swept(arguments, patterns)
-    print(f"wrote {arguments.out}")
+    if arguments.out.exists():  # a row was measured, now or before
+        print(f"wrote {arguments.out}")
     if not done:
         print("time is up; the same command goes on", file=sys.stderr)
     return OK
@@ -176,7 +177,8 @@ def _swept(arguments: argparse.Namespace, patterns: Sequence[quality_cases.Patte
             done = sweep.run(patterns, is_time)
         except ValueError as error:  # fields that do not go together, or not with this size
             raise UsageError(str(error)) from None
-    print(table(sweep.rows))
+    if sweep.rows:
+        print(table(sweep.rows))
     for name, reason in sweep.not_compiled.items():
         print(f"{name}: not compiled, {reason}")
     if arguments.plot:
