@@ -167,35 +167,37 @@ class Plan(ABC):
     def _carry_out(self, group: Sequence[Part]) -> None:
         """Whenever a part ends the next one is begun, until none can be."""
         running: dict[int, _Running] = {}
+        beside, has_changed = min(len(group), self.lanes), True
         try:
             while True:
-                for part in self._startable(group, [each.part for each in running.values()]):
-                    running[self._started(part, min(len(group), self.lanes))] = _Running(
-                        part, time.monotonic()
-                    )
+                for part in self._startable(group, running) if has_changed else ():
+                    running[self._started(part, beside)] = _Running(part, time.monotonic())
                 if not running:
                     return
-                for child, code in ended(self._patience(running)):
+                found = ended(self._patience(running))
+                for child, code in found:
                     part, since = running.pop(child)
                     self._note(part, code, time.monotonic() - since)
+                has_changed = bool(found)
         finally:
             for child in running:
                 os.kill(child, signal.SIGTERM)
 
-    def _startable(self, group: Sequence[Part], running: Sequence[Part]) -> list[Part]:
+    def _startable(self, group: Sequence[Part], running: Mapping[int, _Running]) -> list[Part]:
         """Parts to begin now: not so many side by side that none would end in time."""
         if self.left < STARTING + ENDING:
             return []
         begun: list[Part] = []
+        already = [each.part for each in running.values()]
         for part in group:
-            beside = [*running, *begun]
+            beside = [*already, *begun]
             cost = sum(other.cost for other in beside) + part.cost
             fits = not beside or (
                 len(beside) < self.lanes
                 and cost <= self.left - STARTING - ENDING
                 and not any(part.uses and part.uses == other.uses for other in beside)
             )
-            is_running = any(part.name == other.name for other in running)
+            is_running = any(part.name == other.name for other in already)
             if fits and not is_running and not self.is_settled(part) and part.can_begin(self.left):
                 begun.append(part)
         return begun

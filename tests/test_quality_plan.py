@@ -139,17 +139,23 @@ def test_rows_are_of_the_same_dense_pictures(carried: Carried) -> None:
     assert len(list((state / "kept").glob("dense-*"))) == 1
 
 
-def test_what_is_done_is_not_done_again(carried: Carried, tmp_path: Path) -> None:
-    """A row that is lost follows from what was kept of its pictures."""
+def test_what_is_done_is_not_done_again(carried: Carried, tmp_path: Path, planning: ModuleType) -> None:
     state = tmp_path / "state"
     shutil.copytree(carried.state, state)
-    lost = state / "quality" / "far-16-cycle-1.json"
-    before = json.loads(lost.read_text())["results"]
-    lost.unlink()
-    (state / "strips" / "far-16-cycle-1.png").unlink()
-    assert begun(script("plan", state, 9, *SETTINGS.split())) == ["pictures-far-16-cycle-1-5"]
-    assert json.loads(lost.read_text())["results"] == before
-    assert not (state / "strips" / "far-16-cycle-1.png").exists()
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS.split()), 0.0)
+    assert not unsettled(plan)
+    (state / "quality" / "far-16-cycle-1.json").unlink()
+    (state / "tuned" / "rank-4" / "pytorch_lora_weights.safetensors").unlink()
+    (state / "quality" / "tuned-lora-of-rank-4-2-steps.json").unlink()
+    assert unsettled(plan) == [
+        "tune-rank-4",
+        "pictures-tuned-lora-of-rank-4-2-steps-6",
+        "pictures-far-16-cycle-1-5",
+    ]
+
+
+def unsettled(plan: Any) -> list[str]:
+    return [part.name for group in plan.groups() for part in group if not plan.is_settled(part)]
 
 
 def test_a_new_machine_goes_on_from_what_was_collected(
@@ -170,8 +176,7 @@ def test_a_new_machine_goes_on_from_what_was_collected(
     state = staged(tmp_path / "state")
     script("restore", state, archive)
     plan = planning.Plan(state, planning.Settings.read(SETTINGS.split()), 0.0)
-    left = [part.name for group in plan.groups() for part in group if not plan.is_settled(part)]
-    assert left == ["photographs", "dense-pictures"]
+    assert unsettled(plan) == ["photographs", "dense-pictures"]
 
 
 def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: ModuleType) -> None:
@@ -261,9 +266,10 @@ def test_training_runs_one_at_a_time(
     others = [
         part._replace(may_begin=lambda: True) for part in (plan.pictures(None, 5), plan.pictures(chosen, 5))
     ]
-    names = [part.name for part in plan._startable([*trainings, *others], [])]
+    names = [part.name for part in plan._startable([*trainings, *others], {})]
     assert names == ["tune-rank-4", "pictures-dense-5"]
-    assert plan._startable([*trainings, *others], trainings[:1]) == others[:1]
+    running = {1: planning.planned._Running(trainings[0], 0.0)}
+    assert plan._startable([*trainings, *others], running) == others[:1]
 
 
 # -- what it came to -------------------------------------------------------------------------------------------------

@@ -83,6 +83,9 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         _sparse("far 16, weighted", summary="weighted"),
         _sparse("far 16, centre, two-way, weighted", shared="centre", summary="weighted"),
         _sparse("far 32, weighted", far=32, summary="weighted"),
+        _sparse(
+            "far 16, centre, weighted, 3 dense steps", shared="centre", summary="weighted", dense_steps=3
+        ),
     ],
     "far-shared": [
         *(_sparse(f"far 16, {place}, {share}", shared=place, share=share) for place, share in _REGIONS),
@@ -97,7 +100,8 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         _sparse("far 16, interleave", interleave=True),
     ],
     "far-steps": [
-        _sparse(f"far 16, {share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)
+        *(_sparse(f"far 16, {share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)),
+        _sparse("far 16, interleave, 1 dense step", interleave=True, dense_steps=1),
     ],
     "far-layers": [
         _sparse(f"far 16, {words} dense", dense_layers=layers) for words, layers in _LAYERS.items()
@@ -171,7 +175,13 @@ SECTIONS: dict[str, Sequence[str]] = {
         "far 16, distributed, two-way",
         "far 16, distributed, keys",
     ),
-    "Dense first steps": (_BASE, "far 16, 10% dense steps", "far 16, 20% dense steps"),
+    "Dense first steps": (
+        _BASE,
+        "far 16, interleave, 1 dense step",
+        "far 16, 10% dense steps",
+        "far 16, 20% dense steps",
+        "far 16, centre, weighted, 3 dense steps",
+    ),
     "Rivals at equal pairs": (_BASE, "disc of radius 15", "band of 600"),
     "Dense layers": (
         _BASE,
