@@ -8,6 +8,7 @@ broke is in STATE/plan.json; what a part printed, in STATE/printed.
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -274,7 +275,7 @@ def forked(
         torch.set_num_threads(threads)
         for command in chain:
             print("$ nearfield", *command, flush=True)
-            code = cli.main(command)
+            code = _run(command, is_last=command is chain[-1])
             if code != cli.OK or not is_complete(command):
                 break
     except BaseException as error:  # a child may not return into the code of its parent
@@ -282,6 +283,16 @@ def forked(
         code = cli.FAILED
     finally:
         os._exit(code)
+
+
+def _run(command: Sequence[str], is_last: bool) -> int:
+    """Run a command here; in a new process where this one cannot use its GPU, because its parent has touched it."""
+    if not torch.cuda._is_in_bad_fork():
+        return cli.main(list(command))
+    words = [sys.executable, "-m", "nearfield", *command]
+    if is_last:
+        os.execv(sys.executable, words)  # so that it hears what this process is told
+    return subprocess.call(words)
 
 
 def ended(children: Mapping[int, float]) -> list[tuple[int, int]]:

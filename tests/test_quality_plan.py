@@ -272,6 +272,20 @@ def test_training_runs_one_at_a_time(
     assert plan._startable([*trainings, *others], running) == others[:1]
 
 
+def test_a_child_that_cannot_use_the_gpu_starts_anew(
+    tmp_path: Path, planning: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning.planned.torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(planning.planned.cli, "main", lambda _: 7)  # which it would not call
+    printed = tmp_path / "printed.txt"
+    child = planning.planned.forked([["bench", "--help"], ["demo", "--help"]], printed, 1)
+    _, status = os.waitpid(child, 0)
+    text = printed.read_text()
+    assert os.waitstatus_to_exitcode(status) == 0, text
+    assert "usage: nearfield bench" in text
+    assert "usage: nearfield demo" in text
+
+
 # -- what it came to -------------------------------------------------------------------------------------------------
 
 
