@@ -24,10 +24,9 @@ from nearfield.studio import results
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "measure_quality.sh"
-SETTINGS = (
-    "size=64 steps=4 batch=4 screen=4 num=5 most=6 pairs=4 tuning_steps=2 cool_down=1 equal_steps=1 tuning_batch=2 "
-    "ranks=4,full compiled=no sections=Sliding"
-)
+SIZES = "size=64 steps=4 batch=4 screen=4 num=4 most=6 pairs=4"
+TUNING = "tuning_steps=2 cool_down=1 equal_steps=1 tuning_batch=2 ranks=4,full"
+SETTINGS = (*SIZES.split(), *TUNING.split(), "compiled=no", "sections=Fewer tiles")
 CANDIDATES = [pattern.name for pattern in GROUPS["search"]]
 BEGIN, END = collected.marks("quality")
 
@@ -87,7 +86,7 @@ class Carried(NamedTuple):
 def carried(tmp_path_factory: pytest.TempPathFactory) -> Carried:
     """The whole plan, once."""
     state = staged(tmp_path_factory.mktemp("plan") / "state")
-    return Carried(state, script("plan", state, 9, *SETTINGS.split()))
+    return Carried(state, script("plan", state, 9, *SETTINGS))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +116,7 @@ def test_everything_is_done_in_order(carried: Carried) -> None:
     assert order[6:8] == ["tune-rank-4", "pictures-dense-6"]
     tuned = order.index("pictures-tuned-lora-of-rank-4-2-steps-6")
     assert tuned > order.index("tune-rank-4")
-    assert order.index("pictures-tuned-all-weights-1-steps-5") > order.index("tune-rank-full-equal")
+    assert order.index("pictures-tuned-all-weights-1-steps-4") > order.index("tune-rank-full-equal")
     chosen = json.loads((state / "chosen.json").read_text())["name"]
     fids = {name: read_rows(state / "quality" / f"{as_file_name(name)}.json")[0].fid for name in CANDIDATES}
     assert fids[chosen] == min(value for value in fids.values() if value is not None)
@@ -127,11 +126,11 @@ def test_rows_are_of_the_same_dense_pictures(carried: Carried) -> None:
     state = carried.state
     chosen = json.loads((state / "chosen.json").read_text())["name"]
     dense = read_rows(state / "quality" / "dense.json")
-    assert [(row.pattern, row.samples) for row in dense] == [("dense", 4), ("dense", 5), ("dense", 6)]
+    assert [(row.pattern, row.samples) for row in dense] == [("dense", 4), ("dense", 6)]
     rows = read_rows(state / "quality" / f"{as_file_name(chosen)}.json")
-    assert [row.samples for row in rows] == [4, 5, 6]
+    assert [row.samples for row in rows] == [4, 6]
     tuned = read_rows(state / "quality" / "tuned-lora-of-rank-4-2-steps.json")
-    assert [(row.samples, row.settings["tuning"]) for row in tuned] == [(5, "LoRA"), (6, "LoRA")]
+    assert [(row.samples, row.settings["tuning"]) for row in tuned] == [(4, "LoRA"), (6, "LoRA")]
     assert tuned[-1].lpips != rows[-1].lpips
     assert tuned[-1].pairs_kept == rows[-1].pairs_kept
     (full,) = read_rows(state / "quality" / "tuned-all-weights-1-steps.json")
@@ -142,15 +141,15 @@ def test_rows_are_of_the_same_dense_pictures(carried: Carried) -> None:
 def test_what_is_done_is_not_done_again(carried: Carried, tmp_path: Path, planning: ModuleType) -> None:
     state = tmp_path / "state"
     shutil.copytree(carried.state, state)
-    plan = planning.Plan(state, planning.Settings.read(SETTINGS.split()), 0.0)
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
     assert not unsettled(plan)
-    (state / "quality" / "far-16-cycle-1.json").unlink()
+    (state / "quality" / "far-16-4-tiles.json").unlink()
     (state / "tuned" / "rank-4" / "pytorch_lora_weights.safetensors").unlink()
     (state / "quality" / "tuned-lora-of-rank-4-2-steps.json").unlink()
     assert unsettled(plan) == [
         "tune-rank-4",
         "pictures-tuned-lora-of-rank-4-2-steps-6",
-        "pictures-far-16-cycle-1-5",
+        "pictures-far-16-4-tiles-4",
     ]
 
 
@@ -175,7 +174,7 @@ def test_a_new_machine_goes_on_from_what_was_collected(
     assert archive.stat().st_size < 1_000_000
     state = staged(tmp_path / "state")
     script("restore", state, archive)
-    plan = planning.Plan(state, planning.Settings.read(SETTINGS.split()), 0.0)
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
     assert unsettled(plan) == ["photographs", "dense-pictures"]
 
 
@@ -227,7 +226,7 @@ def test_wrong_settings_are_named(word: str, message: str, planning: ModuleType)
 
 def test_nothing_is_begun_before_what_it_needs(tmp_path: Path, planning: ModuleType) -> None:
     state = staged(tmp_path)
-    plan = planning.Plan(state, planning.Settings.read(SETTINGS.split()), 0.0)
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
     assert len(list(plan.groups())) == 1  # nothing was chosen yet
     chosen = pattern_named(CANDIDATES[0])
     tuned = plan.pictures(plan.tuned(chosen, "rank-4"), 5, after="rank-4")
@@ -307,11 +306,11 @@ def test_results_become_tables_and_pictures(
     assert text.endswith("after\n")
     assert "old" not in text
     assert text.count("| 6 pictures | pairs kept | FID |") == 1
-    assert "| far 16, interleave | " in text
+    assert "| far 16, 4 tiles | " in text
     assert "](front.png)" in text
     assert "[quality-mine.json](../quality-mine.json)" in text
     rows = read_rows(out)
-    assert len(rows) == 3 + 3 + 3 * 2 + 3 + 2 + 1 + 1 + 1
+    assert len(rows) == 2 + 2 + 3 + 2 + 2 + 1 + 1 + 1
     document = json.loads(out.read_text())
     assert document["tunings"]["rank-4"]["step"] == 2
     assert "/" not in json.dumps([row.settings for row in rows])  # no paths of that machine
