@@ -128,18 +128,31 @@ def _draw_panel(
     _write_names(axis, names)
 
 
+_BESIDE = ((5, 3, "left"), (5, -9, "left"), (-5, 3, "right"), (-5, -9, "right"))
+"""Where a name may stand: points across and up from its mark, and the side of it that is there."""
+
+
 def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
-    """Names beside points, of the best first; where another stands already a point goes without."""
+    """Names beside points, of the best first; where none of the places beside it is free a point goes without."""
     axis.autoscale_view()  # now, and not when it is drawn: places depend on it
-    taken: set[tuple[int, int]] = set()
+    renderer = axis.figure.canvas.get_renderer()
+    taken = list[Any]()
     for place, name, is_best in sorted(names, key=lambda each: not each[2]):
-        across, up = axis.transAxes.inverted().transform(axis.transData.transform(place))
-        cells = {(column + int(8 * across), round(40 * up)) for column in (0, 1)}
-        if taken & cells and not is_best:
-            continue
-        taken |= cells
-        axis.annotate(name, place, (5, 3), textcoords="offset points",
-                      fontsize=7.5 if is_best else 6, color=INK if is_best else MUTED)  # fmt: skip
+        for across, up, side in _BESIDE:
+            text = axis.annotate(
+                name,
+                place,
+                (across, up),
+                textcoords="offset points",
+                ha=side,
+                fontsize=7.5 if is_best else 6,
+                color=INK if is_best else MUTED,
+            )
+            box = text.get_window_extent(renderer)
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def _panel_axes(axis: Any, panel: Panel) -> None:
