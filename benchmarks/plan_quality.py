@@ -352,7 +352,10 @@ def field_options(fields: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in fields.items():
         option = f"--{name.replace('_', '-')}"
-        words += ([option] if value else []) if isinstance(value, bool) else [option, str(value)]
+        if isinstance(value, bool):
+            words += [option] if value else []
+        else:
+            words += [option, ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)]
     return words
 
 

@@ -380,16 +380,14 @@ def _say(case: str, kernel: str, timings: Mapping[str, Timing]) -> None:
 
 
 def as_json(found: Mapping[str, Mapping[str, Mapping[str, Timing]]]) -> dict[str, Any]:
-    """By case, kernel and shape, with the machine's facts."""
-    milliseconds = {
-        case: {
-            kernel: {label: asdict(timing) for label, timing in timings.items()}
-            for kernel, timings in kernels.items()
-        }
+    """A line for every shape of every kernel in every case, in milliseconds, with the machine's facts."""
+    results = [
+        {"case": case, "kernel": kernel, "shape": shape, **asdict(timing)}
         for case, kernels in found.items()
-    }
-    facts = machine.facts()
-    return {"format": 1, "benchmark": "sweep-loglinear", "machine": facts, "milliseconds": milliseconds}
+        for kernel, timings in kernels.items()
+        for shape, timing in timings.items()
+    ]
+    return {"format": 1, "benchmark": "sweep-loglinear", "machine": machine.facts(), "results": results}
 
 
 def compile_all(cases: Iterable[str], kernels: Iterable[str], jobs: int) -> None:

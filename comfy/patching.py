@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nearfield import Geometry, Hilbert, Ordering
+from nearfield.dense_parts import stays_dense
 
 from .models import known_model, sequences
 
@@ -220,11 +221,11 @@ def is_dense_step(method: Hilbert, sigma: Tensor, schedule: Tensor | None) -> bo
 
     Samplers that call a model between two steps have then left the earlier one.
     """
-    if schedule is None or not method.num_dense_steps(_MANY_STEPS):
+    if schedule is None or not any(method.dense_ends(_MANY_STEPS)):
         return False
     steps = schedule[:-1]
     step = int((steps > sigma.max().to(steps) * _SAME_SIGMA).sum())
-    return step < method.num_dense_steps(len(steps))
+    return stays_dense(method.dense_ends(len(steps)), step, len(steps))
 
 
 @lru_cache(maxsize=64)

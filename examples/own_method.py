@@ -49,8 +49,8 @@ class Window:
     def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
         return "the first layer" if layer == 0 else None
 
-    def num_dense_steps(self, num_steps: int) -> int:
-        return 0
+    def dense_ends(self, num_steps: int) -> tuple[int, int]:
+        return 0, 0
 
     def describe(self, geometry: Geometry, *, device) -> str:
         density = self.reader(geometry, 0, heads=None, device="cpu").plan.density

@@ -72,6 +72,31 @@ def test_first_steps_stay_dense(name: str, dense_steps: float, num_dense: int) -
     assert_differ(found, sparse_from(pipe, call(), num_dense - 1))
 
 
+def test_last_steps_stay_dense() -> None:
+    """Of five steps the first and the last two; the oracle is told by the pipeline's own callback."""
+    pipe = flux_pipeline()
+    handles = []
+
+    def after(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            handles.append(nearfield.apply(pipe, sparse()))
+        if step == 2:
+            handles[0].remove()
+        return {}
+
+    expected = images(pipe, flux_call(), callback_on_step_end=after)
+    with nearfield.apply(pipe, sparse(dense_steps=(1, 2))) as handle:
+        found = images(pipe, flux_call())
+        assert "the first 1 and the last 2 of 5 dense" in handle.summary()
+        kept = handle.pairs_kept()
+    assert_close(found, expected)
+    assert_differ(found, sparse_from(pipe, flux_call(), 1))
+    with nearfield.apply(pipe, sparse(dense_steps=(0, 3))) as handle:
+        assert_differ(images(pipe, flux_call()), found)
+        assert handle.pairs_kept() == kept
+        assert "the last 3 of 5 dense" in handle.summary()
+
+
 def test_image_to_image_begins_where_its_noise_is() -> None:
     """Of 6 steps it does the last 3. Of these one is dense if the first 4 are, and none if the first 2 are."""
     pipe = flux_pipeline("FluxImg2ImgPipeline")
@@ -316,7 +341,7 @@ def test_summary() -> None:
     with nearfield.apply(pipe, method) as handle:
         before = handle.summary()
         assert before.endswith("not known before the first call; ask with summary(height=..., width=...)")
-        assert "steps: the first dense; how many there are is not known yet (FlowMatchEuler" in before
+        assert "steps: some dense; how many there are is not known yet (FlowMatchEuler" in before
         assert "with dense steps" not in handle.summary(height=384, width=320)
         images(pipe, flux_call(height=48, width=40))
         told = handle.summary()

@@ -105,6 +105,7 @@ METHODS = {
     "--tiles 4 --share keys --cycle 2 --interleave": Hilbert(tiles=4, share="keys", cycle=2, interleave=True),
     "--dense-layers 0,-1 --dense-steps 0.5": Hilbert(dense_layers=(0, -1), dense_steps=0.5),
     "--dense-layers 2 --dense-steps 3": Hilbert(dense_layers=2, dense_steps=3),
+    "--dense-steps 1,0.1": Hilbert(dense_steps=(1, 0.1)),
     "--dense-layers 2, --dense-steps 0": Hilbert(dense_layers=(2,), dense_steps=0),
     "--far 0 --shared centre --shared-tokens 64": Hilbert(far=None, shared="centre", shared_tokens=64),
     "--method dense": None,

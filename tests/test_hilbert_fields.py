@@ -8,6 +8,7 @@ from tests.hilbert_cases import inputs_for
 from tests.tiles import paper
 
 from nearfield import Geometry, HilbertAttention, hilbert_attention
+from nearfield.dense_parts import stays_dense
 
 # -- when it applies ---------------------------------------------------------------------------------------------------
 
@@ -30,7 +31,25 @@ from nearfield import Geometry, HilbertAttention, hilbert_attention
     ],
 )
 def test_dense_steps(steps, of, dense):
-    assert paper(dense_steps=steps).num_dense_steps(of) == dense
+    assert paper(dense_steps=steps).dense_ends(of) == (dense, 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "of", "dense"),
+    [
+        ((1, 2), 16, [0, 14, 15]),
+        ((0, 0.1), 20, [18, 19]),
+        ([0.1, 0], 20, [0, 1]),
+        ((3, 3), 4, [0, 1, 2, 3]),
+        ((0, 9), 4, [0, 1, 2, 3]),
+        ((0, 0), 4, []),
+    ],
+)
+def test_dense_steps_at_both_ends(steps, of, dense):
+    ends = paper(dense_steps=steps).dense_ends(of)
+    assert [step for step in range(of) if stays_dense(ends, step, of)] == dense
+    assert sum(ends) == len(dense)
+    assert hash(paper(dense_steps=steps)) == hash(paper(dense_steps=tuple(steps)))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +168,12 @@ BAD = [
         TypeError,
         "`dense_steps` must be a number of steps, or a share of them below 1; got 'half'.",
     ),
+    (
+        lambda: paper(dense_steps=(1, 2, 3)),
+        ValueError,
+        "`dense_steps` must be one number, or two, of the first and of the last steps; got (1, 2, 3).",
+    ),
+    (lambda: paper(dense_steps=(1, 1.5)), ValueError, f"{STEPS_RULE}; got 1.5."),
     (lambda: paper(dense_steps=-1), ValueError, f"{STEPS_RULE}; got -1."),
     (lambda: paper(dense_steps=1.5), ValueError, f"{STEPS_RULE}; got 1.5."),
     (lambda: paper(dense_steps=math.nan), ValueError, f"{STEPS_RULE}; got nan."),

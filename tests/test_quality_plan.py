@@ -170,8 +170,9 @@ def test_a_new_machine_goes_on_from_what_was_collected(
         "tuned/rank-4/log.jsonl",
     } <= names
     assert "tuned/rank-4/pytorch_lora_weights-steps.safetensors" in names
+    assert "tuned/rank-4/checkpoint.safetensors" in names  # so that it may go on
     assert not [name for name in names if name.startswith("kept") or name.endswith("model.safetensors")]
-    assert archive.stat().st_size < 1_000_000
+    assert archive.stat().st_size < 3_000_000
     state = staged(tmp_path / "state")
     script("restore", state, archive)
     plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
@@ -211,7 +212,7 @@ def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: Mod
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("tuned=far 17", "`tuned` must be any of far 16, centre, 3 dense steps;"),
+        ("tuned=far 17", "`tuned` must be any of far 16, centre, interleave, 3 dense steps;"),
         ("ranks=4,none", "`ranks` must be any of numbers; full; native; got 'none'."),
         ("sections=curve", "`sections` must be any of Fewer tiles;"),
     ],

@@ -1,7 +1,8 @@
 """Layers and denoising steps that a method leaves dense: two fields that all methods have.
 
 `dense_layers` is how many of the first layers, or the indices of those that do (negative ones count from the end);
-`dense_steps` how many of the first denoising steps, or, below 1, which share of them.
+`dense_steps` how many of the first denoising steps, or, below 1, which share of them; two numbers are of the first and
+of the last steps.
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from nearfield._checks import check_int, wrong_type, wrong_value
 
 Layers = int | tuple[int, ...]
+DenseSteps = int | float | tuple[int | float, int | float]
 
 
 def checked_layers(layers: object) -> Layers:
@@ -24,30 +26,39 @@ def checked_layers(layers: object) -> Layers:
     return tuple(layers)
 
 
-def check_steps(steps: object) -> None:
+def checked_steps(steps: object) -> DenseSteps:
+    if isinstance(steps, Sequence) and not isinstance(steps, str):
+        if len(steps) != 2:
+            wrong_value("dense_steps", "be one number, or two, of the first and of the last steps", steps)
+        return _checked_end(steps[0]), _checked_end(steps[1])
+    return _checked_end(steps)
+
+
+def _checked_end(steps: object) -> int | float:
     if isinstance(steps, bool) or not isinstance(steps, int | float):
         wrong_type("dense_steps", "be a number of steps, or a share of them below 1", repr(steps))
     if not 0 <= steps < float("inf") or (steps >= 1 and steps != int(steps)):
         wrong_value("dense_steps", "be a share from 0 to 1 or a whole number of steps", steps)
+    return steps
 
 
 class DenseParts:
     """What a method says of these two fields; a frozen dataclass that has them takes it as a base."""
 
     dense_layers: Layers
-    dense_steps: int | float
+    dense_steps: DenseSteps
 
     def check_dense_parts(self) -> None:
         object.__setattr__(self, "dense_layers", checked_layers(self.dense_layers))
-        check_steps(self.dense_steps)
+        object.__setattr__(self, "dense_steps", checked_steps(self.dense_steps))
 
     def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
         """Why a layer stays dense, or None."""
         return layer_reason(self.dense_layers, layer, num_layers)
 
-    def num_dense_steps(self, num_steps: int) -> int:
-        """How many of `num_steps` denoising steps stay dense."""
-        return steps_of(self.dense_steps, num_steps)
+    def dense_ends(self, num_steps: int) -> tuple[int, int]:
+        """How many of the first and of the last of `num_steps` denoising steps stay dense."""
+        return ends_of(self.dense_steps, num_steps)
 
 
 def layer_reason(layers: Layers, layer: int, num_layers: int) -> str | None:
@@ -56,8 +67,19 @@ def layer_reason(layers: Layers, layer: int, num_layers: int) -> str | None:
     return f"dense_layers={layers}" if layer in named or layer - num_layers in named else None
 
 
-def steps_of(steps: int | float, total: int) -> int:
-    """How many of `total` denoising steps stay dense."""
+def ends_of(steps: DenseSteps, total: int) -> tuple[int, int]:
+    """How many of the first and of the last of `total` denoising steps stay dense."""
+    first, last = steps if isinstance(steps, tuple) else (steps, 0)
+    num_first = _number_of(first, total)
+    return num_first, min(_number_of(last, total), total - num_first)
+
+
+def stays_dense(ends: tuple[int, int], step: int, total: int) -> bool:
+    """Whether a step is among the first or the last ones."""
+    return step < ends[0] or step >= total - ends[1]
+
+
+def _number_of(steps: int | float, total: int) -> int:
     if isinstance(steps, float) and steps < 1:
         return math.ceil(round(steps * total, 6))  # 0.07 * 100 is a little above 7
     return min(int(steps), total)

@@ -32,6 +32,7 @@ from nearfield.adapters.spec import (
     parameter_names,
 )
 from nearfield.adapters.steps import Steps, has_dense_steps
+from nearfield.dense_parts import stays_dense
 from nearfield.keeping import device_name
 from nearfield.methods.merging import Merged
 
@@ -183,7 +184,9 @@ class Region:
         if not has_dense_steps(self.part.method):
             return False
         step = self.steps.now()
-        return step is not None and step.place < self.part.method.num_dense_steps(step.total)
+        if step is None:
+            return False
+        return stays_dense(self.part.method.dense_ends(step.total), step.place, step.total)
 
     def _state(self) -> Call:
         merged = None if self.merger is None else self.merger.call

@@ -14,6 +14,7 @@ from nearfield.adapters.ready import Ready, plans_of
 from nearfield.adapters.region import Region
 from nearfield.adapters.spec import Located, Move
 from nearfield.adapters.steps import Steps, has_dense_steps
+from nearfield.dense_parts import stays_dense
 from nearfield.implementations import explain_choice
 from nearfield.methods import Method
 from nearfield.methods.merging import Merged
@@ -159,8 +160,13 @@ def _step_words(method: Method, steps: Steps) -> str:
         return "steps: all sparse; without a scheduler no step is known to be a first one (pass `scheduler=`)"
     total = steps.total()
     if total is None:
-        return f"steps: the first dense; how many there are is not known yet ({type(scheduler).__name__})"
-    return f"steps: the first {method.num_dense_steps(total)} of {total} dense ({type(scheduler).__name__})"
+        return f"steps: some dense; how many there are is not known yet ({type(scheduler).__name__})"
+    return f"steps: {_ends(*method.dense_ends(total))} of {total} dense ({type(scheduler).__name__})"
+
+
+def _ends(first: int, last: int) -> str:
+    words = [f"the {where} {number}" for where, number in (("first", first), ("last", last)) if number]
+    return " and ".join(words) or "none"
 
 
 def _refresh_lines(method: Any, steps: Steps) -> list[str]:
@@ -168,9 +174,11 @@ def _refresh_lines(method: Any, steps: Steps) -> list[str]:
     total = steps.total() if getattr(method, "needs_moment", False) else None
     if total is None:
         return []
-    first = method.num_dense_steps(total)
+    dense = method.dense_ends(total)
     due = {*_attention(method).refreshes(total), *_new_destinations(method, total)}
-    places = sorted({max(place, first) for place in due} - {total})
+    # Where it is due in a dense step, the next sparse one makes it.
+    sparse = ([step for step in range(place, total) if not stays_dense(dense, step, total)] for place in due)
+    places = sorted({steps[0] for steps in sparse if steps})
     return [
         f"  lists are made at {_counted(places)} of {total}, by full attention, for each branch of guidance"
     ]
@@ -473,7 +481,7 @@ def _speed_lines(pairs: _Pairs, method: Method, steps: Steps) -> list[str]:
 
 def _over_steps(pairs: _Pairs, read: float, method: Method, total: int) -> float:
     """The share of all pairs that is read over all steps, where sparse ones read so many."""
-    dense = method.num_dense_steps(total) / total
+    dense = sum(method.dense_ends(total)) / total
     return dense * pairs.dense / pairs.whole + (1 - dense) * pairs.in_model(read)
 
 

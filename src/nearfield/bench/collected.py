@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 
@@ -52,6 +53,15 @@ def machine_words(machine: dict[str, Any]) -> str:
         machine.get("cpu", {}).get("name", "unknown")
     ]
     return f"{names[0]}, torch {machine.get('versions', {}).get('torch')}, commit {machine.get('commit')}."
+
+
+def filled(text: str, indent: str = "") -> str:
+    """In lines of a page; names of files stay whole.
+
+    Args:
+        indent: of all lines but the first.
+    """
+    return fill(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

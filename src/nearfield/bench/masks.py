@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Attended, Geometry, Impl, Ordering
+from nearfield.dense_parts import DenseSteps, ends_of
 
 
 class MaskReader(NamedTuple):
@@ -46,7 +47,7 @@ class Masked:
     kind: str
     radius: float = 8
     width: int = 256
-    dense_steps: int | float = 0
+    dense_steps: DenseSteps = 0
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str) -> Ordering:
         return Ordering(torch.arange(geometry.num_image_tokens, device=device))
@@ -70,8 +71,8 @@ class Masked:
     def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
         return None
 
-    def num_dense_steps(self, num_steps: int) -> int:
-        return round(self.dense_steps * num_steps) if self.dense_steps < 1 else int(self.dense_steps)
+    def dense_ends(self, num_steps: int) -> tuple[int, int]:
+        return ends_of(self.dense_steps, num_steps)
 
     def describe(self, geometry: Geometry, *, device: torch.device | str) -> str:
         kept = self.reader(geometry, 0, heads=None, device="cpu").num_pairs / geometry.num_tokens**2

@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearfield.bench.collected import (
+    filled,
     machine_words,
     markdown_table,
     opened_folder,
@@ -256,7 +256,7 @@ def _circumstances(document: dict[str, Any], source: str | None) -> str:
         sentences.append(f"All figures: [{Path(source).name}]({source}).")
     for images, references in counts.items():
         sentences.append(f"FID and KID: {images:,} pictures, 20 steps, against {references:,} photographs.")
-    return fill(" ".join(sentences), 118)
+    return filled(" ".join(sentences))
 
 
 def _all_kept(document: dict[str, Any]) -> list[dict[str, Any]]:

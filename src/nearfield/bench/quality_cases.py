@@ -65,6 +65,8 @@ def _merge_then_tiles(tiles: int) -> Pattern:
 
 _CURVES = ("hilbert-closed", "hilbert", "morton", "raster")
 _REGIONS = [(place, share) for place in ("centre", "distributed") for share in ("two-way", "keys")]
+_BOTH_ENDS = "first and last 2 steps dense"
+_THREE_STEPS = {"3 dense steps": 3, "last 3 steps dense": (0, 3), _BOTH_ENDS: (1, 2)}
 _LAYERS = {
     "first layer": 1,
     "every fourth layer": (0, 4, 8),
@@ -102,15 +104,23 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     "far-steps": [
         *(_sparse(f"far 16, {share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)),
         _sparse("far 16, interleave, 1 dense step", interleave=True, dense_steps=1),
+        _sparse("far 16, centre, 3 dense steps", shared="centre", dense_steps=3),
+        _sparse("far 16, interleave, 3 dense steps", interleave=True, dense_steps=3),
+        _sparse("far 8, interleave, 3 dense steps", far=8, interleave=True, dense_steps=3),
     ],
     "far-layers": [
         _sparse(f"far 16, {words} dense", dense_layers=layers) for words, layers in _LAYERS.items()
     ],
     "search": [
-        _sparse("far 16, centre, 3 dense steps", shared="centre", dense_steps=3),
-        _sparse("far 16, centre, interleave, 3 dense steps", shared="centre", interleave=True, dense_steps=3),
-        _sparse("far 16, interleave, 3 dense steps", interleave=True, dense_steps=3),
-        _sparse("far 8, interleave, 3 dense steps", far=8, interleave=True, dense_steps=3),
+        *(
+            _sparse(
+                f"far 16, centre, interleave, {words}", shared="centre", interleave=True, dense_steps=ends
+            )
+            for words, ends in _THREE_STEPS.items()
+        ),
+        _sparse(
+            f"far 8, interleave, {_BOTH_ENDS}", far=8, interleave=True, dense_steps=_THREE_STEPS[_BOTH_ENDS]
+        ),
     ],
     "tiles": [_paper(f"{tiles} tiles", tiles=tiles) for tiles in (2, 4, 8, 16)],
     "curve": [_paper(f"{curve}, nothing shared", shared="none", curve=curve) for curve in _CURVES],

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import fill
 from typing import Any, NamedTuple
 
 from nearfield.bench.collected import (
+    filled,
     machine_words,
     markdown_table,
     opened_folder,
@@ -121,18 +121,20 @@ class Section(NamedTuple):
 def sections(collected: Collected) -> list[Section]:
     """Tables of rows that may be compared, the most important first; none without anything to compare."""
     settings = collected.settings
-    candidates = [pattern.name for pattern in GROUPS["search"]]
+    looked_at = list(
+        dict.fromkeys([pattern.name for pattern in GROUPS["search"]] + list(collected.at(settings["screen"])))
+    )
     chosen = [collected.chosen] if collected.chosen else []
     wanted: list[tuple[str, int, Sequence[str]]] = [
         ("Before and after tuning", settings["most"], [*chosen, *collected.tuned]),
         ("Ways of tuning", settings["num"], [*chosen, *collected.tuned]),
-        ("Patterns that could be tuned", settings["screen"], candidates),
+        ("Patterns that could be tuned", settings["screen"], looked_at),
         *((title, settings["num"], names) for title, names in SECTIONS.items()),
     ]
     found = []
     for title, count, names in wanted:
         at = collected.at(count)
-        rows = [at[name] for name in (DENSE, *names) if name in at]
+        rows = [at[name] for name in dict.fromkeys((DENSE, *names)) if name in at]
         if any(row.pattern not in (DENSE, _BASE, collected.chosen) for row in rows):
             found.append(Section(title, count, rows))
     return found
@@ -186,7 +188,7 @@ def markdown(
         source: where the document is.
     """
     parts = [_circumstances(collected, source)]
-    listed = [fill(f"- {sentence}", 118, subsequent_indent="  ") for sentence in goals(collected)]
+    listed = [filled(f"- {sentence}", "  ") for sentence in goals(collected)]
     parts += ["\n".join(listed)] if listed else []
     parts += [f"![{words}]({place})" for words, place in (pictures or {}).items()]
     for section in sections(collected):
@@ -209,7 +211,7 @@ def _circumstances(collected: Collected, source: str | None) -> str:
         sentences.append(", ".join(f"{name} {made:,} steps" for name, made in steps.items()) + ".")
     if source is not None:
         sentences.append(f"All figures: [{Path(source).name}]({source}).")
-    return fill(" ".join(sentences), 118)
+    return filled(" ".join(sentences))
 
 
 # -- what was to be reached ----------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def goals(collected: Collected) -> list[str]:
 def _fits(row: QualityRow) -> bool:
     """Whether a row reads few enough pairs in its sparse steps, and few enough steps are dense."""
     steps = int(row.settings["steps"])
-    dense = Hilbert(dense_steps=row.settings["fields"]["dense_steps"]).num_dense_steps(steps)
+    dense = sum(Hilbert(dense_steps=row.settings["fields"]["dense_steps"]).dense_ends(steps))
     if dense >= steps or dense > _MOST_DENSE_STEPS * steps:
         return False
     return (row.pairs_kept * steps - dense) / (steps - dense) <= _MOST_PAIRS

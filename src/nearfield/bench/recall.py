@@ -80,8 +80,8 @@ class Recording:
     def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
         return None
 
-    def num_dense_steps(self, num_steps: int) -> int:
-        return 0
+    def dense_ends(self, num_steps: int) -> tuple[int, int]:
+        return 0, 0
 
     def describe(self, geometry: Geometry, *, device: torch.device | str) -> str:
         return f"{geometry}: everything is read, and queries and keys are kept"

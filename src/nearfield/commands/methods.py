@@ -8,6 +8,7 @@ from nearfield.commands.arguments import ORDERS, RECIPES, UsageError, integer, m
 from nearfield.commands.options import add_method_fields, given
 
 if TYPE_CHECKING:
+    from nearfield.dense_parts import DenseSteps
     from nearfield.recipes import Recipe
 
 METHODS = ("hilbert", "dense")
@@ -62,7 +63,8 @@ def add_method(parser: argparse.ArgumentParser, default: str) -> None:
         "--dense-steps",
         type=dense_steps,
         metavar="N",
-        help="how many first steps stay dense, or, below 1, which share of them (default 0.2)",
+        help="how many first steps stay dense, or, below 1, which share of them (default 0.2); two numbers, 1,2: of the"
+        " first and of the last steps",
     )
 
 
@@ -171,6 +173,10 @@ def dense_layers(text: str, argument: str = "--dense-layers") -> int | tuple[int
     return tuple(map(int, numbers))
 
 
-def dense_steps(text: str, argument: str = "--dense-steps") -> int | float:
-    value = number(argument, least=0.0)(text)
-    return int(value) if value >= 1 or value == 0 else value
+def dense_steps(text: str, argument: str = "--dense-steps") -> "DenseSteps":
+    def end(text: str) -> int | float:
+        value = number(argument, least=0.0)(text.strip())
+        return int(value) if value >= 1 or value == 0 else value
+
+    first, comma, last = text.partition(",")
+    return (end(first), end(last)) if comma else end(first)

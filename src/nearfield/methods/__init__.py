@@ -99,8 +99,8 @@ class Method(Protocol):
         """Why a layer stays dense, or None."""
         ...
 
-    def num_dense_steps(self, num_steps: int) -> int:
-        """How many of the first denoising steps stay dense."""
+    def dense_ends(self, num_steps: int) -> tuple[int, int]:
+        """How many of the first and of the last denoising steps stay dense."""
         ...
 
     def describe(self, geometry: Geometry, *, device: torch.device | str) -> str: ...

@@ -14,7 +14,7 @@ from nearfield import predict
 from nearfield._checks import check_member, check_share, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.dense_parts import DenseParts
+from nearfield.dense_parts import DenseParts, DenseSteps
 from nearfield.geometry import Geometry
 from nearfield.plan import check_block
 from nearfield.predict import Blocks, Prediction, Tally
@@ -35,7 +35,8 @@ class BlockTopK(AlongCurve, DenseParts):
         guard: blocks whose tokens are less alike than that (mean cosine with their mean) are read whole; None for none.
         order: the order of image tokens in which consecutive ones form blocks.
         dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
+            are of the first and of the last steps.
     """
 
     query_block: int = 128
@@ -45,7 +46,7 @@ class BlockTopK(AlongCurve, DenseParts):
     guard: float | None = None
     order: CurveOrder = "hilbert"
     dense_layers: int | tuple[int, ...] = 1
-    dense_steps: int | float = 0.2
+    dense_steps: DenseSteps = 0.2
 
     def __post_init__(self) -> None:
         check_block("query_block", self.query_block)

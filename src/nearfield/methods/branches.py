@@ -17,7 +17,7 @@ from nearfield import planning
 from nearfield._checks import check_int, check_member, shape_of, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.dense_parts import DenseParts
+from nearfield.dense_parts import DenseParts, DenseSteps
 from nearfield.geometry import Geometry, check_no_text
 from nearfield.plan import Plan
 from nearfield.pyramid import check_pooling, chosen_blocks, log_sizes, pool
@@ -34,14 +34,15 @@ class _ChosenBlocks(AlongCurve, DenseParts):
         topk: blocks that a block of queries chooses; more than there are means all.
         order: the order of image tokens in which consecutive ones form blocks.
         dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
+            are of the first and of the last steps.
     """
 
     block: int = 64
     topk: int = 8
     order: CurveOrder = "hilbert"
     dense_layers: int | tuple[int, ...] = 0
-    dense_steps: int | float = 0
+    dense_steps: DenseSteps = 0
 
     takes_text: ClassVar[bool] = False
     """`apply` asks it, so that a model is refused before its first call."""
@@ -77,7 +78,8 @@ class GatedBlocks(_ChosenBlocks):
         topk: blocks that a block of queries chooses; more than there are means all.
         order: the order of image tokens in which consecutive ones form blocks.
         dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
+            are of the first and of the last steps.
     """
 
     def reader(self, geometry: Geometry, layer: int = 0, **_: Any) -> "GatedReader":
@@ -171,7 +173,8 @@ class SparseLinear(_ChosenBlocks):
         topk: blocks that a block of queries chooses; more than there are means all.
         order: the order of image tokens in which consecutive ones form blocks.
         dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
+            are of the first and of the last steps.
     """
 
     def reader(self, geometry: Geometry, layer: int = 0, **_: Any) -> "SparseLinearReader":

@@ -18,7 +18,7 @@ from nearfield import planning, predict
 from nearfield._checks import check_bool, check_member, check_share, wrong_type, wrong_value
 from nearfield._types import Attended, Impl, Moment
 from nearfield.attend import attend
-from nearfield.dense_parts import DenseParts
+from nearfield.dense_parts import DenseParts, DenseSteps
 from nearfield.geometry import Geometry
 from nearfield.plan import Plan, check_block
 from nearfield.predict import Blocks, Mask, Tally
@@ -48,7 +48,8 @@ class FineGrained(AlongCurve, DenseParts):
             kept as bits, and what does not fit so, in host memory. None: no bound.
         order: the order of image tokens; consecutive ones are kept or skipped together.
         dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
+            are of the first and of the last steps.
     """
 
     query_block: int = 128
@@ -62,7 +63,7 @@ class FineGrained(AlongCurve, DenseParts):
     memory: float | None = None
     order: CurveOrder = "hilbert"
     dense_layers: int | tuple[int, ...] = 0
-    dense_steps: int | float = 0
+    dense_steps: DenseSteps = 0
 
     def __post_init__(self) -> None:
         check_block("query_block", self.query_block)

@@ -25,7 +25,7 @@ from nearfield import planning
 from nearfield._checks import check_bool, check_int, check_member, check_tensor, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import Part, Pooling, attend, attend_together, packing_for
-from nearfield.dense_parts import DenseParts
+from nearfield.dense_parts import DenseParts, DenseSteps
 from nearfield.geometry import Geometry
 from nearfield.keeping import kept
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
@@ -51,7 +51,8 @@ class LogLinear(AlongCurve, DenseParts):
         exclude_selected: what is read at a finer level is left out of the coarser ones. (The paper counts it at all.)
         keep_own: a query always chooses the block it is in.
         dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
+            are of the first and of the last steps.
     """
 
     block: int = 16
@@ -63,7 +64,7 @@ class LogLinear(AlongCurve, DenseParts):
     exclude_selected: bool = False
     keep_own: bool = False
     dense_layers: int | tuple[int, ...] = 0
-    dense_steps: int | float = 0
+    dense_steps: DenseSteps = 0
 
     caution: ClassVar[str] = (
         "LogLinear is made for models that are trained with it: one that was trained with full attention loses quality"

@@ -285,9 +285,12 @@ class Merged:
         reason: str | None = self.attention.dense_layer_reason(layer, num_layers)
         return reason
 
-    def num_dense_steps(self, num_steps: int) -> int:
-        """How many of the first denoising steps have dense attention. Tokens are merged in all."""
-        return 0 if self.attention is None else int(self.attention.num_dense_steps(num_steps))
+    def dense_ends(self, num_steps: int) -> tuple[int, int]:
+        """How many of the first and of the last steps have dense attention. Tokens are merged in all."""
+        if self.attention is None:
+            return 0, 0
+        ends: tuple[int, int] = self.attention.dense_ends(num_steps)
+        return ends
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         """What is merged, and what the attention is among merged tokens."""

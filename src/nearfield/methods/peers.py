@@ -12,7 +12,7 @@ from nearfield import blockwise, planning
 from nearfield._checks import check_bool, check_int, check_number, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.dense_parts import DenseParts
+from nearfield.dense_parts import DenseParts, DenseSteps
 from nearfield.geometry import Geometry, Grid
 from nearfield.keeping import device_name
 from nearfield.merging import Assignment, Regions, matched
@@ -114,7 +114,7 @@ class StridedKeys(DenseParts):
 
     stride: int = 2
     dense_layers: int | tuple[int, ...] = 1
-    dense_steps: int | float = 0.2
+    dense_steps: DenseSteps = 0.2
 
     def __post_init__(self) -> None:
         check_int("stride", self.stride, at_least=1)

@@ -101,7 +101,7 @@ def pairs_kept(
             continue
         reader = method.reader(geometry, layer, heads=heads, q_block=q_block, k_block=q_block)
         shares.append(reader.num_pairs / geometry.num_tokens**2)
-    dense_steps = method.num_dense_steps(steps)
+    dense_steps = sum(method.dense_ends(steps))
     sparse = sum(shares) / layers
     return (dense_steps + (steps - dense_steps) * sparse) / steps
 

@@ -26,7 +26,12 @@ class Field(NamedTuple):
 def _dense(layers: str, steps: str) -> tuple[Field, Field]:
     return (
         Field("dense_layers", "text", layers, "how many first layers stay dense, or which: 0,4,-1"),
-        Field("dense_steps", "text", steps, "first steps that stay dense, or, below 1, which share of them"),
+        Field(
+            "dense_steps",
+            "text",
+            steps,
+            "first steps that stay dense, or, below 1, which share of them; 1,2: the first and the last two",
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from typing import get_args
 import torch
 
 from nearfield._checks import check_bool, check_int, check_member, wrong_value
-from nearfield.dense_parts import DenseParts
+from nearfield.dense_parts import DenseParts, DenseSteps
 from nearfield.geometry import Geometry, Span, check_geometry
 from nearfield.keeping import device_name
 from nearfield.methods.hilbert.far_field import FarField, far_field_of, interleaved_far_field
@@ -61,7 +61,8 @@ class Hilbert(DenseParts):
             they do for the mean query, and windows whose keys differ weigh more.
         dense_layers: how many of the first layers stay dense, or the indices of those that do (negative ones count
             from the end).
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them.
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
+            are of the first and of the last steps.
         interleave: heads slide, too: head `h` of layer `l` takes the tiles of layer `l + h`, so that no cut is common
             to all heads.
     """
@@ -76,7 +77,7 @@ class Hilbert(DenseParts):
     far: int | None = 16
     summary: Summary = "mean"
     dense_layers: int | tuple[int, ...] = 1
-    dense_steps: int | float = 0.2
+    dense_steps: DenseSteps = 0.2
     interleave: bool = False
 
     def __post_init__(self) -> None:
