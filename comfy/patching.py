@@ -217,7 +217,7 @@ class Attention(NamedTuple):
 
 
 def is_dense_step(method: Hilbert, sigma: Tensor, schedule: Tensor | None) -> bool:
-    """Whether a noise level lies in the first steps of its schedule. Waits for the device, once per call of the model.
+    """Whether a noise level lies in a step of its schedule that stays dense. Waits for the device, once per call.
 
     Samplers that call a model between two steps have then left the earlier one.
     """
@@ -225,6 +225,7 @@ def is_dense_step(method: Hilbert, sigma: Tensor, schedule: Tensor | None) -> bo
         return False
     steps = schedule[:-1]
     step = int((steps > sigma.max().to(steps) * _SAME_SIGMA).sum())
+    step = min(step, len(steps) - 1)  # less noise than in the last step still belongs to it
     return stays_dense(method.dense_ends(len(steps)), step, len(steps))
 
 

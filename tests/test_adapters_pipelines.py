@@ -260,7 +260,7 @@ def test_a_model_alone_takes_a_scheduler() -> None:
         assert_close(images(pipe, flux_call()), expected)
     with nearfield.apply(pipe.transformer, sparse(dense_steps=2)) as handle:
         assert_differ(images(pipe, flux_call()), expected)
-        assert "without a scheduler no step is known to be a first one" in handle.summary()
+        assert "without a scheduler no step is known to be a first or last one" in handle.summary()
 
 
 def test_a_scheduler_whose_loop_is_over_drives_no_call() -> None:

@@ -170,6 +170,13 @@ def test_first_steps_are_dense() -> None:
     assert not PATCHING.is_dense_step(method, levels[:1], None)
 
 
+def test_less_noise_than_in_the_last_step_belongs_to_it() -> None:
+    level = SIGMAS[-2:-1] / 2
+    assert not PATCHING.is_dense_step(Hilbert(dense_steps=0.4), level, SIGMAS)
+    assert PATCHING.is_dense_step(Hilbert(dense_steps=(0, 1)), level, SIGMAS)
+    assert not PATCHING.is_dense_step(Hilbert(dense_steps=(0, 1)), SIGMAS[:1], SIGMAS)
+
+
 def test_dense_layers_are_the_first() -> None:
     case = CASES["Qwen-Image"]()
     assert torch.equal(case.run(patched(case.patcher, dense_layers=4)), case.run(case.patcher))

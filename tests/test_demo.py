@@ -2,7 +2,9 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from PIL import Image
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
 from tests.tiles import paper
 
-from nearfield import Hilbert, _files, apply
+from nearfield import FineGrained, Hilbert, Merge, _files, apply
+from nearfield.adapters.region import Region
 from nearfield.demo import generate, pictures, storage
 from nearfield.demo.autoencoder import WEIGHTS
 from nearfield.demo.model import (
@@ -196,6 +199,28 @@ def test_half_precision_changes_little() -> None:
 def test_sampler_refuses_odd_sizes() -> None:
     with pytest.raises(ValueError, match="`size` must be one or two multiples of 8 pixels; got 33"):
         pipeline()(1, size=33)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Merge(ratio=0.5, region_size=16, refresh=(10, 10), skip_blocks=(0, 0)),
+        FineGrained(16, 4, threshold="1/N", refresh=(0.0,)),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_methods_remember_from_step_to_step(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline names its calls, though it makes their text anew. (Warnings are errors here.)"""
+    forgotten = list[int]()
+    right = Region._forget
+    monkeypatch.setattr(Region, "_forget", lambda region: forgotten.append(1) or right(region))
+    pipe = pipeline()
+    with warnings.catch_warnings(), apply(pipe, method):
+        warnings.simplefilter("error")
+        pipe.sample(range(1), size=64, steps=4)
+        assert len(forgotten) == 1
+        pipe.sample(range(1), size=64, steps=4)
+        assert len(forgotten) == 2
 
 
 def test_dense_steps_are_known_to_apply() -> None:

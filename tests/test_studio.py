@@ -85,6 +85,7 @@ def test_recipes_that_ship_fill_in_the_fields(name: str) -> None:
     [
         Hilbert(tiles=9, far=None, dense_layers=(3,), dense_steps=0.25),
         Hilbert(tiles=4, shared="centre", shared_tokens=64, dense_layers=(0, -1), interleave=True),
+        Hilbert(dense_steps=(1, 0.1)),
         FineGrained(mass=0.8),
     ],
 )

@@ -21,9 +21,9 @@ _NO_SCHEDULER = (
     ' `scheduler=`, or let the method decide at every call (predict="online").'
 )
 _NOTHING_REMEMBERED = (
-    "Nothing is remembered from step to step: every call brings its text as a new tensor, so nothing says which calls"
-    " of two steps belong together. Name them by `with model.cache_context(name):`, or hold one tensor per branch of"
-    " guidance."
+    "Nothing is remembered from step to step: calls bring their text as a new tensor each time, so nothing says which"
+    " calls of two steps belong together. Name them by `with model.cache_context(name):`, or hold one tensor per branch"
+    " of guidance."
 )
 
 
@@ -51,7 +51,8 @@ class Moments:
         self._text = ""
         self._num_texts = 0
         self._is_text_gone = False
-        self._num_lost, self._has_warned = 0, False  # steps in a row whose text was gone in the next
+        self._num_lost, self._is_step_lost = 0, False  # steps in a row in which a text was gone
+        self._has_warned = False
         self._kinds: set[tuple[str, int]] = set()
         self._is_mixed = False
 
@@ -102,10 +103,14 @@ class Moments:
         return Now(Moment(step.place, step.total, branch), is_new, is_first)
 
     def _notice(self, is_lost: bool, is_first: bool, is_next: bool) -> None:
-        """Say once, of a loop that loses its text in one step after another, that it does. One may be on purpose."""
-        if is_first or not is_lost:
-            self._num_lost = 0
-        elif is_next:
+        """Say once, of a loop that loses a text in one step after another, that it does. One may be on purpose."""
+        if is_first:
+            self._num_lost, self._is_step_lost = 0, False
+        elif is_next:  # what was lost between two steps is found at the first call of the second
+            self._num_lost = self._num_lost if self._is_step_lost else 0
+            self._is_step_lost = False
+        if is_lost and not is_first and not self._is_step_lost:
+            self._is_step_lost = True
             self._num_lost += 1
             if self._num_lost == 2 and not self._has_warned:
                 self._has_warned = True

@@ -119,7 +119,7 @@ class Region:
             conditioning = self.part.spec.conditioning if self._remembers else None
             hook = CallHook(self.steps, self._moments, parameter_names(root), conditioning)
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        if self.part.is_timed and self.part.module is root:
+        if self._remembers and self.part.module is root:
             self._moments.listen(root)
 
     @property

@@ -14,7 +14,6 @@ from nearfield.adapters.ready import Ready, plans_of
 from nearfield.adapters.region import Region
 from nearfield.adapters.spec import Located, Move
 from nearfield.adapters.steps import Steps, has_dense_steps
-from nearfield.dense_parts import stays_dense
 from nearfield.implementations import explain_choice
 from nearfield.methods import Method
 from nearfield.methods.merging import Merged
@@ -157,7 +156,7 @@ def _step_words(method: Method, steps: Steps) -> str:
     if not has_dense_steps(method):
         return "steps: all merged" if _attention(method) is None else "steps: all sparse"
     if scheduler is None:
-        return "steps: all sparse; without a scheduler no step is known to be a first one (pass `scheduler=`)"
+        return "steps: all sparse; without a scheduler no step is known to be a first or last one (pass `scheduler=`)"
     total = steps.total()
     if total is None:
         return f"steps: some dense; how many there are is not known yet ({type(scheduler).__name__})"
@@ -174,11 +173,10 @@ def _refresh_lines(method: Any, steps: Steps) -> list[str]:
     total = steps.total() if getattr(method, "needs_moment", False) else None
     if total is None:
         return []
-    dense = method.dense_ends(total)
+    first, last = method.dense_ends(total)
     due = {*_attention(method).refreshes(total), *_new_destinations(method, total)}
-    # Where it is due in a dense step, the next sparse one makes it.
-    sparse = ([step for step in range(place, total) if not stays_dense(dense, step, total)] for place in due)
-    places = sorted({steps[0] for steps in sparse if steps})
+    # Where they are due in a dense step, the next sparse one makes them.
+    places = sorted(place for place in {max(place, first) for place in due} if place < total - last)
     return [
         f"  lists are made at {_counted(places)} of {total}, by full attention, for each branch of guidance"
     ]

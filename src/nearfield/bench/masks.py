@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Attended, Geometry, Impl, Ordering
-from nearfield.dense_parts import DenseSteps, ends_of
+from nearfield.dense_parts import DenseSteps, checked_steps, ends_of
 
 
 class MaskReader(NamedTuple):
@@ -48,6 +48,9 @@ class Masked:
     radius: float = 8
     width: int = 256
     dense_steps: DenseSteps = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_steps", checked_steps(self.dense_steps))
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str) -> Ordering:
         return Ordering(torch.arange(geometry.num_image_tokens, device=device))

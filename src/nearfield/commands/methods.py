@@ -176,7 +176,7 @@ def dense_layers(text: str, argument: str = "--dense-layers") -> int | tuple[int
 def dense_steps(text: str, argument: str = "--dense-steps") -> "DenseSteps":
     def end(text: str) -> int | float:
         value = number(argument, least=0.0)(text.strip())
-        return int(value) if value >= 1 or value == 0 else value
+        return int(value) if value.is_integer() else value
 
     first, comma, last = text.partition(",")
     return (end(first), end(last)) if comma else end(first)

@@ -108,6 +108,8 @@ def filled_in(method: Method) -> tuple[str, dict[str, Any]]:
 
 def _shown(field: Field, value: Any) -> Any:
     """What `_parsed` reads as that value."""
+    if field.name == "dense_steps" and isinstance(value, tuple):
+        return ",".join(map(str, value))
     if isinstance(value, tuple):
         return "".join(f"{number}," for number in value)
     if value is None:
