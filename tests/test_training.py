@@ -380,11 +380,11 @@ def test_a_compiled_model_learns_the_same(
 METHOD = paper(tiles=4, shared="none", dense_layers=0)
 
 
-def distilled(folder: Path, steps: int) -> tuple[distill.Distillation, Any]:
+def distilled(folder: Path, steps: int, method: Hilbert = METHOD) -> tuple[distill.Distillation, Any]:
     model = lively_model()
     calls = distill.latent_calls(model, latents(64), 4)
     schedule = Schedule(steps=steps, learning_rate=5e-3, warm_up=2, average=0.9, checkpoint_seconds=1e9)
-    return distill.Distillation(model.transformer, calls, folder, distill.Recipe(METHOD), schedule), model
+    return distill.Distillation(model.transformer, calls, folder, distill.Recipe(method), schedule), model
 
 
 def test_the_teacher_is_the_model_itself(tmp_path: Path) -> None:
@@ -435,6 +435,22 @@ def test_distillation_falls_resumes_and_loads(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = model.transformer(**call)[0]
     assert (tuned - wanted).norm() < 0.95 * (untuned - wanted).norm()
+
+
+def test_dense_steps_have_no_part_in_a_checkpoint(tmp_path: Path) -> None:
+    distilled(tmp_path, 1, replace(METHOD, dense_steps=3))[0].run()
+    checkpoint = tmp_path / CHECKPOINT
+    other, _ = distilled(tmp_path, 2, replace(METHOD, dense_steps=(0, 3)))
+    other.resume()
+    assert other.loop.step == 1
+    tensors, facts = read_tensors(checkpoint)
+    for older in ("3", "0.2", "(1, 2)", "[1, 2]"):  # they were named once
+        method = facts["recipe"]["method"].replace("dense_steps=0,", f"dense_steps={older},")
+        assert f"dense_steps={older}, interleave" in method
+        write_tensors(checkpoint, tensors, facts | {"recipe": facts["recipe"] | {"method": method}})
+        distilled(tmp_path, 2, replace(METHOD, dense_steps=(0, 3)))[0].resume()
+    with pytest.raises(BadFile, match="was made with method = Hilbert.*tiles=4.*, not .*tiles=3"):
+        distilled(tmp_path, 2, replace(METHOD, tiles=3))[0].resume()
 
 
 def test_all_weights_are_distilled(tmp_path: Path) -> None:

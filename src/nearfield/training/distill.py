@@ -7,6 +7,7 @@ is known about the model but that `apply` supports it, and nothing about the dat
 Without a LoRA all weights are trained; the teacher is then a copy of the model.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -42,6 +43,7 @@ Calls = Callable[[int, int], Mapping[str, Any]]
 
 _ADAPTER = "nearfield"
 _NOT_TUNED = ("norm", "embed", "modulation")
+_DENSE_STEPS = re.compile(r"\bdense_steps=(\([^)]*\)|\[[^]]*\]|[^,()]*)")
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class Distillation:
         self._phase = _Phase()
         student: Any = recipe.method
         self.handle = apply(transformer, replace(student, dense_steps=1), scheduler=self._phase)
-        facts = {"method": str(recipe.method), "rank": recipe.rank, "seed": recipe.seed}
-        self.loop = Loop(self.parameters, self.loss, schedule, folder, facts)
+        facts = _as_now({"method": str(recipe.method), "rank": recipe.rank, "seed": recipe.seed})
+        self.loop = Loop(self.parameters, self.loss, schedule, folder, facts, as_now=_as_now)
 
     @property
     def can_resume(self) -> bool:
@@ -190,6 +192,11 @@ class Distillation:
         if self._copy is None:
             _remove_lora(self.transformer)
         self.transformer.requires_grad_(False)
+
+
+def _as_now(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint must agree with: dense steps are none of it, though older ones name them."""
+    return {**facts, "method": _DENSE_STEPS.sub("dense_steps=0", str(facts.get("method")))}
 
 
 def result_of(recipe: Recipe) -> str:

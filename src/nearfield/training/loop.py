@@ -123,6 +123,7 @@ class Loop:
     Args:
         facts: what a checkpoint must agree with to be gone on from (the recipe).
         tokens: what a step computes; the log then tells the speed, too.
+        as_now: makes of an older checkpoint's facts what `facts` would be now.
     """
 
     def __init__(
@@ -133,12 +134,13 @@ class Loop:
         folder: Path,
         facts: Mapping[str, Any],
         tokens: int | None = None,
+        as_now: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
         self.parameters = dict(parameters)
         self.averages = {name: value.detach().clone() for name, value in self.parameters.items()}
         self.schedule, self.folder = schedule, folder
         self.step = 0
-        self._loss, self._facts = loss, dict(facts)
+        self._loss, self._facts, self._as_now = loss, dict(facts), as_now
         self._speed = _Speed(tokens)
         values = list(self.parameters.values())
         self._optimizer = torch.optim.AdamW(
@@ -320,10 +322,10 @@ class Loop:
     def _check_checkpoint(self, path: Path, facts: Mapping[str, Any]) -> None:
         if facts.get("kind") != "checkpoint" or facts.get("format") != FORMAT:
             raise BadFile(f"{path} is no checkpoint that this version reads")
-        asked = json.loads(json.dumps(self._facts))
-        for name in sorted(asked.keys() | facts["recipe"].keys()):
-            if asked.get(name) != facts["recipe"].get(name):
-                was, now = facts["recipe"].get(name), asked.get(name)
+        asked, found = json.loads(json.dumps(self._facts)), self._as_now(facts["recipe"])
+        for name in sorted(asked.keys() | found.keys()):
+            if asked.get(name) != found.get(name):
+                was, now = found.get(name), asked.get(name)
                 raise BadFile(
                     f"{path} was made with {name} = {was}, not {now}; resume with the same settings"
                 )
