@@ -49,9 +49,9 @@ collect)
     shift
     mkdir -p "$out"
     for tuning in "$@"; do
-        for result in model pytorch_lora_weights; do
-            file="$state/tuned/$tuning/$result.safetensors"
-            [ ! -f "$file" ] || split --bytes=15M "$file" "$out/$tuning-$result.part-"
+        for file in "$state/tuned/$tuning"-of-*/{model,pytorch_lora_weights}.safetensors; do
+            name=$(basename "$(dirname "$file")")-$(basename "$file" .safetensors)
+            [ ! -f "$file" ] || split --bytes=15M "$file" "$out/$name.part-"
         done
     done
     # Large strips and LoRAs of a high rank would make it too large to travel. With its checkpoint, a small one goes on.

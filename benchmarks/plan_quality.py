@@ -3,11 +3,13 @@
     benchmarks/measure_quality.sh plan STATE MINUTES [NAME=VALUE]...
 
 The same call again goes on where time was up, with the next batch of pictures or the next step of training. First a
-few pictures of each pattern in the group "search" say which of them is tuned; that choice is kept in STATE/chosen.json.
-Then pictures and training run side by side. What was done, what it took and what broke is in STATE/plan.json; what a
-part printed, in STATE/printed. A part that breaks is tried again without --compile, and then left.
+few pictures of each pattern in the group "search" say which of them is tuned; that choice is kept in STATE/chosen.json,
+and made anew when the group has changed. Then pictures and training run side by side. What was done, what it took and
+what broke is in STATE/plan.json; what a part printed, in STATE/printed. A part that breaks is tried again without
+--compile, and then left.
 
-Names and values are the fields of `Settings`. Lists stand between commas, switches are yes or no.
+Names and values are the fields of `Settings`. Lists stand between commas, switches are yes or no. Those that figures
+hang on stay as they are in STATE/plan.json.
 """
 
 import json
@@ -17,19 +19,34 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import planned
 from planned import Chain, Part, read_json
 
 from nearfield._files import write_json
-from nearfield.bench.quality_cases import GROUPS, SECTIONS, Pattern, as_file_name, pattern_named
+from nearfield.bench.kept_batches import digest
+from nearfield.bench.picture_runs import method_of
+from nearfield.bench.quality_cases import (
+    GROUPS,
+    SECTIONS,
+    Pattern,
+    as_file_name,
+    pattern_named,
+    without_dense_steps,
+)
+from nearfield.demo.lora import method_of_lora, suits
 from nearfield.demo.model import EMBEDDED
+from nearfield.demo.storage import BadFile
 from nearfield.training import data
+from nearfield.training.distill import LORA
+from nearfield.training.runs import MODEL
 
 DENSE = "dense"
 CANDIDATES = [pattern.name for pattern in GROUPS["search"]]
 FULL, NATIVE = "full", "native"
+FIXED = ("size", "steps", "pairs", "tuning_steps", "cool_down", "equal_steps", "tuning_batch", "weights")
+"""What rows and tunings of one STATE have in common, though their names do not say it."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,28 @@ class Settings:
         return settings
 
 
+class Tuning(NamedTuple):
+    """One way to tune the model for a pattern.
+
+    Args:
+        pattern: with every step sparse: dense ones have no part in tuning.
+        rank: of the LoRA; or "full", or "native".
+        is_equal: of as many steps as others that it is compared with.
+    """
+
+    pattern: Pattern
+    rank: str
+    is_equal: bool = True
+
+    @property
+    def way(self) -> str:
+        return f"rank-{self.rank}-equal" if self.is_equal else f"rank-{self.rank}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.way}-of-{as_file_name(self.pattern.name)}"
+
+
 class Plan(planned.Plan):
     """The parts of the campaign."""
 
@@ -91,33 +130,44 @@ class Plan(planned.Plan):
 
     # -- the parts -----------------------------------------------------------------------------------------------
 
-    def groups(self) -> Iterator[list[Part]]:
+    def groups(self) -> Iterator[Sequence[Part]]:
+        yield Growing(self)
+
+    def parts(self) -> Iterator[Part]:
+        """All that is known to be done, the most important first. What is tuned is known once patterns were looked at;
+        until then, what does not hang on it keeps lanes from standing idle."""
         settings = self.settings
         candidates = [pattern_named(name) for name in CANDIDATES]
-        yield [
-            self.photographs(),
-            self.dense_pictures(),
-            *(self.pictures(pattern, settings.screen) for pattern in candidates),
-        ]
+        yield self.photographs()
+        yield self.dense_pictures()
+        yield from (self.pictures(pattern, settings.screen) for pattern in candidates)
         chosen = self.chosen()
-        if chosen is not None:
-            yield list(self._in_order(chosen, [pattern for pattern in candidates if pattern != chosen]))
+        if chosen is None:
+            yield self.pictures(None, settings.screen, settings.num, settings.most)
+            yield from self._of_sections(is_urgent=True)
+        else:
+            yield from self._in_order(chosen, [pattern for pattern in candidates if pattern != chosen])
 
     def _in_order(self, chosen: Pattern, others: Sequence[Pattern]) -> Iterator[Part]:
-        settings, best = self.settings, f"rank-{self.settings.rank}"
+        settings, best = self.settings, self.best(chosen)
         counts = settings.num, settings.most
         yield self.lora(chosen)
         yield self.pictures(None, settings.screen, *counts)
         yield self.pictures(chosen, *counts)
         yield self.pictures(self.tuned(chosen, best), *counts, after=best)
-        first = list(dict.fromkeys(name for section in settings.sections for name in SECTIONS[section]))
-        urgent = {name for section in settings.sections[:6] for name in SECTIONS[section]}
-        yield from (self.pictures(pattern_named(name), settings.num) for name in first if name in urgent)
-        all_sparse = replace(chosen, name="all steps sparse", fields={**chosen.fields, "dense_steps": 0})
-        yield self.pictures(self.tuned(all_sparse, best), settings.num, after=best)
+        yield from self._of_sections(is_urgent=True)
+        yield self.pictures(self.tuned(without_dense_steps(chosen), best), settings.num, after=best)
         yield from self.compared(chosen)
-        yield from (self.pictures(pattern_named(name), settings.num) for name in first if name not in urgent)
+        yield from self._of_sections(is_urgent=False)
         yield from (self.pictures(pattern, settings.num) for pattern in others)
+
+    def _of_sections(self, *, is_urgent: bool) -> Iterator[Part]:
+        """Patterns of tables, each once: of the first six tables, or what others have beside those."""
+        sections = self.settings.sections
+        urgent = dict.fromkeys(name for section in sections[:6] for name in SECTIONS[section])
+        others = dict.fromkeys(name for section in sections[6:] for name in SECTIONS[section])
+        names = urgent if is_urgent else [name for name in others if name not in urgent]
+        yield from (self.pictures(pattern_named(name), self.settings.num) for name in names)
 
     def photographs(self) -> Part:
         statistics = self.statistics()
@@ -134,7 +184,7 @@ class Plan(planned.Plan):
 
         return Part("dense-pictures", self.has_dense_pictures, chains)
 
-    def pictures(self, pattern: Pattern | None, *counts: int, after: str | None = None) -> Part:
+    def pictures(self, pattern: Pattern | None, *counts: int, after: Tuning | None = None) -> Part:
         """Pictures of a pattern, measured, with a row for each number of them.
 
         Args:
@@ -174,125 +224,142 @@ class Plan(planned.Plan):
 
     # -- tuning --------------------------------------------------------------------------------------------------
 
+    def best(self, chosen: Pattern) -> Tuning:
+        """That of the LoRA that may ship."""
+        tuning = Tuning(without_dense_steps(chosen), str(self.settings.rank), is_equal=False)
+        self._adopt_older(tuning)
+        return tuning
+
+    def _adopt_older(self, tuning: Tuning) -> None:
+        """Folders once did not say of which pattern they are: one with a LoRA of this one's is called as it is now."""
+        older, folder = self.folder(tuning).with_name(tuning.way), self.folder(tuning)
+        if folder.exists() or not (older / LORA).exists():
+            return
+        with suppress(BadFile, ValueError):  # no LoRA that could be gone on with
+            if suits(method_of_lora(older / LORA), method_of(tuning.pattern)):
+                older.rename(folder)
+
     def lora(self, chosen: Pattern) -> Part:
         """The LoRA that may ship; on its way it is compared with others, if it is one of them."""
         settings = self.settings
         rank = ["--rank", str(settings.rank), "--keep-steps", str(settings.equal_steps)]
         rank += ["--cool-down", str(settings.cool_down)]
-        return self.distilled(chosen, f"rank-{settings.rank}", settings.tuning_steps, rank)
+        return self.distilled(chosen, self.best(chosen), rank)
 
     def compared(self, chosen: Pattern) -> Iterator[Part]:
         """Ways of tuning after equally many steps, and their pictures."""
-        settings, steps = self.settings, self.settings.equal_steps
-        for rank in settings.ranks:
-            name, words = f"rank-{rank}-equal", ["--rank", rank]
-            if rank == str(settings.rank):
-                yield self.pictures(self.tuned(chosen, name), settings.num, after=f"rank-{rank}")
-                continue
-            if rank == NATIVE:
-                yield self.native(chosen)
+        for rank in self.settings.ranks:
+            tuning = trained = Tuning(without_dense_steps(chosen), rank)
+            if rank == str(self.settings.rank):
+                trained = self.best(chosen)
+            elif rank == NATIVE:
+                yield self.native(chosen, tuning)
             else:
-                yield self.distilled(chosen, name, steps, ["--full"] if rank == FULL else words)
-            yield self.pictures(self.tuned(chosen, name), settings.num, after=name)
+                yield self.distilled(chosen, tuning, ["--full"] if rank == FULL else ["--rank", rank])
+            yield self.pictures(self.tuned(chosen, tuning), self.settings.num, after=trained)
 
-    def distilled(self, chosen: Pattern, name: str, steps: int, options: Sequence[str]) -> Part:
+    def distilled(self, chosen: Pattern, tuning: Tuning, options: Sequence[str]) -> Part:
         def chains(minutes: float) -> list[Chain]:
-            command = ["distill", *self.training(name, steps, minutes), *self.weights(), *options]
+            command = ["distill", *self.training(tuning, minutes), *self.weights(), *options]
             command += field_options(chosen.fields)
             return [[[*command, *self.compiling()]], [command]]
 
-        return self.trained(chosen, name, chains)
+        return self.trained(chosen, tuning, chains)
 
-    def native(self, chosen: Pattern) -> Part:
+    def native(self, chosen: Pattern, tuning: Tuning) -> Part:
         """Flow matching goes on with sparse attention, from the model's own weights."""
-        name, fields = f"rank-{NATIVE}-equal", {**chosen.fields, "dense_steps": 0}
         start = self.weights() or ["--weights", str(EMBEDDED)]
 
         def chains(minutes: float) -> list[Chain]:
-            command = ["train", "demo", *self.training(name, self.settings.equal_steps, minutes)]
+            command = ["train", "demo", *self.training(tuning, minutes)]
             command += ["--start", start[1], "--shift", "2"]
             command += ["--learning-rate", "1e-4", "--warm-up", "50", "--samples", "0"]
             # Not compiled: that would be the whole model, which takes longer than it saves.
-            return [[[*command, "--method", "hilbert", *field_options(fields)]]]
+            return [[[*command, "--method", "hilbert", *field_options(tuning.pattern.fields)]]]
 
-        return self.trained(chosen, name, chains)
+        return self.trained(chosen, tuning, chains)
 
-    def trained(self, chosen: Pattern, name: str, chains: Any) -> Part:
+    def trained(self, chosen: Pattern, tuning: Tuning, chains: Any) -> Part:
         def is_done() -> bool:
-            return self.is_tuned(name) or self.is_shown(chosen, name)
+            return self.is_tuned(tuning) or self.is_shown(chosen, tuning)
 
-        return Part(f"tune-{name}", is_done, chains, least=75.0, uses="training")
+        return Part(f"tune-{tuning.name}", is_done, chains, least=75.0, uses="training")
 
-    def training(self, name: str, steps: int, minutes: float) -> list[str]:
-        folder = self.state / "tuned" / name
+    def training(self, tuning: Tuning, minutes: float) -> list[str]:
+        folder = self.folder(tuning)
         words = ["--data", str(self.state / "photographs"), "--latents", str(self.state / "latents")]
         words += ["--out", str(folder), "--resume", "--json", str(folder / "last.json")]
         words += ["--size", str(self.settings.size)]
-        words += ["--batch", str(self.settings.tuning_batch), "--steps", str(steps)]
+        words += ["--batch", str(self.settings.tuning_batch), "--steps", str(self.steps_of(tuning))]
         return [*words, "--minutes", str(minutes), "--checkpoint-seconds", "100"]
 
-    def is_tuned(self, name: str) -> bool:
+    def steps_of(self, tuning: Tuning) -> int:
+        return self.settings.equal_steps if tuning.is_equal else self.settings.tuning_steps
+
+    def is_tuned(self, tuning: Tuning) -> bool:
         """Whether a tuning has made all of its steps, and its result is here."""
-        folder, settings = self.state / "tuned" / name, self.settings
-        steps = settings.equal_steps if name.endswith("-equal") else settings.tuning_steps
-        made = (read_json(folder / "last.json") or {"step": 0})["step"]
-        return made >= steps and self.result(name).exists()
+        made = (read_json(self.folder(tuning) / "last.json") or {"step": 0})["step"]
+        return made >= self.steps_of(tuning) and self.result(tuning).exists()
 
-    def is_shown(self, chosen: Pattern, name: str) -> bool:
+    def is_shown(self, chosen: Pattern, tuning: Tuning) -> bool:
         """Whether all pictures that a tuning is for were measured: on another machine it is not done again."""
-        is_best = name == f"rank-{self.settings.rank}"
-        count = self.settings.most if is_best else self.settings.num
-        return count in self.measured(self.tuned(chosen, name).name)
+        count = self.settings.num if tuning.is_equal else self.settings.most
+        return count in self.measured(self.tuned(chosen, tuning).name)
 
-    def result(self, name: str) -> Path:
+    def folder(self, tuning: Tuning) -> Path:
+        return self.state / "tuned" / tuning.name
+
+    def result(self, tuning: Tuning) -> Path:
         """What a tuning writes: a LoRA, or a model."""
-        folder = self.state / "tuned" / name
-        if name in (f"rank-{FULL}-equal", f"rank-{NATIVE}-equal"):
-            return folder / "model.safetensors"
-        if name == f"rank-{self.settings.rank}-equal":
-            return (
-                self.state / "tuned" / f"rank-{self.settings.rank}" / "pytorch_lora_weights-steps.safetensors"
-            )
-        return folder / "pytorch_lora_weights.safetensors"
+        if tuning.rank in (FULL, NATIVE):
+            return self.folder(tuning) / MODEL
+        if tuning.is_equal and tuning.rank == str(self.settings.rank):
+            return self.folder(tuning._replace(is_equal=False)) / "pytorch_lora_weights-steps.safetensors"
+        return self.folder(tuning) / LORA
 
-    def tuned(self, pattern: Pattern, name: str) -> Pattern:
+    def tuned(self, pattern: Pattern, tuning: Tuning) -> Pattern:
         """A pattern with the result of a tuning, under a name that says which."""
-        _, rank, *rest = name.split("-")
-        steps = self.settings.equal_steps if rest else self.settings.tuning_steps
-        words = {FULL: "all weights", NATIVE: "natively sparse"}.get(rank, f"LoRA of rank {rank}")
-        shown = f"tuned, {words}, {steps} steps"
-        if pattern.name not in CANDIDATES:
-            shown += f", {pattern.name}"
-        result = str(self.result(name))
-        own = {"weights": result} if rank in (FULL, NATIVE) else {"lora": result}
-        return replace(pattern, name=shown, **own)
+        how = {FULL: "all weights", NATIVE: "natively sparse"}.get(tuning.rank, f"LoRA of rank {tuning.rank}")
+        result = str(self.result(tuning))
+        own = {"weights": result} if tuning.rank in (FULL, NATIVE) else {"lora": result}
+        return replace(pattern, name=f"{pattern.name}, tuned: {how}, {self.steps_of(tuning)} steps", **own)
 
     # -- what is known -------------------------------------------------------------------------------------------
 
     def chosen(self) -> Pattern | None:
         """The pattern that is tuned, once all that could be have been looked at."""
         path = self.state / "chosen.json"
-        known = read_json(path)
-        if known is not None and self.settings.tuned in ("", known["name"]):
-            return pattern_named(known["name"])
-        if self.settings.tuned:
-            name = self.settings.tuned
-        else:
-            looks = [self.pictures(pattern_named(name), self.settings.screen) for name in CANDIDATES]
-            if not all(map(self.is_settled, looks)):
-                return None
-            found = {name: self._fid(name) for name in CANDIDATES}
-            name = min(CANDIDATES, key=lambda each: found[each])
-        write_json(path, {"name": name, "fields": dict(pattern_named(name).fields)})
-        return pattern_named(name)
+        known = read_json(path) or {}
+        name = self.settings.tuned or self._known_choice(known) or self._least_fid()
+        if name is None:
+            return None
+        pattern = pattern_named(name)
+        made = {"name": name, "among": CANDIDATES, "fields": dict(pattern.fields)}
+        if (known.get("name"), known.get("among")) != (name, CANDIDATES):
+            write_json(path, made)
+        return pattern
 
-    def _fid(self, name: str) -> float:
-        return self.measured(name).get(self.settings.screen, float("inf"))
+    def _known_choice(self, known: Mapping[str, Any]) -> str | None:
+        """One that was made among other patterns is none."""
+        is_known = known.get("among") == CANDIDATES and known.get("name") in CANDIDATES
+        return known["name"] if is_known else None
+
+    def _least_fid(self) -> str | None:
+        looks = [self.pictures(pattern_named(name), self.settings.screen) for name in CANDIDATES]
+        if not all(map(self.is_settled, looks)):
+            return None
+        found = {name: self.measured(name).get(self.settings.screen, float("inf")) for name in CANDIDATES}
+        return min(CANDIDATES, key=lambda name: found[name])
 
     def measured(self, name: str) -> dict[int, float]:
-        """FID by the number of pictures, of the rows with a name."""
+        """FID by the number of pictures, of the rows with a name and of this plan's size and steps."""
         rows = (read_json(self.report(as_file_name(name))) or {"results": []})["results"]
-        return {row["samples"]: row["fid"] for row in rows if row["pattern"] == name}
+        own = {"size": self.settings.size, "steps": self.settings.steps}
+        return {
+            row["samples"]: row["fid"]
+            for row in rows
+            if row["pattern"] == name and own.items() <= row["settings"].items()
+        }
 
     def report(self, name: str) -> Path:
         return self.state / "quality" / f"{name}.json"
@@ -330,8 +397,40 @@ class Plan(planned.Plan):
     def lanes(self) -> int:
         return self.settings.lanes
 
-    def is_end(self, group: Sequence[Part]) -> bool:
-        return group[0].name == "photographs"
+    def facts(self) -> dict[str, Any]:
+        return {"weights": _digest_of(Path((self.weights() or ["", str(EMBEDDED)])[1]))}
+
+    def check_fixed(self) -> None:
+        """Ends the program where a setting that must stay is another one than before."""
+        known = (read_json(self.state / "plan.json") or {}).get("settings", {})
+        now = asdict(self.settings) | self.facts()
+        for name in FIXED:
+            if known.get(name, now[name]) != now[name]:
+                sys.exit(
+                    f"`{name}` must be {known[name]}, as in {self.state / 'plan.json'}: other figures do not compare;"
+                    f" got {now[name]}. Give it a STATE of its own."
+                )
+
+
+class Growing(Sequence[Part]):
+    """A plan's parts, asked for anew whenever one can begin: more are known once it is known what is tuned."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[Part]:
+        return self._plan.parts()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._plan.parts())
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._plan.parts())[index]
+
+
+@cache
+def _digest_of(weights: Path) -> str:
+    return digest({}, weights)
 
 
 @cache
@@ -386,6 +485,7 @@ def main(words: Sequence[str]) -> int:
         plan.statistics()
     except OSError as error:
         sys.exit(f"`STATE` must hold photographs; got {words[0]}: {error}. Stage them first.")
+    plan.check_fixed()
     _import_everything()
     return planned.carry_out(plan)
 

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, apply, cli, quality
 from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
-from nearfield.bench import masks, picture_runs
+from nearfield.bench import machine, masks, picture_runs
 from nearfield.bench import quality as sweeping
 from nearfield.bench.quality_cases import GROUPS, Pattern, read_patterns
 from nearfield.demo.model import save_model
@@ -58,7 +58,9 @@ def references(folder: Path) -> quality.Statistics:
     )
 
 
-def test_patterns_are_measured_once(task: picture_runs.Task, tmp_path: Path) -> None:
+def test_patterns_are_measured_once(
+    task: picture_runs.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "rows.json"
     seen: list[str] = []
 
@@ -67,11 +69,14 @@ def test_patterns_are_measured_once(task: picture_runs.Task, tmp_path: Path) -> 
             task, lambda: references(tmp_path), Features(), out, on_picture=lambda _, name: seen.append(name)
         )
 
+    monkeypatch.setattr(machine, "commit", lambda: "first")
     assert not sweep().run(PATTERNS, has_time=lambda: len(set(seen)) < 2)
     assert [row["pattern"] for row in json.loads(out.read_text())["results"]] == ["dense", "2 tiles"]
+    monkeypatch.setattr(machine, "commit", lambda: "second")
     again = sweep()
     assert again.run(PATTERNS)
     dense, tiles, disc = again.rows
+    assert [row.commit for row in quality.results.read_rows(out)] == ["first", "first", "second"]
     assert seen == ["dense"] * 2 + ["2 tiles"] * 2 + ["dense"] * 2 + ["disc"] * 2
     assert (dense.pairs_kept, dense.psnr, dense.settings["name"]) == (1, None, "dense")
     assert 0.3 < tiles.pairs_kept < 0.9

@@ -11,14 +11,17 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from PIL import Image
 from tests.cats import CATS, lively_model
 
-from nearfield import cli
+from nearfield import cli, recipes
 from nearfield._files import write_json
 from nearfield.bench import collected, quality_results
-from nearfield.bench.quality_cases import GROUPS, SECTIONS, as_file_name, pattern_named
+from nearfield.bench.picture_runs import method_of
+from nearfield.bench.quality_cases import GROUPS, SECTIONS, as_file_name, pattern_named, without_dense_steps
 from nearfield.demo.model import save_model
+from nearfield.demo.storage import write_tensors
 from nearfield.quality.results import QualityRow, as_document, read_rows
 from nearfield.studio import results
 
@@ -93,7 +96,8 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Carried:
 def archive(carried: Carried, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("collected")
     script("collect", carried.state, out, "rank-full-equal")
-    assert (out / "rank-full-equal-model.part-aa").exists()
+    (part,) = out.glob("rank-full-equal-of-far-*-interleave-model.part-aa")
+    assert part.stat().st_size > 1000
     return out / "quality-results.tar.gz"
 
 
@@ -113,28 +117,40 @@ def test_everything_is_done_in_order(carried: Carried) -> None:
     order = begun(printed)
     assert order[:2] == ["photographs", "dense-pictures"]
     assert set(order[2:6]) == {f"pictures-{as_file_name(name)}-4" for name in CANDIDATES}
-    assert order[6:8] == ["tune-rank-4", "pictures-dense-6"]
-    tuned = order.index("pictures-tuned-lora-of-rank-4-2-steps-6")
-    assert tuned > order.index("tune-rank-4")
-    assert order.index("pictures-tuned-all-weights-1-steps-4") > order.index("tune-rank-full-equal")
-    chosen = json.loads((state / "chosen.json").read_text())["name"]
+    chosen = chosen_in(state)
+    of = as_file_name(without_dense_steps(pattern_named(chosen)).name)
+    assert set(order[6:8]) == {f"tune-rank-4-of-{of}", "pictures-dense-6"}
+    tuned = order.index(f"pictures-{as_file_name(chosen)}-tuned-lora-of-rank-4-2-steps-6")
+    assert tuned > order.index(f"tune-rank-4-of-{of}")
+    full = order.index(f"pictures-{as_file_name(chosen)}-tuned-all-weights-1-steps-4")
+    assert full > order.index(f"tune-rank-full-equal-of-{of}")
     fids = {name: read_rows(state / "quality" / f"{as_file_name(name)}.json")[0].fid for name in CANDIDATES}
     assert fids[chosen] == min(value for value in fids.values() if value is not None)
 
 
+def chosen_in(state: Path) -> str:
+    return str(json.loads((state / "chosen.json").read_text())["name"])
+
+
+def rows_of(state: Path, name: str) -> list[QualityRow]:
+    return read_rows(state / "quality" / f"{as_file_name(name)}.json")
+
+
 def test_rows_are_of_the_same_dense_pictures(carried: Carried) -> None:
     state = carried.state
-    chosen = json.loads((state / "chosen.json").read_text())["name"]
-    dense = read_rows(state / "quality" / "dense.json")
-    assert [(row.pattern, row.samples) for row in dense] == [("dense", 4), ("dense", 6)]
-    rows = read_rows(state / "quality" / f"{as_file_name(chosen)}.json")
+    chosen = chosen_in(state)
+    assert [(row.pattern, row.samples) for row in rows_of(state, "dense")] == [("dense", 4), ("dense", 6)]
+    rows = rows_of(state, chosen)
     assert [row.samples for row in rows] == [4, 6]
-    tuned = read_rows(state / "quality" / "tuned-lora-of-rank-4-2-steps.json")
+    tuned = rows_of(state, f"{chosen}, tuned: LoRA of rank 4, 2 steps")
     assert [(row.samples, row.settings["tuning"]) for row in tuned] == [(4, "LoRA"), (6, "LoRA")]
     assert tuned[-1].lpips != rows[-1].lpips
     assert tuned[-1].pairs_kept == rows[-1].pairs_kept
-    (full,) = read_rows(state / "quality" / "tuned-all-weights-1-steps.json")
+    (full,) = rows_of(state, f"{chosen}, tuned: all weights, 1 steps")
     assert full.settings["tuning"] == "own weights"
+    sparse = without_dense_steps(pattern_named(chosen)).name
+    (all_sparse,) = rows_of(state, f"{sparse}, tuned: LoRA of rank 4, 2 steps")
+    assert all_sparse.pairs_kept < rows[-1].pairs_kept
     assert len(list((state / "kept").glob("dense-*"))) == 1
 
 
@@ -143,14 +159,17 @@ def test_what_is_done_is_not_done_again(carried: Carried, tmp_path: Path, planni
     shutil.copytree(carried.state, state)
     plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
     assert not unsettled(plan)
+    chosen = pattern_named(chosen_in(state))
+    lora, tuned = plan.best(chosen), as_file_name(plan.tuned(chosen, plan.best(chosen)).name)
     (state / "quality" / "far-16-4-tiles.json").unlink()
-    (state / "tuned" / "rank-4" / "pytorch_lora_weights.safetensors").unlink()
-    (state / "quality" / "tuned-lora-of-rank-4-2-steps.json").unlink()
-    assert unsettled(plan) == [
-        "tune-rank-4",
-        "pictures-tuned-lora-of-rank-4-2-steps-6",
-        "pictures-far-16-4-tiles-4",
-    ]
+    plan.result(lora).unlink()
+    (state / "quality" / f"{tuned}.json").unlink()
+    again = [f"tune-{lora.name}", f"pictures-{tuned}-6", "pictures-far-16-4-tiles-4"]
+    assert unsettled(plan) == again
+    # Rows of another size are none of this plan's.
+    path = state / "quality" / "dense.json"
+    path.write_text(path.read_text().replace('"size": 64', '"size": 32'))
+    assert unsettled(plan) == [again[0], "pictures-dense-6", *again[1:]]
 
 
 def unsettled(plan: Any) -> list[str]:
@@ -167,10 +186,10 @@ def test_a_new_machine_goes_on_from_what_was_collected(
         "chosen.json",
         "quality/dense.json",
         "strips/dense.jpg",
-        "tuned/rank-4/log.jsonl",
     } <= names
-    assert "tuned/rank-4/pytorch_lora_weights-steps.safetensors" in names
-    assert "tuned/rank-4/checkpoint.safetensors" in names  # so that it may go on
+    tuned = {Path(name).name for name in names if name.startswith("tuned/rank-4-of-")}
+    assert {"log.jsonl", "pytorch_lora_weights-steps.safetensors"} <= tuned
+    assert "checkpoint.safetensors" in tuned  # so that it may go on
     assert not [name for name in names if name.startswith("kept") or name.endswith("model.safetensors")]
     assert archive.stat().st_size < 3_000_000
     state = staged(tmp_path / "state")
@@ -184,8 +203,7 @@ def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: Mod
     (staged(tmp_path / "state") / "kept").mkdir()
     settings = planning.Settings.read(["tuned=far 16, centre, interleave, 3 dense steps"])
     plan = planning.Plan(tmp_path / "state", settings, 0.0)
-    first, second = plan.groups()
-    parts = [*first, *second]
+    (parts,) = plan.groups()
     names = [part.name for part in parts]
     assert len(set(names)) == len(names)
     wanted = {as_file_name(name) for section in SECTIONS.values() for name in section}
@@ -196,17 +214,19 @@ def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: Mod
             for words in chain:
                 cli._parser(words).parse_args(words)
         commands[part.name] = part.chains(3.0)[0][0]
-    lora = commands["tune-rank-4"]
+    of = "of-far-16-centre-interleave"
+    lora = commands[f"tune-rank-4-{of}"]
     assert {"--interleave", "--compile", "--keep-steps"} <= set(lora)
     assert lora[lora.index("--shared") + 1] == "centre"
-    assert "--full" in commands["tune-rank-full-equal"]
+    assert "--full" in commands[f"tune-rank-full-equal-{of}"]
     assert "--num 512,1500,5000" in " ".join(commands["pictures-dense-5000"])
     assert "--no-dense-row" not in commands["pictures-dense-5000"]
-    assert names.index("tune-rank-64-equal") > names.index("pictures-band-of-600-1500")
+    assert names.index(f"tune-rank-64-equal-{of}") > names.index("pictures-band-of-600-1500")
     (listed,) = json.loads(
-        (tmp_path / "state" / "patterns" / "tuned-natively-sparse-200-steps.json").read_text()
+        next((tmp_path / "state" / "patterns").glob("*-tuned-natively-sparse-200-steps.json")).read_text()
     )
-    assert listed["weights"].endswith("tuned/rank-native-equal/model.safetensors")
+    assert listed["weights"].endswith(f"tuned/rank-native-equal-{of}/model.safetensors")
+    assert listed["name"] == f"{settings.tuned}, tuned: natively sparse, 200 steps"
 
 
 @pytest.mark.parametrize(
@@ -228,9 +248,15 @@ def test_wrong_settings_are_named(word: str, message: str, planning: ModuleType)
 def test_nothing_is_begun_before_what_it_needs(tmp_path: Path, planning: ModuleType) -> None:
     state = staged(tmp_path)
     plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
-    assert len(list(plan.groups())) == 1  # nothing was chosen yet
     chosen = pattern_named(CANDIDATES[0])
-    tuned = plan.pictures(plan.tuned(chosen, "rank-4"), 5, after="rank-4")
+    lora = plan.best(chosen)
+    names = [part.name for part in plan.parts()]
+    assert names[6:] == [
+        "pictures-dense-6",
+        "pictures-far-16-4",
+        "pictures-far-16-4-tiles-4",
+    ]  # nothing was chosen yet
+    tuned = plan.pictures(plan.tuned(chosen, lora), 5, after=lora)
     plan.statistics().parent.mkdir()
     plan.statistics().touch()
     assert not plan.pictures(chosen, 5).can_begin(100)
@@ -239,11 +265,88 @@ def test_nothing_is_begun_before_what_it_needs(tmp_path: Path, planning: ModuleT
     assert plan.pictures(chosen, 5).can_begin(100)
     assert not plan.pictures(chosen, 5).can_begin(30)
     assert not tuned.can_begin(100)
-    write_json(state / "tuned" / "rank-4" / "last.json", {"step": 1})
-    (state / "tuned" / "rank-4" / "pytorch_lora_weights.safetensors").touch()
+    write_json(plan.folder(lora) / "last.json", {"step": 1})
+    plan.result(lora).touch()
     assert not tuned.can_begin(100)  # it was written on the way
-    write_json(state / "tuned" / "rank-4" / "last.json", {"step": 2})
+    write_json(plan.folder(lora) / "last.json", {"step": 2})
     assert tuned.can_begin(100)
+
+
+def screened(state: Path, fids: dict[str, float]) -> None:
+    """Candidates that were looked at."""
+    for name, fid in fids.items():
+        row = QualityRow(name, 0.4, 4, fid=fid, settings={"size": 64, "steps": 4})
+        write_json(state / "quality" / f"{as_file_name(name)}.json", as_document([row], {}))
+
+
+def test_a_choice_among_other_patterns_is_made_anew(tmp_path: Path, planning: ModuleType) -> None:
+    state = staged(tmp_path)
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
+    screened(state, {CANDIDATES[0]: 40.0})
+    for name in (CANDIDATES[0], "far 16, as it once was"):
+        write_json(state / "chosen.json", {"name": name, "fields": {}})
+        assert plan.chosen() is None  # the others were not looked at yet
+    named = planning.Plan(state, planning.Settings.read([*SETTINGS, f"tuned={CANDIDATES[2]}"]), 0.0)
+    assert named.chosen().name == chosen_in(state) == CANDIDATES[2]
+    (state / "chosen.json").unlink()
+    screened(state, dict.fromkeys(CANDIDATES, 40.0) | {CANDIDATES[1]: 39.0})
+    assert plan.chosen().name == CANDIDATES[1]
+    screened(state, {CANDIDATES[2]: 1.0})
+    assert plan.chosen().name == CANDIDATES[1]  # it stays
+
+
+def test_no_lane_is_idle_while_the_last_pattern_is_looked_at(tmp_path: Path, planning: ModuleType) -> None:
+    state = staged(tmp_path)
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), planning.planned.time.monotonic() + 500)
+    for path in (plan.statistics(), state / "kept" / "dense-x" / "000000.safetensors"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    screened(state, dict.fromkeys(CANDIDATES[:3], 40.0))
+    (parts,) = plan.groups()
+    dense = plan.pictures(None, 4, 6)
+
+    def begun_beside(part: Any) -> list[str]:
+        running = {1: planning.planned._Running(part, 0.0)}
+        return [each.name for each in plan._startable(parts, running)]
+
+    assert begun_beside(plan.pictures(pattern_named(CANDIDATES[3]), 4)) == [dense.name]
+    screened(state, {CANDIDATES[3]: 39.0})
+    assert begun_beside(dense) == ["tune-rank-4-of-far-8-interleave"]
+
+
+def test_tunings_are_those_of_their_pattern(tmp_path: Path, planning: ModuleType) -> None:
+    """A LoRA of before folders named patterns goes on where dense steps alone differ; another pattern has its own."""
+    state = staged(tmp_path)
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
+    first, last, far_8 = (pattern_named(CANDIDATES[place]) for place in (0, 1, 3))
+    recipe = recipes.Recipe(method_of(first)).as_document()
+    older = state / "tuned" / "rank-4"
+    write_tensors(older / "pytorch_lora_weights.safetensors", {"a": torch.zeros(1)}, {"recipe": recipe})
+    write_json(older / "last.json", {"step": 2})
+    assert not plan.is_tuned(plan.best(far_8))
+    assert older.exists()
+    assert plan.is_tuned(plan.best(last))
+    assert not older.exists()
+    assert plan.best(last) == plan.best(first) != plan.best(far_8)
+    tuned = {plan.tuned(pattern, plan.best(pattern)).name for pattern in (first, last, far_8)}
+    assert len(tuned) == 3
+    older.mkdir()
+    (older / "pytorch_lora_weights.safetensors").write_bytes(b"not whole")
+    assert not plan.is_tuned(plan.best(far_8))
+
+
+def test_settings_of_a_state_stay(tmp_path: Path, planning: ModuleType) -> None:
+    state = staged(tmp_path)
+    planning.Plan(state, planning.Settings.read(SETTINGS), 0.0).write()
+    planning.Plan(state, planning.Settings.read([*SETTINGS, "num=5", "lanes=1"]), 0.0).check_fixed()
+    message = f"`size` must be 64, as in {state}/plan.json: other figures do not compare; got 32."
+    with pytest.raises(SystemExit) as ended:
+        planning.main([str(state), "1", *SETTINGS, "size=32"])
+    assert str(ended.value) == f"{message} Give it a STATE of its own."
+    save_model(state / "files" / "cats.safetensors", lively_model(), packing="bf16")
+    planning._digest_of.cache_clear()
+    with pytest.raises(SystemExit, match="`weights` must be "):
+        planning.main([str(state), "1", *SETTINGS])
 
 
 def test_compiling_is_given_up_where_it_breaks(tmp_path: Path, planning: ModuleType) -> None:
@@ -262,12 +365,12 @@ def test_training_runs_one_at_a_time(
     """And no more parts side by side than there are lanes."""
     plan = planning.Plan(staged(tmp_path), planning.Settings(), planning.planned.time.monotonic() + 500)
     chosen = pattern_named(CANDIDATES[0])
-    trainings = [plan.lora(chosen), plan.native(chosen)]
+    trainings = [plan.lora(chosen), plan.native(chosen, planning.Tuning(chosen, planning.NATIVE))]
     others = [
         part._replace(may_begin=lambda: True) for part in (plan.pictures(None, 5), plan.pictures(chosen, 5))
     ]
     names = [part.name for part in plan._startable([*trainings, *others], {})]
-    assert names == ["tune-rank-4", "pictures-dense-5"]
+    assert names == ["tune-rank-4-of-far-16-centre-interleave", "pictures-dense-5"]
     running = {1: planning.planned._Running(trainings[0], 0.0)}
     assert plan._startable([*trainings, *others], running) == others[:1]
 
@@ -313,7 +416,10 @@ def test_results_become_tables_and_pictures(
     rows = read_rows(out)
     assert len(rows) == 2 + 2 + 3 + 2 + 2 + 1 + 1 + 1
     document = json.loads(out.read_text())
-    assert document["tunings"]["rank-4"]["step"] == 2
+    steps = {name.partition("-of-")[0]: last["step"] for name, last in document["tunings"].items()}
+    assert steps == {"rank-4": 2, "rank-full-equal": 1}
+    assert len({row.commit for row in rows}) == 1
+    assert all(row.date for row in rows)
     assert "/" not in json.dumps([row.settings for row in rows])  # no paths of that machine
     with Image.open(plot) as front, Image.open(sheet) as pictures:
         assert front.width > 900
@@ -325,20 +431,24 @@ def test_results_become_tables_and_pictures(
 
 
 def made_up(
-    folder: Path, fids: dict[str, float], count: int = 1500, **figures: Any
+    folder: Path,
+    fids: dict[str, float],
+    count: int = 1500,
+    own: dict[str, dict[str, Any]] | None = None,
+    **figures: Any,
 ) -> quality_results.Collected:
-    """Rows as a campaign writes them, with these FIDs."""
+    """Rows as a campaign writes them, with these FIDs; other figures of all rows, and of some their own."""
     settings = {"size": 512, "steps": 16, "screen": 512, "num": 1500, "most": 5000, "pairs": 512}
+    settings |= {"tuning_steps": 600, "equal_steps": 200, "tuning_batch": 32}
     write_json(folder / "plan.json", {"settings": settings, "parts": {}})
     rows = []
     for name, fid in fids.items():
         known = {"method": "hilbert", "steps": 16, "tuning": "LoRA" if name == "tuned" else "none"}
         known |= {} if name == "dense" else {"fields": {"dense_steps": 3}}
         is_dense = name == "dense"
-        row = QualityRow(
-            name, 1.0 if is_dense else 0.35, count, fid=fid, settings={} if is_dense else known, **figures
-        )
-        rows.append(row)
+        values = figures | (own or {}).get(name, {})
+        values = {"settings": {} if is_dense else known} | values
+        rows.append(QualityRow(name, 1.0 if is_dense else 0.35, count, fid=fid, **values))
     write_json(folder / "quality" / f"{count}.json", as_document(rows, {}))
     return quality_results.read_folder(folder)
 
@@ -354,24 +464,93 @@ def test_what_was_to_be_reached_is_told(tmp_path: Path) -> None:
     assert untuned.endswith("**reached**.")
     assert tuned.startswith("Tuned, 16 tiles: FID 20.5, 2% above dense")
     assert tuned.endswith("Seam energy 5.0% above dense. To reach: within 2%, **not reached**.")
-    # Of many pictures, which count more, it is not.
-    many = made_up(tmp_path, {"dense": 10.0, "b": 13.0, "a": 13.5}, 5000)
+    # Of many pictures it is not; those of few, in which "b" is nearer to dense, do not compare with them.
+    many = made_up(tmp_path, {"dense": 10.0, "a": 13.5, "tuned": 10.2}, 5000)
+    untuned, tuned = quality_results.goals(many)[:2]
     assert (
-        "(b; 35.0% of the pairs over all; 5,000 pictures). To reach: 25% above dense, **not reached**."
-        in (quality_results.goals(many)[0])
+        "(a; 35.0% of the pairs over all; 5,000 pictures). To reach: 25% above dense, **not reached**."
+        in untuned
     )
+    assert "FID 10.2, 2% above dense (tuned; " in tuned
+    # Without a row of the dense model they compare with nothing.
+    alone = made_up(tmp_path, {"a": 9.0}, 9000)
+    assert quality_results.goals(alone)[0] == untuned
 
 
-def test_what_helps_is_told(tmp_path: Path) -> None:
-    found = made_up(
-        tmp_path, {"dense": 20.0, "far 16": 40.0, "far 16, cycle 1": 50.0, "far 16, raster": 39.0}
-    )
-    sentences = quality_results.goals(found)
-    assert "Sliding: FID 50.0 without, 40.0 with it: it improves FID." in sentences
-    assert (
-        "The Hilbert curve, over raster order: FID 39.0 without, 40.0 with it: it improves neither."
-        in sentences
-    )
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [
+        ({"kid": 0.030}, "it improves FID; no difference in seams beyond the error."),
+        ({"kid": 0.039}, "no difference beyond the error."),
+        ({"kid": 0.050}, "no difference beyond the error."),  # FID and KID are not of one mind
+        ({"kid": 0.030, "kid_error": None}, "no difference beyond the error."),
+        ({"kid": 0.030, "seam": 1.01}, "it improves FID; it improves seams."),
+        ({"kid": 0.030, "seam": 0.90}, "it improves FID; it makes seams worse."),
+        ({"kid": 0.040, "seam": 0.96}, "no difference beyond the error."),
+        ({"kid": 0.030, "seam": None}, "it improves FID."),
+        ({"kid": 0.060, "fid": 51.0}, "it makes FID worse; no difference in seams beyond the error."),
+    ],
+    ids=str,
+)
+def test_what_helps_is_told_beyond_the_error(figures: dict[str, Any], verdict: str, tmp_path: Path) -> None:
+    fids = {"dense": 20.0, "far 16": figures.get("fid", 40.0), "far 16, cycle 1": 50.0}
+    known = {"kid": 0.040, "kid_error": 0.001, "seam": 1.05, "seam_error": 0.01, "dense_seam": 1.0}
+    own = {"far 16": {name: value for name, value in figures.items() if name != "fid"}}
+    sentences = quality_results.goals(made_up(tmp_path, fids, own=own, **known))
+    (sliding,) = [sentence for sentence in sentences if sentence.startswith("Sliding: FID 50.0 without")]
+    assert sliding.endswith(f": {verdict}")
+
+
+def test_tables_begin_with_what_is_tuned(tmp_path: Path) -> None:
+    """As soon as it stands beside dense; of tunings that have no row yet nothing is told."""
+    chosen, other = CANDIDATES[:2]
+    write_json(tmp_path / "chosen.json", {"name": chosen})
+    write_json(tmp_path / "tuned" / "rank-4-of-x" / "last.json", {"step": 487})
+    write_json(tmp_path / "tuned" / "rank-64-equal-of-x" / "last.json", {"step": 200})
+    before = made_up(tmp_path, {"dense": 20.0, chosen: 30.0})
+    assert [(each.title, each.num) for each in quality_results.sections(before)] == [
+        ("Before and after tuning", 1500)
+    ]
+    assert "Tuned with batch" not in quality_results.markdown(before)
+    after = made_up(tmp_path, {"dense": 20.0, chosen: 30.0, other: 31.0, "tuned": 25.0})
+    assert [each.title for each in quality_results.sections(after)] == [
+        "Ways of tuning",
+        "Patterns that could be tuned",
+    ]
+    words = "Tuned with batch 32: rank-4-of-x unfinished, 487 of 600 steps, rank-64-equal-of-x 200 steps."
+    assert words in quality_results.markdown(after).replace("\n", " ")
+
+
+def test_what_a_name_does_not_say_is_told(tmp_path: Path) -> None:
+    write_json(tmp_path / "chosen.json", {"name": CANDIDATES[0]})
+    default = {"method": "hilbert", "steps": 16, "fields": {"dense_steps": 0.2, "dense_layers": 1}}
+    found = made_up(tmp_path, {"dense": 20.0, "Hilbert()": 30.0}, own={"Hilbert()": {"settings": default}})
+    text = quality_results.markdown(found).replace("\n", " ")
+    assert "`Hilbert()` has `dense_layers=1`, and 4 of 16 steps are dense." in text
+
+
+def test_all_commits_are_named(tmp_path: Path) -> None:
+    runs = {
+        "far 16": {"commit": "bbb", "date": "2026-02"},
+        "far 16, 4 tiles": {"commit": "aaa", "date": "2026-03"},
+    }
+    found = made_up(tmp_path, {"dense": 20.0, "far 16": 30.0, "far 16, 4 tiles": 29.0}, own=runs)
+    assert "commits bbb, aaa." in quality_results.markdown(found)
+    # Rows of before they were kept in rows are of the file's.
+    path = tmp_path / "quality" / "1500.json"
+    document = json.loads(path.read_text()) | {"machine": {"commit": "ccc", "date": "2026-01"}}
+    path.write_text(json.dumps(document))
+    assert "commits ccc, bbb, aaa." in quality_results.markdown(quality_results.read_folder(tmp_path))
+    assert [row.commit for row in read_rows(path)] == ["ccc", "bbb", "aaa"]
+
+
+def test_names_without_dense_steps() -> None:
+    names = {without_dense_steps(pattern).name for pattern in GROUPS["search"]}
+    assert names == {"far 16, centre, interleave", "far 8, interleave"}
+    for group in ("search", "far-steps"):
+        for pattern in GROUPS[group]:
+            assert without_dense_steps(pattern).fields["dense_steps"] == 0
+            assert "step" not in without_dense_steps(pattern).name
 
 
 def test_bad_results_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

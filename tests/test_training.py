@@ -449,7 +449,7 @@ def test_dense_steps_have_no_part_in_a_checkpoint(tmp_path: Path) -> None:
         assert f"dense_steps={older}, interleave" in method
         write_tensors(checkpoint, tensors, facts | {"recipe": facts["recipe"] | {"method": method}})
         distilled(tmp_path, 2, replace(METHOD, dense_steps=(0, 3)))[0].resume()
-    with pytest.raises(BadFile, match="was made with method = Hilbert.*tiles=4.*, not .*tiles=3"):
+    with pytest.raises(BadFile, match=r"was made with method = Hilbert.*tiles=4.*, not .*tiles=3"):
         distilled(tmp_path, 2, replace(METHOD, tiles=3))[0].resume()
 
 

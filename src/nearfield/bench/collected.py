@@ -47,12 +47,21 @@ def read_plan(folder: Path, script: str) -> dict[str, Any]:
     return plan
 
 
-def machine_words(machine: dict[str, Any]) -> str:
-    """What it ran on, in one sentence."""
+def machine_words(machine: dict[str, Any], commits: Sequence[str] = ()) -> str:
+    """What it ran on, in one sentence.
+
+    Args:
+        commits: of what is shown; none: the machine's own.
+    """
     names = [gpu["name"] for gpu in machine.get("gpus", ())] or [
         machine.get("cpu", {}).get("name", "unknown")
     ]
-    return f"{names[0]}, torch {machine.get('versions', {}).get('torch')}, commit {machine.get('commit')}."
+    code = (
+        f"commits {', '.join(commits)}"
+        if len(commits) > 1
+        else f"commit {[*commits, machine.get('commit')][0]}"
+    )
+    return f"{names[0]}, torch {machine.get('versions', {}).get('torch')}, {code}."
 
 
 def filled(text: str, indent: str = "") -> str:

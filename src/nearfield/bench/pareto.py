@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from nearfield import quality
-from nearfield._files import write_json
 from nearfield.bench import machine, picture_runs
 from nearfield.bench.picture_runs import DENSE, Facts, PictureMaker, Task
 from nearfield.bench.quality_cases import Pattern
 from nearfield.demo.model import ModelConfig, TinyFlux
 from nearfield.demo.sampler import DemoPipeline
 from nearfield.demo.storage import read_tensors
-from nearfield.quality.results import QualityRow, as_document, read_rows
+from nearfield.quality.results import QualityRow, read_rows
 
 TINY = Path("tiny")
 """In the place of a model file."""
@@ -111,8 +110,7 @@ class TimedSweep:
         return self.task.settings(pattern) | timed
 
     def _add(self, row: QualityRow) -> None:
-        self.rows.append(row)
-        write_json(self.out, as_document(self.rows, machine.facts(), _ABOUT))
+        picture_runs.add_row(self.rows, row, self.out, _ABOUT)
 
     # -- one pattern ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from nearfield import Geometry, Hilbert, Merge, apply, quality, recipes
+from nearfield._files import write_json
 from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
 from nearfield.adapters.handle import Handle
+from nearfield.bench import machine
 from nearfield.bench.masks import Masked
 from nearfield.bench.quality_cases import Pattern
 from nearfield.demo.lora import lora_on
 from nearfield.demo.sampler import DemoPipeline, Sampled
 from nearfield.methods.merging import Merged
+from nearfield.quality.results import as_document
 
 DENSE = "dense"
 _MASKS = ("window", "band")
@@ -255,6 +258,14 @@ def _borders(method: Any, geometry: Geometry, device: torch.device) -> quality.B
     if isinstance(method, Merge | Merged):
         return quality.region_borders(method, geometry)
     return None
+
+
+def add_row(rows: list[quality.QualityRow], row: quality.QualityRow, out: Path, about: str) -> None:
+    """Write a file with one row more. Those of a file may come of several runs, so each says by itself of which; the
+    file's facts are those of the last one."""
+    facts = machine.facts()
+    rows.append(replace(row, commit=facts["commit"], date=facts["date"]))
+    write_json(out, as_document(rows, facts, about))
 
 
 def is_known(settings: Mapping[str, Any], rows: Sequence[quality.QualityRow]) -> bool:

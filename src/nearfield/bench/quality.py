@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from nearfield import quality
-from nearfield._files import write_json
-from nearfield.bench import machine, picture_runs
+from nearfield.bench import picture_runs
 from nearfield.bench.kept_batches import Batch, KeptBatches, digest
 from nearfield.bench.picture_runs import DENSE, Drawing, Facts, PictureMaker, Task
 from nearfield.bench.quality_cases import Pattern, as_file_name
 from nearfield.demo.pictures import grid_of, write_picture
-from nearfield.quality.results import QualityRow, as_document, read_rows
+from nearfield.quality.results import QualityRow, read_rows
 
 _ON_A_STRIP = 4
 _LIKENESS = ("psnr", "lpips", "ssim")
@@ -256,8 +255,7 @@ class Sweep:
         return found
 
     def _add(self, row: QualityRow) -> None:
-        self.rows.append(row)
-        write_json(self.out, as_document(self.rows, machine.facts(), "the embedded model's pictures"))
+        picture_runs.add_row(self.rows, row, self.out, "the embedded model's pictures")
 
 
 def strip_file(folder: Path, pattern: Pattern | None) -> Path:

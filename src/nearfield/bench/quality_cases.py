@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,13 @@ _CURVES = ("hilbert-closed", "hilbert", "morton", "raster")
 _REGIONS = [(place, share) for place in ("centre", "distributed") for share in ("two-way", "keys")]
 _BOTH_ENDS = "first and last 2 steps dense"
 _THREE_STEPS = {"3 dense steps": 3, "last 3 steps dense": (0, 3), _BOTH_ENDS: (1, 2)}
+_STEPS = {
+    "first step dense": 1,
+    "first 2 steps dense": 2,
+    "first 3 steps dense": 3,
+    "last 3 steps dense": (0, 3),
+    _BOTH_ENDS: (1, 2),
+}
 _LAYERS = {
     "first layer": 1,
     "every fourth layer": (0, 4, 8),
@@ -102,6 +109,8 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         _sparse("far 16, interleave", interleave=True),
     ],
     "far-steps": [
+        *(_sparse(f"far 16, {words}", dense_steps=ends) for words, ends in _STEPS.items()),
+        # Shares are rounded up: of 16 steps 10 % are 2, 20 % are 4.
         *(_sparse(f"far 16, {share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)),
         _sparse("far 16, interleave, 1 dense step", interleave=True, dense_steps=1),
         _sparse("far 16, centre, 3 dense steps", shared="centre", dense_steps=3),
@@ -173,35 +182,37 @@ ALL_METHODS = ("tiles", "default", "far", "far-shared", "chosen", "merge", "peer
 """Groups in which every method of the library has its place."""
 
 
-_BASE = "far 16"
+BASE = "far 16"
 SECTIONS: dict[str, Sequence[str]] = {
-    "Fewer tiles": (_BASE, "far 16, 4 tiles"),
-    "The curve": (_BASE, "far 16, hilbert", "far 16, morton", "far 16, raster"),
-    "Sliding": (_BASE, "far 16, cycle 1", "far 16, interleave"),
+    "Fewer tiles": (BASE, "far 16, 4 tiles"),
+    "The curve": (BASE, "far 16, hilbert", "far 16, morton", "far 16, raster"),
+    "Sliding": (BASE, "far 16, cycle 1", "far 16, interleave"),
     "A shared region": (
-        _BASE,
+        BASE,
         "far 16, centre, two-way",
         "far 16, centre, keys",
         "far 16, distributed, two-way",
         "far 16, distributed, keys",
     ),
-    "Dense first steps": (
-        _BASE,
-        "far 16, interleave, 1 dense step",
-        "far 16, 10% dense steps",
-        "far 16, 20% dense steps",
-        "far 16, centre, weighted, 3 dense steps",
-    ),
-    "Rivals at equal pairs": (_BASE, "disc of radius 15", "band of 600"),
+    "Dense steps": (BASE, *(f"far 16, {words}" for words in _STEPS)),
+    "Rivals at equal pairs": (BASE, "disc of radius 15", "band of 600"),
     "Dense layers": (
-        _BASE,
+        BASE,
         "far 16, every fourth layer dense",
         "far 16, last four dense",
         "far 16, first layer dense",
         "Hilbert()",
     ),
-    "Without a far field, a centre shared: the paper's method": (_BASE, "16 tiles", "4 tiles"),
-    "Summaries": ("far 8", _BASE, "far 32", "far 16, 8 tiles", "far 16, 32 tiles", "far 16, weighted"),
+    "Without a far field, a centre shared: the paper's method": (BASE, "16 tiles", "4 tiles"),
+    "Summaries": (
+        "far 8",
+        BASE,
+        "far 32",
+        "far 16, 8 tiles",
+        "far 16, 32 tiles",
+        "far 16, weighted",
+        "far 16, centre, weighted, 3 dense steps",
+    ),
 }
 """What readers ask for, by the names of patterns, the most important first: a table each. The curve of "far 16" is the
 closed Hilbert curve, and nothing of it is shared or dense."""
@@ -210,6 +221,12 @@ closed Hilbert curve, and nothing of it is shared or dense."""
 def pattern_named(name: str) -> Pattern:
     """One of the groups' patterns."""
     return next(pattern for patterns in GROUPS.values() for pattern in patterns if pattern.name == name)
+
+
+def without_dense_steps(pattern: Pattern) -> Pattern:
+    """The same with every step sparse, and a name that speaks of none: all that tuning knows of a pattern."""
+    words = [word for word in pattern.name.split(", ") if not re.search("dense steps?$|steps? dense$", word)]
+    return replace(pattern, name=", ".join(words), fields={**pattern.fields, "dense_steps": 0})
 
 
 def as_file_name(name: str) -> str:

@@ -18,7 +18,7 @@ from nearfield.bench.collected import (
     read_plan,
 )
 from nearfield.bench.picture_runs import DENSE
-from nearfield.bench.quality_cases import GROUPS, SECTIONS, as_file_name
+from nearfield.bench.quality_cases import BASE, GROUPS, SECTIONS, as_file_name
 from nearfield.bench.report import table
 from nearfield.demo.pictures import Row, read_picture
 from nearfield.methods import Hilbert
@@ -27,17 +27,17 @@ from nearfield.quality.results import QualityRow, as_document, pareto_front, rea
 WHAT = "quality"
 """The name of its marks on a page."""
 
-_BASE = "far 16"
+_TUNING, _LOOKED_AT = "Before and after tuning", "Patterns that could be tuned"
 _LEFT_OUT = {
-    "Sliding": ("far 16, cycle 1", _BASE),
-    "A shared centre, two-way": (_BASE, "far 16, centre, two-way"),
-    "A shared centre, keys only": (_BASE, "far 16, centre, keys"),
-    "The closed curve, over an open one": ("far 16, hilbert", _BASE),
-    "The Hilbert curve, over raster order": ("far 16, raster", _BASE),
+    "Sliding": ("far 16, cycle 1", BASE),
+    "A shared centre, two-way": (BASE, "far 16, centre, two-way"),
+    "A shared centre, keys only": (BASE, "far 16, centre, keys"),
+    "The closed curve, over an open one": ("far 16, hilbert", BASE),
+    "The Hilbert curve, over raster order": ("far 16, raster", BASE),
 }
 """Patterns without and with what is said to help."""
 
-_SHOWN = ("far 16, 4 tiles", _BASE, "16 tiles", "disc of radius 15", "band of 600")
+_SHOWN = ("far 16, 4 tiles", BASE, "16 tiles", "disc of radius 15", "band of 600")
 _MOST_PAIRS, _MOST_DENSE_STEPS = 0.25, 0.2
 _UNTUNED, _TUNED, _SEAM = 1.25, 1.05, 1.02
 """What is to be reached: FID over dense without and with tuning, and seam energy over dense."""
@@ -120,22 +120,24 @@ class Section(NamedTuple):
 
 def sections(collected: Collected) -> list[Section]:
     """Tables of rows that may be compared, the most important first; none without anything to compare."""
-    settings = collected.settings
-    looked_at = list(
-        dict.fromkeys([pattern.name for pattern in GROUPS["search"]] + list(collected.at(settings["screen"])))
-    )
-    chosen = [collected.chosen] if collected.chosen else []
+    num, screen = collected.settings["num"], collected.settings["screen"]
+    candidates = [pattern.name for pattern in GROUPS["search"]]
+    own = [*filter(None, [collected.chosen]), *collected.tuned]
+    has_tuned = any(map(_is_tuned, collected.at(num).values()))
     wanted: list[tuple[str, int, Sequence[str]]] = [
-        ("Before and after tuning", settings["most"], [*chosen, *collected.tuned]),
-        ("Ways of tuning", settings["num"], [*chosen, *collected.tuned]),
-        ("Patterns that could be tuned", settings["screen"], looked_at),
-        *((title, settings["num"], names) for title, names in SECTIONS.items()),
+        (_TUNING, collected.settings["most"], own),
+        ("Ways of tuning" if has_tuned else _TUNING, num, own),
+        (_LOOKED_AT, num, candidates),
+        (_LOOKED_AT, screen, [*candidates, *collected.at(screen)]),
+        *((title, num, names) for title, names in SECTIONS.items()),
     ]
     found = []
     for title, count, names in wanted:
         at = collected.at(count)
         rows = [at[name] for name in dict.fromkeys((DENSE, *names)) if name in at]
-        if any(row.pattern not in (DENSE, _BASE, collected.chosen) for row in rows):
+        # What stands beside dense in another table is none to compare by itself.
+        known = {DENSE} if title == _TUNING else {DENSE, BASE, collected.chosen}
+        if any(row.pattern not in known for row in rows):
             found.append(Section(title, count, rows))
     return found
 
@@ -198,20 +200,44 @@ def markdown(
 
 def _circumstances(collected: Collected, source: str | None) -> str:
     settings = collected.settings
+    shown = [row for section in sections(collected) for row in section.rows]
     sentences = [
-        machine_words(collected.machine),
+        machine_words(collected.machine, _commits(shown)),
         f"{settings['size']} px, {settings['steps']} steps, the same noise in every row.",
         "FID, KID, precision and recall: against all photographs; only rows of equally many pictures compare.",
         f"LPIPS, PSNR and seam energy: the first {settings['pairs']:,} pictures beside the dense ones.",
-        "Nothing is dense, shared or tuned unless a row says so.",
+        "Nothing is dense, shared or tuned unless a row or its table says so.",
+        _default_words(shown),
     ]
-    if collected.tunings:
-        steps = {name: last["step"] for name, last in sorted(collected.tunings.items()) if last.get("step")}
-        sentences.append(f"Tuned with batch {settings['tuning_batch']}:")
-        sentences.append(", ".join(f"{name} {made:,} steps" for name, made in steps.items()) + ".")
+    if collected.tunings and collected.tuned:
+        words = [_tuning_words(settings, *each) for each in sorted(collected.tunings.items())]
+        sentences.append(f"Tuned with batch {settings['tuning_batch']}: {', '.join(words)}.")
     if source is not None:
         sentences.append(f"All figures: [{Path(source).name}]({source}).")
-    return filled(" ".join(sentences))
+    return filled(" ".join(filter(None, sentences)))
+
+
+def _commits(rows: Sequence[QualityRow]) -> list[str]:
+    """Of all rows, the oldest first."""
+    dated = sorted((row.date or "", row.commit) for row in rows if row.commit)
+    return list(dict.fromkeys(commit for _, commit in dated))
+
+
+def _default_words(rows: Sequence[QualityRow]) -> str:
+    """What the name of the default does not say."""
+    row = next((row for row in rows if row.pattern == "Hilbert()"), None)
+    if row is None:
+        return ""
+    fields, steps = row.settings["fields"], row.settings["steps"]
+    dense = sum(Hilbert(dense_steps=fields["dense_steps"]).dense_ends(steps))
+    return f"`Hilbert()` has `dense_layers={fields['dense_layers']}`, and {dense} of {steps} steps are dense."
+
+
+def _tuning_words(settings: Mapping[str, Any], name: str, last: Mapping[str, Any]) -> str:
+    """How many of its steps a tuning has made."""
+    is_equal = name.partition("-of-")[0].endswith("-equal")
+    made, wanted = last.get("step", 0), settings["equal_steps" if is_equal else "tuning_steps"]
+    return f"{name} {made:,} steps" if made >= wanted else f"{name} unfinished, {made:,} of {wanted:,} steps"
 
 
 # -- what was to be reached ----------------------------------------------------------------------------------------
@@ -255,15 +281,17 @@ def _fits(row: QualityRow) -> bool:
 def _goal(
     collected: Collected, rows: Sequence[QualityRow], what: str, limit: float, seam_limit: float | None = None
 ) -> str:
-    """The row that is nearest to dense; of a pattern, that of the largest number of pictures."""
+    """The row that is nearest to dense, of those with the largest number of pictures: shares of few are too kind."""
     dense = {row.samples: row.fid for row in collected.rows if row.pattern == DENSE and row.fid}
-    shares: dict[str, tuple[float, QualityRow]] = {}
-    for row in sorted(rows, key=lambda row: row.samples):
-        if row.fid is not None and row.samples in dense:
-            shares[row.pattern] = row.fid / dense[row.samples], row
+    shares = [
+        (row.samples, row.fid / dense[row.samples], row)
+        for row in rows
+        if row.fid is not None and row.samples in dense
+    ]
     if not shares:
         return ""
-    share, best = min(shares.values(), key=lambda found: found[0])
+    most = max(samples for samples, *_ in shares)
+    _, share, best = min((each for each in shares if each[0] == most), key=lambda each: each[1])
     words = (
         f"{what}: FID {best.fid:.1f}, {_beside(share)} ({best.pattern}; {best.pairs_kept:.1%} of the pairs over all;"
         f" {best.samples:,} pictures). To reach: {_beside(limit)}, **{_reached(share <= limit)}**."
@@ -290,15 +318,40 @@ def _effect(what: str, without: QualityRow, with_it: QualityRow) -> str:
     seams = _seam_ratio(without), _seam_ratio(with_it)
     if None not in seams:
         words += f"; seam energy over dense {_number(seams[0], '.3f')} and {_number(seams[1], '.3f')}"
-    helps = [without.fid is not None and with_it.fid is not None and with_it.fid < without.fid]
-    helps.append(seams[0] is not None and seams[1] is not None and abs(seams[1] - 1) < abs(seams[0] - 1))
-    verdict = {
-        (True, True): "it improves both",
-        (True, False): "it improves FID",
-        (False, True): "it improves seams",
-        (False, False): "it improves neither",
-    }
-    return f"{words}: {verdict[helps[0], helps[1]]}."
+    changes = {"FID": _fid_change(without, with_it)}
+    if None not in seams:
+        changes["seams"] = _seam_change(without, with_it)
+    if not any(changes.values()):
+        return f"{words}: no difference beyond the error."
+    return f"{words}: {'; '.join(_verdict(*each) for each in changes.items())}."
+
+
+def _fid_change(without: QualityRow, with_it: QualityRow) -> int:
+    """-1 for less, 1 for more; 0 unless KID, which knows its error, says the same."""
+    by_kid = _change(without.kid, with_it.kid, [without.kid_error, with_it.kid_error])
+    return by_kid if by_kid == _change(without.fid, with_it.fid) else 0
+
+
+def _seam_change(without: QualityRow, with_it: QualityRow) -> int:
+    """The same of how far the seams are from dense ones."""
+    rows = without, with_it
+    ratios = [_seam_ratio(row) for row in rows]
+    far = [None if ratio is None else abs(ratio - 1) for ratio in ratios]
+    errors = [row.seam_error and row.dense_seam and row.seam_error / row.dense_seam for row in rows]
+    return _change(far[0], far[1], errors)
+
+
+def _change(before: float | None, after: float | None, errors: Sequence[float | None] = ()) -> int:
+    """-1, 1, or 0 where the difference is not beyond all errors together, or one is not known."""
+    known = [error for error in errors if error is not None]
+    if before is None or after is None or len(known) < len(errors) or abs(after - before) <= sum(known):
+        return 0
+    return 1 if after > before else -1
+
+
+def _verdict(what: str, change: int) -> str:
+    words = {-1: "it improves {}", 1: "it makes {} worse", 0: "no difference in {} beyond the error"}
+    return words[change].format(what)
 
 
 # -- pictures ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class QualityRow:
         tokens_kept: share of the image tokens that is left in blocks that merge.
         milliseconds, dense_milliseconds: of a denoising step, and of the dense model's beside it in the same run.
         compiled: whether torch.compile made the model faster; pictures are then the same up to rounding.
+        commit, date: of the code it was measured with, and when it was; outside of the settings, so that a later run
+            knows what was done.
         settings: fields of the method, steps, size, whether the model was tuned: what it takes to do it again.
     """
 
@@ -56,6 +58,8 @@ class QualityRow:
     milliseconds: float | None = None
     dense_milliseconds: float | None = None
     compiled: bool | None = None
+    commit: str | None = None
+    date: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,7 +137,10 @@ def as_document(rows: Sequence[QualityRow], machine: Mapping[str, Any], about: s
 
 
 def read_rows(path: Path) -> list[QualityRow]:
-    """Rows of a file that `as_document` describes; keys that are not known are passed over."""
+    """Rows of a file that `as_document` describes; keys that are not known are passed over.
+
+    Older rows do not say of which commit and date they are: they get the file's.
+    """
     document = json.loads(path.read_text(encoding="utf-8"))
     if (
         not isinstance(document, dict)
@@ -142,9 +149,12 @@ def read_rows(path: Path) -> list[QualityRow]:
     ):
         raise ValueError(f"{path} does not hold quality results of format {FORMAT}.")
     known = {each.name for each in fields(QualityRow)}
-    return [
+    rows = [
         QualityRow(**{key: record[key] for key in record if key in known}) for record in document["results"]
     ]
+    machine = document.get("machine", {})
+    made = {"commit": machine.get("commit"), "date": machine.get("date")}
+    return [row if row.date else replace(row, **made) for row in rows]
 
 
 def table(rows: Sequence[QualityRow]) -> str:
