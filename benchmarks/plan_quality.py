@@ -207,6 +207,7 @@ class Plan(planned.Plan):
             lambda: max(counts) in self.measured(name),
             chains,
             least=45.0,
+            uses=str(self.report(as_file_name(name))),  # a file that one part alone may add rows to
             may_begin=may_begin,
         )
 

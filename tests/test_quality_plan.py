@@ -373,6 +373,9 @@ def test_training_runs_one_at_a_time(
     assert names == ["tune-rank-4-of-far-16-centre-interleave", "pictures-dense-5"]
     running = {1: planning.planned._Running(trainings[0], 0.0)}
     assert plan._startable([*trainings, *others], running) == others[:1]
+    # Nor do two parts write rows of one pattern at a time.
+    more = plan.pictures(chosen, 6)._replace(may_begin=lambda: True)
+    assert plan._startable([others[1], more], {}) == others[1:]
 
 
 def test_a_child_that_cannot_use_the_gpu_starts_anew(
