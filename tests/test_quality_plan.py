@@ -96,7 +96,7 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Carried:
 def archive(carried: Carried, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("collected")
     script("collect", carried.state, out, "rank-full-equal")
-    (part,) = out.glob("rank-full-equal-of-far-*-interleave-model.part-aa")
+    (part,) = out.glob("rank-full-equal-of-far-*-model.part-aa")
     assert part.stat().st_size > 1000
     return out / "quality-results.tar.gz"
 
@@ -311,7 +311,7 @@ def test_no_lane_is_idle_while_the_last_pattern_is_looked_at(tmp_path: Path, pla
 
     assert begun_beside(plan.pictures(pattern_named(CANDIDATES[3]), 4)) == [dense.name]
     screened(state, {CANDIDATES[3]: 39.0})
-    assert begun_beside(dense) == ["tune-rank-4-of-far-8-interleave"]
+    assert begun_beside(dense) == ["tune-rank-4-of-far-8-weighted"]
 
 
 def test_tunings_are_those_of_their_pattern(tmp_path: Path, planning: ModuleType) -> None:
@@ -549,7 +549,7 @@ def test_all_commits_are_named(tmp_path: Path) -> None:
 
 def test_names_without_dense_steps() -> None:
     names = {without_dense_steps(pattern).name for pattern in GROUPS["search"]}
-    assert names == {"far 16, centre, interleave", "far 8, interleave"}
+    assert names == {"far 16, centre, interleave", "far 8, weighted"}
     for group in ("search", "far-steps"):
         for pattern in GROUPS[group]:
             assert without_dense_steps(pattern).fields["dense_steps"] == 0

@@ -92,6 +92,13 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         _sparse("far 16, weighted", summary="weighted"),
         _sparse("far 16, centre, two-way, weighted", shared="centre", summary="weighted"),
         _sparse("far 32, weighted", far=32, summary="weighted"),
+        _sparse("far 8, weighted", far=8, summary="weighted"),
+        _sparse(
+            f"far 16, 8 tiles, weighted, {_BOTH_ENDS}",
+            tiles=8,
+            summary="weighted",
+            dense_steps=_THREE_STEPS[_BOTH_ENDS],
+        ),
         _sparse(
             "far 16, centre, weighted, 3 dense steps", shared="centre", summary="weighted", dense_steps=3
         ),
@@ -128,7 +135,10 @@ GROUPS: dict[str, Sequence[Pattern]] = {
             for words, ends in _THREE_STEPS.items()
         ),
         _sparse(
-            f"far 8, interleave, {_BOTH_ENDS}", far=8, interleave=True, dense_steps=_THREE_STEPS[_BOTH_ENDS]
+            f"far 8, weighted, {_BOTH_ENDS}",
+            far=8,
+            summary="weighted",
+            dense_steps=_THREE_STEPS[_BOTH_ENDS],
         ),
     ],
     "tiles": [_paper(f"{tiles} tiles", tiles=tiles) for tiles in (2, 4, 8, 16)],
@@ -211,7 +221,8 @@ SECTIONS: dict[str, Sequence[str]] = {
         "far 16, 8 tiles",
         "far 16, 32 tiles",
         "far 16, weighted",
-        "far 16, centre, weighted, 3 dense steps",
+        "far 8, weighted",
+        f"far 16, 8 tiles, weighted, {_BOTH_ENDS}",
     ),
 }
 """What readers ask for, by the names of patterns, the most important first: a table each. The curve of "far 16" is the
