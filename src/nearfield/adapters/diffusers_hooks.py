@@ -5,8 +5,12 @@ from typing import Any
 
 from torch import nn
 
+LISTENER = "nearfield_listener"
+"""The hook by which nearfield hears the names of calls (`listening.py`)."""
+
 # Hooks that leave tokens alone.
 _HARMLESS = {
+    LISTENER,
     "group_offloading",
     "lazy_prefetch_group_offloading",
     "layer_execution_tracker",

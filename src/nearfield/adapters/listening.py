@@ -7,7 +7,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks.hooks import BaseState, StateManager
 from torch import nn
 
-_CHILD = "nearfield_listener"
+from nearfield.adapters.diffusers_hooks import LISTENER
 
 
 class Listener(nn.Module):
@@ -24,8 +24,8 @@ class Listener(nn.Module):
     def __init__(self, model: nn.Module, ended: Callable[[], None]) -> None:
         super().__init__()
         self._names = _Names()
-        HookRegistry.check_if_exists_or_initialize(self).register_hook(_Hook(self._names, ended), _CHILD)
-        model.add_module(_CHILD, self)
+        HookRegistry.check_if_exists_or_initialize(self).register_hook(_Hook(self._names, ended), LISTENER)
+        model.add_module(LISTENER, self)
         _refresh(model)
 
     @property
@@ -35,7 +35,7 @@ class Listener(nn.Module):
 
     @staticmethod
     def leave(model: nn.Module) -> None:
-        delattr(model, _CHILD)
+        delattr(model, LISTENER)
         _refresh(model)
 
 
