@@ -276,7 +276,7 @@ def right_ones(functions: Variants) -> Variants:
         try:
             with poisoned_memory():
                 got = _tensors(function())
-        except Exception as error:
+        except Exception as error:  # a shape that does not compile or fit is named, and has no figure
             print(f"           {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
         first = first or got

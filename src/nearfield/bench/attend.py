@@ -66,7 +66,7 @@ class Bench:
             return replace(empty, note=str(error))
         try:
             return self._measured(replace(empty, ran=ran), plan)
-        except Exception as error:
+        except Exception as error:  # whatever breaks is what its row says
             return replace(empty, ran=ran, status="broke", note=f"{type(error).__name__}: {error}")
 
     def _measured(self, result: Result, plan: Plan) -> Result:

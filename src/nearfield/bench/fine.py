@@ -92,7 +92,7 @@ class FineBench:
         try:
             with torch.no_grad():
                 return self._run(result)
-        except Exception as error:
+        except Exception as error:  # whatever breaks is what its row says
             return replace(result, note=f"{type(error).__name__}: {error}")
 
     def _run(self, result: FineResult) -> FineResult:

@@ -150,7 +150,7 @@ class HilbertBench:
             return replace(result, note=str(error))
         try:
             return self._measured(result, calls)
-        except Exception as error:
+        except Exception as error:  # whatever breaks is what its row says
             return replace(result, status="broke", note=f"{type(error).__name__}: {error}")
 
     def _calls(self, method: Hilbert) -> dict[int, _Call]:
@@ -208,7 +208,7 @@ class HilbertBench:
         try:
             function = flex.compiled(self.inputs, call.reader.near)
             checked = check_forward(self.inputs, call.reader.near, function(), None)
-        except Exception as error:
+        except Exception as error:  # whatever breaks is what its row says
             return {}, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         return ({"flex": function}, "") if checked.passed else ({}, f"check failed: {checked}")
 

@@ -86,7 +86,7 @@ class LogLinearBench:
             timings = measure(functions | graphs, self.device, self.effort)
             extra_bytes = self._extra_bytes()
             return replace(result, status="ok", note=note, timings=timings, extra_bytes=extra_bytes)
-        except Exception as error:
+        except Exception as error:  # whatever breaks is what its row says
             return replace(result, note=f"{type(error).__name__}: {error}")
 
     def check(self) -> Checked:

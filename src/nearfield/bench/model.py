@@ -179,7 +179,7 @@ class ModelBench:
         result = ModelResult(self.case, size, "broke", tokens=size.tokens + self.case.text)
         try:
             return self._measured(result)
-        except Exception as error:
+        except Exception as error:  # whatever breaks is what its row says
             note = f"{type(error).__name__}: {error}"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # after the handler: the error held on to what was in use
