@@ -1,6 +1,7 @@
 """Log-linear attention against a dense oracle: all levels side by side, who reads whom written out token by token."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -360,6 +361,16 @@ def test_ordering_is_the_curve_of_each_image(order: Any) -> None:
     ordering = LogLinear(order=order).ordering(geometry)
     make = getattr(nearfield.curves, order)
     assert torch.equal(ordering.order, torch.cat([make((4, 6)), make((2, 5)) + 24]))
+
+
+def test_levels_are_joined_by_compiled_code_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch.compile writes several pooled levels in one kernel, which it does here only if it must."""
+    monkeypatch.setattr("torch._inductor.config.force_pointwise_cat", True)
+    query, key, value = (torch.randn(1, 1, 70, 8) for _ in range(3))
+    attention = partial(log_linear_attention, method=LogLinear(block=4, topk=2, levels=2))
+    torch._dynamo.reset()
+    found = torch.compile(attention, fullgraph=True)(query, key, value)
+    torch.testing.assert_close(found, attention(query, key, value))
 
 
 def test_module_is_its_formula_and_learns() -> None:

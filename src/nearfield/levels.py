@@ -25,8 +25,10 @@ def most_levels(length: int, block: int) -> int:
 def num_represented(length: int, block: int, level: int, device: torch.device | str = "cpu") -> Tensor:
     """How many of `length` tokens each token of a level stands for."""
     size = block**level
-    starts = torch.arange(0, length, size, device=device)
-    return (length - starts).clamp(max=size)
+    counts = torch.full((level_length(length, block, level),), size, device=device)
+    # Written, not computed from where each begins: torch.compile's GPU code cannot join levels that are.
+    counts[-1:] = (length - 1) % size + 1
+    return counts
 
 
 def level_starts(length: int, block: int, levels: int) -> list[int]:

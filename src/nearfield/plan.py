@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
 from nearfield.keeping import kept
+from nearfield.levels import num_represented
 
 _INT32 = 2**31
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
@@ -142,8 +143,8 @@ class Plan:
     @property
     def num_pairs(self) -> int:
         """Query-key pairs read, summed over the plan's own batch and heads; ragged blocks count what they hold."""
-        row_sizes = _block_sizes(self.num_queries, self.q_block, self.device)
-        column_sizes = _block_sizes(self.num_keys, self.k_block, self.device)
+        row_sizes = num_represented(self.num_queries, self.q_block, 1, self.device)
+        column_sizes = num_represented(self.num_keys, self.k_block, 1, self.device)
         row, used = self.entry_rows()
         row, column = (torch.where(used, ids, 0).long() for ids in (row, self.blocks))
         return int((row_sizes[row] * column_sizes[column] * used).sum())
@@ -371,11 +372,6 @@ def _found_boxes(plan: Plan) -> Boxes:
     boxes[of_list, number - before[of_list]] = blocks[of_list, place] * (2 * BOX) + length.int()
     shape = plan.blocks.shape[:2]
     return Boxes(offsets.int().view(*shape, -1), boxes.view(*shape, -1))
-
-
-def _block_sizes(length: int, block: int, device: torch.device) -> Tensor:
-    starts = torch.arange(0, length, block, device=device)
-    return (length - starts).clamp(max=block)
 
 
 def check_block(name: str, block: object) -> None:
