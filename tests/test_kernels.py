@@ -20,7 +20,7 @@ from nearfield.reference import lists as lists_reference
 from nearfield.reference import means as means_reference
 from nearfield.reference import rotate as rotate_reference
 from nearfield.reference import select as select_reference
-from nearfield.windows import window_means
+from nearfield.windows import weighted_windows, window_means
 
 
 def inputs(num_queries: int, num_keys: int, dim: int, *, heads: int = 4, key_heads: int = 2) -> list[Tensor]:
@@ -123,6 +123,58 @@ def test_window_kernels_do_as_the_reference(
     with poisoned_memory():
         spread = kernel.window_means_backward(grad, *places, window, length)
     assert_budget("spread", spread, exact, low)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("window", "dim", "heads"), [(4, 16, 2), (8, 40, 1), (16, 64, 3), (5, 128, 1)])
+def test_weighted_windows(
+    window: int, dim: int, heads: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Against float64, with windows of all sizes, gaps between them, tokens in none, and scores far apart."""
+    from nearfield.kernels import windows as kernel
+    from nearfield.reference import windows as plain
+
+    generator = torch.Generator().manual_seed(window)
+    sizes = torch.randint(1, window + 1, (37,), generator=generator)
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), (sizes + 1).cumsum(0)[:-1]])
+    length = int(starts[-1] + sizes[-1]) + 3
+    key, value = (torch.randn(2, heads, length, dim, generator=generator).to(device, dtype) for _ in range(2))
+    key[:, :, : length // 2] *= 6
+    centre, spread = torch.randn(2, 2, heads, dim, generator=generator).to(device).unbind()
+    places = starts.to(device), sizes.int().to(device), window
+    scale = dim**-0.5
+    exact = plain.weighted_windows_forward(
+        key.double(), value.double(), centre.double(), spread.double().abs(), *places, scale
+    )
+    with poisoned_memory():
+        found = kernel.weighted_windows_forward(key, value, centre, spread.abs(), *places, scale)
+    rough = plain.weighted_windows_forward(key, value, centre, spread.abs(), *places, scale)
+    for what, *each in zip(("keys", "values", "bias"), found, exact, rough, strict=True):
+        assert_budget(what, *each)
+
+
+def test_weighted_windows_without_gradients_are_those_with_them(device: torch.device) -> None:
+    """By the operator, around it, and as one that is differentiated; heads of a group share a mean query."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 50, 16, generator=generator).to(device) for heads in (4, 2, 2))
+    starts, sizes = (
+        torch.tensor([2, 10, 18, 26], device=device),
+        torch.tensor([8, 8, 8, 5], device=device).int(),
+    )
+    call = (starts, sizes, 8)
+    eager = weighted_windows(query, key, value, *call)
+    learned = weighted_windows(query.clone().requires_grad_(), key, value, *call)
+    compiled = torch.compile(weighted_windows, backend="eager", fullgraph=True)(query, key, value, *call)
+    assert eager.bias.shape == (1, 4, 4)
+    assert torch.equal(eager.bias[:, ::2], eager.bias[:, 1::2])
+    for one, other, third in zip(eager, learned, compiled, strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(one, third)
+    numbers = torch.randn(2, 1, 2, 16, generator=generator).abs().to(device)
+    torch.library.opcheck(
+        torch.ops.nearfield.weighted_windows, (key, value, *numbers.unbind(), *call, 0.25, "auto")
+    )
 
 
 @NEEDS_TRITON

@@ -1,6 +1,6 @@
-"""Means of short runs of tokens: what a far field reads in place of the tokens themselves.
+"""Summaries of short runs of tokens: what a far field reads in place of the tokens themselves.
 
-One operator, whose windows are tensors: a traced graph is the same for every size of image.
+Operators whose windows are tensors: a traced graph is the same for every size of image.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,6 @@ from nearfield import kernels
 from nearfield._eager import is_unobserved
 from nearfield._types import Impl
 from nearfield.reference import windows as reference
-
-_FAINTEST = -60.0  # scores so far below the largest add nothing, and their exponentials are still above zero
 
 
 def window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: Impl = "auto") -> Tensor:
@@ -63,18 +61,15 @@ def weighted_windows(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     means = partial(window_means, starts=starts, sizes=sizes, window=window, impl=impl)
     centre, square = (_overall(means(x).to(wide), sizes, key.shape[1]) for x in (query, query.square()))
-    scores = scale * torch.einsum("bgnd,bgd->bgn", key.to(wide), centre)
-    top = scores.detach().amax(dim=2, keepdim=True)
-    weights = (scores - top).clamp(min=_FAINTEST).exp()[..., None]
-
-    total = means(weights)
-    keys, squares, values = (means(weights * x.to(wide)) / total for x in (key, key.square(), value))
-    variance = (squares - keys.square()).clamp(min=0) * (square - centre.square()).clamp(min=0)[:, :, None]
-    rest = scale**2 / 2 * variance.sum(dim=3)
-    bias = total[..., 0].log() + top - scale * torch.einsum("bgwd,bgd->bgw", keys, centre)
-    bias = sizes.to(wide).log() + bias + 2 * torch.log1p(rest / 2)
-    bias = bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return WeightedWindows(keys.to(key.dtype), values.to(value.dtype), bias)
+    spread = (square - centre.square()).clamp(min=0)
+    call = (key, value, centre, spread, starts, sizes, window, scale)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        keys, values, bias = reference.weighted_windows_forward(*call)
+    elif is_unobserved(key, value, centre):
+        keys, values, bias = _read_weighted(*call, impl)
+    else:
+        keys, values, bias = torch.ops.nearfield.weighted_windows(*call, impl)
+    return WeightedWindows(keys, values, bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1))
 
 
 def _overall(means: Tensor, sizes: Tensor, groups: int) -> Tensor:
@@ -104,6 +99,61 @@ def _read_windows(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: s
 @_window_means.register_fake
 def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     return x.new_empty(*x.shape[:2], starts.shape[0], x.shape[3])
+
+
+@torch.library.custom_op("nearfield::weighted_windows", mutates_args=())
+def _weighted_windows(
+    key: Tensor,
+    value: Tensor,
+    centre: Tensor,
+    spread: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _read_weighted(key, value, centre, spread, starts, sizes, window, scale, impl)
+
+
+def _read_weighted(
+    key: Tensor,
+    value: Tensor,
+    centre: Tensor,
+    spread: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operator does. Where gradients are wanted, plain torch does it."""
+    with torch.cuda.device_of(key):
+        module = _module(key, impl)
+        found: tuple[Tensor, Tensor, Tensor] = module.weighted_windows_forward(
+            key, value, centre, spread, starts, sizes, window, scale
+        )
+    return found
+
+
+@_weighted_windows.register_fake
+def _(
+    key: Tensor,
+    value: Tensor,
+    centre: Tensor,
+    spread: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*key.shape[:2], starts.shape[0])
+    return (
+        key.new_empty(*shape, key.shape[3]),
+        value.new_empty(*shape, value.shape[3]),
+        centre.new_empty(shape),
+    )
 
 
 @torch.library.custom_op("nearfield::window_means_backward", mutates_args=())

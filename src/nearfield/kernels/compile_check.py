@@ -119,6 +119,13 @@ def compile_window_means(dim: int) -> str:
     return _compile_plain(windows._means_kernel, constants, pointers)
 
 
+def compile_weighted_windows(dim: int) -> str:
+    constants = {"WINDOW": 16, "ROWS": 16, "DIM": dim, "PAD": dim, "stride_kd": 1, "stride_vd": 1}
+    pointers = dict.fromkeys(("key", "value", "keys", "values"), "*bf16")
+    pointers |= dict.fromkeys(("centre", "spread", "biases"), "*fp32") | {"starts": "*i64", "sizes": "*i32"}
+    return _compile_plain(windows._weighted_kernel, constants, pointers)
+
+
 def compile_merging(is_entering: bool) -> str:
     """Regions of 64 tokens, of which 32 are left; the way back adds what changed."""
     way = (
@@ -257,6 +264,7 @@ def main(every: bool) -> int:
             print(f"no 16-byte loads in pooling: {first=} {second=}", file=sys.stderr)
             return 1
     compile_window_means(128)
+    compile_weighted_windows(128)
     if "ld.global.v4" not in compile_locate():
         print("no 16-byte loads in choosing among many tokens", file=sys.stderr)
         return 1

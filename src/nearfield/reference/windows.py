@@ -1,4 +1,4 @@
-"""Means of short runs of tokens, each with its own begin and size, and their adjoint: the specification."""
+"""Summaries of short runs of tokens, each with its own begin and size: the specification."""
 
 import torch
 from torch import Tensor
@@ -27,6 +27,42 @@ def window_means_backward(grad: Tensor, starts: Tensor, sizes: Tensor, window: i
     spread = torch.zeros(*grad.shape[:2], length, grad.shape[3], dtype=wide, device=grad.device)
     spread.index_add_(2, place.clamp(max=length - 1).flatten(), share.flatten(2, 3))
     return spread.to(grad.dtype)
+
+
+def weighted_windows_forward(
+    key: Tensor,
+    value: Tensor,
+    centre: Tensor,
+    spread: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values `[B, G, windows, D]` in which tokens count as they do for the mean query, and biases
+    `[B, G, windows]`; see `nearfield.windows`. Differentiable, and float32 at least inside.
+
+    Args:
+        centre, spread: `[B, G, D]`, the mean and the variance of the queries, channel by channel.
+    """
+    place, exists = _places(starts, sizes, window)
+
+    def rows(x: Tensor) -> Tensor:
+        found = x.index_select(2, place.clamp(max=x.shape[2] - 1).flatten()).unflatten(2, place.shape)
+        wide: Tensor = found.to(centre.dtype).masked_fill(~exists[:, :, None], 0)
+        return wide
+
+    keys, values = rows(key), rows(value)
+    scores = scale * torch.einsum("bgwnd,bgd->bgwn", keys, centre)
+    scores = scores.masked_fill(~exists, float("-inf"))
+    weights = scores.softmax(dim=3)
+    mean_key, mean_square, mean_value = (
+        torch.einsum("bgwn,bgwnd->bgwd", weights, x) for x in (keys, keys.square(), values)
+    )
+    variance = (mean_square - mean_key.square()).clamp(min=0) * spread[:, :, None]
+    rest = scale**2 / 2 * variance.sum(dim=3)
+    bias = scores.logsumexp(dim=3) - scale * torch.einsum("bgwd,bgd->bgw", mean_key, centre)
+    return mean_key.to(key.dtype), mean_value.to(value.dtype), bias + 2 * torch.log1p(rest / 2)
 
 
 def _places(starts: Tensor, sizes: Tensor, window: int) -> tuple[Tensor, Tensor]:
