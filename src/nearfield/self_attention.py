@@ -28,7 +28,9 @@ class Projections(nn.Module):
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[B, heads, N, dim / heads]` of tokens `[B, N, dim]`."""
-        query, key, value = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        # Taken apart by `unbind`, gradients are put together in place; selected one by one, they would be added up.
+        parts = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
         return query, key, value
 
     def joined(self, out: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from nearfield.demo.model import Packing, put_weights, read_weights, write_weigh
 from nearfield.demo.storage import BadFile
 from nearfield.geometry import Geometry
 from nearfield.methods import GatedBlocks, LogLinear, SparseLinear
+from nearfield.self_attention import Projections
 from nearfield.tokenmap import Ordering
 
 Attention = Literal["full", "loglinear", "gated", "linear"]
@@ -210,30 +211,27 @@ class Layer(nn.Module):
         return changed
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Projections):
     """Projections, norms and rotation around full attention or a method's, with the parameters a method asks for."""
 
     def __init__(self, config: PixelConfig, impl: Impl) -> None:
-        super().__init__()
-        self.heads, self.impl = config.heads, impl
-        self.to_qkv = nn.Linear(config.dim, 3 * config.dim)
+        super().__init__(config.dim, config.heads, bias=True)
+        self.impl = impl
         self.query_norm, self.key_norm = (nn.RMSNorm(config.head_dim, eps=1e-6) for _ in range(2))
-        self.to_out = nn.Linear(config.dim, config.dim)
         self.gate = nn.Linear(config.dim, config.dim) if config.attention == "gated" else None
         self.projection = None
         if config.attention == "linear":
             self.projection = nn.Parameter(torch.zeros(config.heads, config.head_dim, config.head_dim))
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, reader: Any) -> Tensor:
-        query, key, value = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.heads_of(x)
         query = _rotated(self.query_norm(query), cosine, sine).to(value.dtype)
         key = _rotated(self.key_norm(key), cosine, sine).to(value.dtype)
         if reader is None:
             out = scaled_dot_product_attention(query, key, value)
         else:
             out = reader.attend(query, key, value, impl=self.impl, **self._extra(x)).out
-        projected: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
-        return projected
+        return self.joined(out)
 
     def _extra(self, x: Tensor) -> dict[str, Tensor]:
         """What lets the second branch of a method in."""
