@@ -14,6 +14,7 @@ from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
 from nearfield.adapters.diffusers_parallel import check_same_ranks, mesh_of
 from nearfield.adapters.layers import Layer
+from nearfield.adapters.lora import Switch, lora_in
 from nearfield.adapters.moments import check_scheduler
 from nearfield.adapters.part import Part
 from nearfield.adapters.region import Region
@@ -39,6 +40,7 @@ def apply(
     scheduler: Any = None,
     impl: Impl = "auto",
     mesh: DeviceMesh | None = None,
+    lora: str | Switch | None = None,
 ) -> "Handle":
     """Let the self-attention of a diffusers pipeline or model read what `method` says, or its blocks merge tokens.
 
@@ -54,6 +56,8 @@ def apply(
         mesh: split the image tokens over the ranks of a mesh of one dimension. Every rank applies the same to the same
             model, calls it with the same inputs, and gets the whole result. By default the ranks that diffusers'
             `enable_parallelism` was told, if it was called: its own split and attention rest until `remove`.
+        lora: the name of an adapter that the model has loaded, and that was distilled for the method. It rests in dense
+            steps, where it would only do harm. Or an object whose `switch(is_on)` does that.
 
     Returns:
         A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
@@ -68,7 +72,11 @@ def apply(
     steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
     if getattr(method, "needs_moment", False):
         check_scheduler(steps)
-    regions = [region for model in models for region in _regions_of(model, method, steps, impl, ranks)]
+    regions = [
+        region
+        for model in models
+        for region in _regions_of(model, method, steps, impl, ranks, lora_in(model, lora))
+    ]
     handle = Handle(models, regions, method, steps, ranks)
     try:
         for region in regions:
@@ -313,7 +321,12 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _regions_of(
-    model: nn.Module, method: Method, steps: Steps, impl: Impl, ranks: Ranks | None = None
+    model: nn.Module,
+    method: Method,
+    steps: Steps,
+    impl: Impl,
+    ranks: Ranks | None = None,
+    lora: Switch | None = None,
 ) -> list[Region]:
     """The regions of a model with all their layers. Changes nothing yet."""
     spec = spec_of(model)
@@ -324,7 +337,9 @@ def _regions_of(
     if any(Region.on(part) for _, part in parts):
         hint = "Call `remove()` on the first handle, or `nearfield.remove(target)`, before applying again."
         wrong_value("target", "not be adapted already", _name_of(model), hint)
-    regions = [Region(Part(name, part, model, spec, method, impl, ranks), steps) for name, part in parts]
+    regions = [
+        Region(Part(name, part, model, spec, method, impl, ranks, lora), steps) for name, part in parts
+    ]
     counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
     if not sum(counts):
         wrong_value("target", "have attention layers where its class has them", _name_of(model))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from nearfield._types import Impl
+from nearfield.adapters.lora import Switch
 from nearfield.adapters.spec import Located, Spec
 from nearfield.geometry import Geometry
 from nearfield.methods import Method
@@ -22,6 +23,7 @@ class Part:
         spec: the facts about the model.
         impl: passed on to `attend`.
         ranks: those that its tokens are split over.
+        lora: what rests in dense steps.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Part:
     method: Method
     impl: Impl = "auto"
     ranks: Ranks | None = None
+    lora: Switch | None = None
 
     def path(self, name: str) -> str:
         """Where something that has a name in this part is found in the model."""

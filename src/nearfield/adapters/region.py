@@ -17,6 +17,7 @@ from nearfield.adapters.diffusers_parallel import Resting
 from nearfield.adapters.entrance_checks import check_ready, check_same_sample, check_unchanged
 from nearfield.adapters.grids import GridReader
 from nearfield.adapters.layers import Layer, layers_of
+from nearfield.adapters.lora import SWITCHED_WHOLE
 from nearfield.adapters.merging import Merger
 from nearfield.adapters.moments import CallHook, Moments, Now
 from nearfield.adapters.moving import Mover, places_of
@@ -119,6 +120,8 @@ class Region:
             conditioning = self.part.spec.conditioning if self._remembers else None
             hook = CallHook(self.steps, self._moments, parameter_names(root), conditioning)
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        if self.part.lora is not None and is_stepwise:
+            self._handles.append(root.register_forward_pre_hook(self._switch_lora))
         if self._remembers and self.part.module is root:
             self._moments.listen(root)
 
@@ -142,6 +145,8 @@ class Region:
         self.calls.close()
         if self.merger is not None:
             self.merger.remove()
+        if self.part.lora is not None:
+            self.part.lora.switch(True)
         self.steps = Steps()
         self._moments = Moments(self.steps, self._forget)
         self._grids = GridReader(self.steps.is_in_loop)
@@ -172,6 +177,13 @@ class Region:
             check_same_sample(spec.sample, first_tensor(samples), ranks)
         self._mover.enter(spec.moves, arguments)
         return tuple(arguments.args), arguments.kwargs
+
+    def _switch_lora(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before any layer: those of a model that have no attention may have a LoRA, too."""
+        if torch.compiler.is_compiling():
+            raise ValueError(SWITCHED_WHOLE)
+        if self.part.lora is not None:
+            self.part.lora.switch(not self._is_dense_step())
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Tokens have left, or the call raised; then there is no output."""

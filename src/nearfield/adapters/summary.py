@@ -56,6 +56,7 @@ def _model_lines(
         *_layer_lines(regions),
         *_block_lines(regions),
         _step_words(method, steps),
+        *_lora_lines(regions, method),
         *_refresh_lines(method, steps),
         *_map_lines(method, steps),
         *_dense_call_lines(regions),
@@ -64,6 +65,11 @@ def _model_lines(
     if not known:
         return [*lines, "geometry: not known before the first call; ask with summary(height=..., width=...)"]
     return lines + _geometry_lines(known, method, steps, origin)
+
+
+def _lora_lines(regions: Sequence[Region], method: Method) -> list[str]:
+    has_lora = any(region.part.lora is not None for region in regions)
+    return ["LoRA: rests in dense steps"] if has_lora and has_dense_steps(method) else []
 
 
 def _attention(method: Any) -> Any:

@@ -149,10 +149,10 @@ class PictureMaker:
             with self._compiled(pipeline):
                 yield Drawing(pipeline, self.task, None, self.task.compiled)
             return
-        with lora_on(pipeline, Path(pattern.lora) if pattern.lora else None):
+        with lora_on(pipeline, Path(pattern.lora) if pattern.lora else None) as lora:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # what it does to pictures is measured here
-                handle = apply(pipeline, method_of(pattern))
+                handle = apply(pipeline, method_of(pattern), lora=lora)
             reason = reason_not_to_compile(handle.method) if self.task.compiled else None
             if reason is not None:
                 self.not_compiled[pattern.name] = reason

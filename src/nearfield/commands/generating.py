@@ -280,8 +280,8 @@ def _runs(
         if recipe is None or arguments.compare:
             runs.append(generate.run_dense(sample))
         if recipe is not None:
-            with lora_on(pipeline, lora):
-                runs.append(generate.run_sparse(sample, pipeline, recipe.method, mesh))
+            with lora_on(pipeline, lora) as stepwise:
+                runs.append(generate.run_sparse(sample, pipeline, recipe.method, mesh, stepwise))
     except ValueError as error:  # a size, fields that do not fit it, or a recipe for another model
         raise UsageError(str(error)) from None
     return runs

@@ -110,10 +110,11 @@ class _Job:
         from nearfield.demo.pictures import packed
 
         pipeline = opened(self.arguments)
-        if self.lora is not None:
-            lora_for(pipeline, self.lora).switch(True)
+        lora = None if self.lora is None else lora_for(pipeline, self.lora)
+        if lora is not None:
+            lora.switch(True)
         if self.recipe is not None:
-            apply(pipeline, self.recipe)
+            apply(pipeline, self.recipe, lora=None if lora is None else lora.stepwise)
 
         def make(numbers: range) -> list[bytes]:
             images = sampler_of(_numbered(self.arguments, numbers), pipeline)().images

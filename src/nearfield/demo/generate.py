@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield.adapters import apply
+from nearfield.adapters.lora import Switch
 from nearfield.demo.model import EMBEDDED, from_diffusers
 from nearfield.demo.pictures import Row
 from nearfield.demo.sampler import DemoPipeline, OnStep, Sampled
@@ -63,9 +64,19 @@ def run_dense(sample: Sampler) -> Run:
     return Run("dense", *sample())
 
 
-def run_sparse(sample: Sampler, pipeline: Any, method: Method, mesh: DeviceMesh | None = None) -> Run:
-    """Pictures with the attention that a method says; each over all ranks of a mesh, if there is one."""
-    with apply(pipeline, method, mesh=mesh) as handle:
+def run_sparse(
+    sample: Sampler,
+    pipeline: Any,
+    method: Method,
+    mesh: DeviceMesh | None = None,
+    lora: str | Switch | None = None,
+) -> Run:
+    """Pictures with the attention that a method says; each over all ranks of a mesh, if there is one.
+
+    Args:
+        lora: one that is switched on, and rests in dense steps.
+    """
+    with apply(pipeline, method, mesh=mesh, lora=lora) as handle:
         sampled = sample()
         return Run(name_of(method), *sampled, handle.summary(), handle.geometry())
 

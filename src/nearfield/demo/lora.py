@@ -19,15 +19,18 @@ _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
 @contextmanager
-def lora_on(pipeline: Any, path: Path | None) -> Iterator[None]:
-    """The pipeline's transformer with a LoRA; as it was before, afterwards. Nothing happens where `path` is None."""
+def lora_on(pipeline: Any, path: Path | None) -> "Iterator[str | FusedLora | None]":
+    """The pipeline's transformer with a LoRA; as it was before, afterwards. Nothing happens where `path` is None.
+
+    Gives what `apply` takes for its `lora`.
+    """
     if path is None:
-        yield
+        yield None
         return
     lora = lora_for(pipeline, path)
     lora.switch(True)
     try:
-        yield
+        yield lora.stepwise
     finally:
         lora.switch(False)
 
@@ -74,6 +77,11 @@ class FusedLora:
             for layer, factors in _factors(transformer, tensors, path)
         ]
 
+    @property
+    def stepwise(self) -> "FusedLora":
+        """What `apply` takes for its `lora`."""
+        return self
+
     def switch(self, is_on: bool) -> None:
         for weight, plain, tuned in self._weights:
             weight.data = tuned if is_on else plain
@@ -86,6 +94,11 @@ class AdapterLora:
         self._transformer = transformer
         self._tensors, facts = read_tensors(path)
         self.method = _method_in(facts)
+
+    @property
+    def stepwise(self) -> str:
+        """What `apply` takes for its `lora`: to load it again and again would take long."""
+        return _ADAPTER
 
     def switch(self, is_on: bool) -> None:
         if not is_on:

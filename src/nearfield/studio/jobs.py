@@ -102,10 +102,10 @@ def make(
     dense = generate.run_dense(sample)
     doing = "sparse"
     caution = getattr(request.method, "caution", None)
-    with warnings.catch_warnings(), model.tuned_for(request.method):
+    with warnings.catch_warnings(), model.tuned_for(request.method) as lora:
         if caution:  # said on the page instead
             warnings.filterwarnings("ignore", re.escape(caution))
-        sparse = generate.run_sparse(sample, pipeline, request.method)
+        sparse = generate.run_sparse(sample, pipeline, request.method, lora=lora)
     if caution:
         sparse = sparse._replace(summary=f"note: {caution}\n{sparse.summary}")
     return _outcome(model, request.method, dense, sparse)

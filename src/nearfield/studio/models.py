@@ -99,14 +99,14 @@ class PictureModel:
         )
 
     @contextmanager
-    def tuned_for(self, method: Method) -> Iterator[None]:
+    def tuned_for(self, method: Method) -> Iterator[FusedLora | None]:
         """With the embedded model's LoRA, where it was made for the method."""
         lora = self._lora if self._lora and suits(self._lora.method, method) else None
         if lora is None:
-            yield
+            yield None
             return
         lora.switch(True)
         try:
-            yield
+            yield lora
         finally:
             lora.switch(False)

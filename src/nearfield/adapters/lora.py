@@ -1,0 +1,73 @@
+"""A LoRA that was distilled for sparse attention rests in dense steps: the model is itself there."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from nearfield._checks import wrong_type, wrong_value
+
+# Not put together where it is raised: torch.compile could not trace that.
+SWITCHED_WHOLE = (
+    "`lora` must be None where torch.compile traces a whole model, in which nothing can be switched; got one."
+    " Compile blocks alone with `compile_repeated_blocks`, or take a method with `dense_steps=0`."
+)
+
+
+@runtime_checkable
+class Switch(Protocol):
+    """Something that can be taken out of a model and put back."""
+
+    def switch(self, is_on: bool) -> None: ...
+
+
+class NamedLora:
+    """An adapter of peft that a model has loaded.
+
+    Its scale becomes zero, and again what it was, so that other adapters beside it stay as they are.
+
+    Args:
+        name: under which it was loaded.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._name = name
+        self._layers = [module for module in model.modules() if name in _scales(module)]
+        if not self._layers:
+            hint = "Load it first: pipe.load_lora_weights(folder, adapter_name=...)."
+            wrong_value("lora", "be the name of an adapter that the model has loaded", repr(name), hint)
+        if any(getattr(layer, "merged", False) for layer in self._layers):
+            hint = "Call `pipe.unfuse_lora()`, or leave `lora` out: then it is there in dense steps, too."
+            wrong_value("lora", "not be fused into the weights", repr(name), hint)
+        self._resting: list[tuple[Any, float]] = []
+
+    def switch(self, is_on: bool) -> None:
+        if is_on == (not self._resting):
+            return
+        if is_on:
+            for layer, scale in self._resting:
+                self._set(layer, scale)
+            self._resting = []
+            return
+        layers = [layer for layer in self._layers if self._name in _scales(layer)]
+        self._resting = [(layer, _scales(layer)[self._name]) for layer in layers]
+        for layer in layers:
+            self._set(layer, 0.0)
+
+    def _set(self, layer: Any, scale: float) -> None:
+        if self._name in _scales(layer):  # or it was unloaded since
+            _scales(layer)[self._name] = scale
+
+
+def _scales(module: Any) -> dict[str, float]:
+    """Of peft's adapters in a layer."""
+    found = getattr(module, "scaling", None)
+    return found if isinstance(found, dict) else {}
+
+
+def lora_in(model: nn.Module, lora: "str | Switch | None") -> Switch | None:
+    """What is switched in a model, for the argument of `apply`."""
+    if lora is None or isinstance(lora, Switch):
+        return lora
+    if not isinstance(lora, str):
+        wrong_type("lora", "be the name of an adapter, or have a method `switch`", type(lora).__name__)
+    return NamedLora(model, lora)

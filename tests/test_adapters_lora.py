@@ -1,0 +1,151 @@
+"""A LoRA for sparse attention rests in dense steps."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tests import tiny_models
+from tests.cats import lively_model
+from tests.test_adapters import double, run
+from tests.test_adapters_features import TARGETS, Schedule
+from tests.tiles import paper
+
+import nearfield
+from nearfield.demo.lora import lora_on
+from nearfield.demo.sampler import DemoPipeline
+from nearfield.recipes import Recipe
+from nearfield.training.distill import save_lora
+
+METHOD = paper(tiles=4, dense_layers=0, dense_steps=(1, 2))
+EVERY_STEP = replace(METHOD, dense_steps=0)
+DENSE, SPARSE = (0, 4, 5), (1, 3)  # of the schedule's six
+
+
+def tuned(*names: str) -> Any:
+    """A model with adapters that change also what lies before the tokens enter and behind where they leave."""
+    model = tiny_models.flux(1, 2).double()
+    for number, name in enumerate(names):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(r=2, target_modules=TARGETS["flux"], init_lora_weights=False)
+        model.add_adapter(config, adapter_name=name)
+    if names:
+        model.set_adapters(list(names))
+    return model.double()
+
+
+@pytest.fixture
+def call() -> dict[str, Any]:
+    return double(tiny_models.flux_inputs((9, 14)))
+
+
+def steps(model: Any, call: dict[str, Any], schedule: Schedule, numbers: tuple[int, ...]) -> Iterator[Any]:
+    for step in numbers:
+        schedule.step_index = step or None
+        yield run(model, call)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "blocks compiled"])
+def test_it_rests_in_dense_steps_alone_and_others_do_not(call: dict[str, Any], is_compiled: bool) -> None:
+    model, with_style, schedule = tuned("style", "sparse"), tuned("style"), Schedule()
+    both = run(model, call)
+    with nearfield.apply(model, EVERY_STEP):
+        sparse = run(model, call)
+    dense = run(with_style, call)
+    if is_compiled:
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse") as handle:
+        for found in steps(model, call, schedule, DENSE):
+            torch.testing.assert_close(found, dense)
+        for found in steps(model, call, schedule, SPARSE):
+            torch.testing.assert_close(found, sparse)
+        next(steps(model, call, schedule, DENSE[-1:]))
+        assert "LoRA: rests in dense steps" in handle.summary()
+    torch.testing.assert_close(run(model, call), both)
+    assert (both - dense).norm() > 0.01 * dense.norm()
+
+
+def test_it_is_always_on_where_no_step_is_dense(call: dict[str, Any]) -> None:
+    model = tuned("sparse")
+    with nearfield.apply(model, EVERY_STEP):
+        sparse = run(model, call)
+    for method, scheduler in ((EVERY_STEP, Schedule()), (METHOD, None)):
+        with nearfield.apply(model, method, scheduler=scheduler, lora="sparse") as handle:
+            torch.testing.assert_close(run(model, call), sparse)
+            assert ("LoRA" in handle.summary()) is (method is METHOD)
+
+
+def test_the_embedded_models_own_rests_too(tmp_path: Path) -> None:
+    changed = lively_model()
+    config = peft.LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False)
+    changed.transformer.add_adapter(config, adapter_name="nearfield")
+    path = tmp_path / "lora.safetensors"
+    save_lora(path, changed.transformer, {"recipe": Recipe(METHOD).as_document()})
+    pipeline = DemoPipeline(lively_model())
+    x, level = torch.randn(1, 32, 8, 8), torch.tensor([0.5])
+    with torch.no_grad():
+        stock = pipeline.model(x, level)
+        pipeline.scheduler.set_timesteps(6)
+        with lora_on(pipeline, path) as lora, nearfield.apply(pipeline, METHOD, lora=lora):
+            found = []
+            for step in range(6):
+                pipeline.scheduler.set_begin_index(step)
+                found.append(pipeline.model(x, level))
+        differences = [float((one - stock).abs().max()) for one in found]
+        assert max(differences[step] for step in DENSE) < 1e-5 < 1e-2 < min(differences[1:4])
+        assert torch.equal(pipeline.model(x, level), stock)
+
+
+def test_it_may_be_scaled_and_unloaded_in_between(call: dict[str, Any]) -> None:
+    model, plain, schedule = tuned("sparse"), tuned(), Schedule()
+    with nearfield.apply(plain, EVERY_STEP):
+        untuned = run(plain, call)
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
+        full = next(steps(model, call, schedule, SPARSE))
+        model.set_adapters(["sparse"], [0.5])
+        half = next(steps(model, call, schedule, SPARSE))
+        (dense,) = steps(model, call, schedule, DENSE[:1])
+        torch.testing.assert_close(next(steps(model, call, schedule, SPARSE)), half)
+        next(steps(model, call, schedule, DENSE))
+        model.delete_adapters("sparse")
+        torch.testing.assert_close(next(steps(model, call, schedule, SPARSE)), untuned)
+    torch.testing.assert_close(dense, run(plain, call))
+    torch.testing.assert_close(run(model, call), dense)
+    assert min((half - full).norm(), (half - untuned).norm()) > 0.01 * full.norm()
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ("other", r"`lora` must be the name of an adapter that the model has loaded; got 'other'\. Load it"),
+        (3, r"`lora` must be the name of an adapter, or have a method `switch`; got int"),
+    ],
+)
+def test_what_is_no_lora_is_refused_and_nothing_changes(
+    lora: Any, message: str, call: dict[str, Any]
+) -> None:
+    model = tuned("sparse")
+    before = run(model, call)
+    with pytest.raises((TypeError, ValueError), match=message):
+        nearfield.apply(model, METHOD, scheduler=Schedule(), lora=lora)
+    assert torch.equal(run(model, call), before)
+
+
+def test_a_fused_one_is_refused() -> None:
+    model = tuned("sparse")
+    model.fuse_lora()
+    with pytest.raises(ValueError, match="`lora` must not be fused into the weights; got 'sparse'"):
+        nearfield.apply(model, METHOD, scheduler=Schedule(), lora="sparse")
+
+
+def test_whole_models_cannot_be_compiled_with_one(call: dict[str, Any]) -> None:
+    model, schedule = tuned("sparse"), Schedule()
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
+        run(model, call)
+        with pytest.raises(Exception, match="`lora` must be None where torch"):
+            torch.compile(model, fullgraph=True, backend="eager")(**call)
+    torch._dynamo.reset()
