@@ -262,7 +262,7 @@ class Plan(planned.Plan):
     def distilled(self, chosen: Pattern, tuning: Tuning, options: Sequence[str]) -> Part:
         def chains(minutes: float) -> list[Chain]:
             command = ["distill", *self.training(tuning, minutes), *self.weights(), *options]
-            command += [*field_options(chosen.fields), "--denoising-steps", str(self.settings.steps)]
+            command += field_options(chosen.fields)
             return [[[*command, *self.compiling()]], [command]]
 
         return self.trained(chosen, tuning, chains)

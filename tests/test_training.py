@@ -399,22 +399,6 @@ def test_the_teacher_is_the_model_itself(tmp_path: Path) -> None:
     assert torch.equal(model(x, level), stock)
 
 
-def test_noise_levels_of_dense_steps_are_not_learned_from() -> None:
-    model = lively_model()
-    method = replace(METHOD, dense_steps=(1, 2))
-    low, high = distill.sparse_span(method, 8)
-    assert (low, high) == (2 / 8, 7 / 8)
-    assert distill.sparse_span(replace(METHOD, dense_steps=0), 8) == (0, 1)
-    calls = distill.latent_calls(model, latents(64), 64, span=(low, high))
-    levels = torch.cat([calls(step, 0)["timestep"] for step in range(8)])
-    shift = model.config.shift
-    ends = torch.tensor([shift * end / (1 + (shift - 1) * end) for end in (low, high)])
-    assert ends[0] - 0.01 < levels.min() < ends[0] + 0.05
-    assert ends[1] - 0.05 < levels.max() < ends[1] + 0.01
-    with pytest.raises(ValueError, match=r"`dense_steps` must leave one of 3 steps sparse; got \(1, 2\)"):
-        distill.sparse_span(method, 3)
-
-
 def test_distillation_falls_resumes_and_loads(tmp_path: Path) -> None:
     whole, _ = distilled(tmp_path / "whole", 24)
     losses = whole.run().losses
@@ -596,9 +580,6 @@ def test_calls_are_recorded_and_given_back(tmp_path: Path) -> None:
     assert isinstance(pipe.transformer(**given)[0], torch.Tensor)
     seen = {float(calls(step, part)["timestep"]) for step in range(2) for part in range(2)}
     assert len(seen) == 2
-    assert recording.sparse_calls(files, replace(METHOD, dense_steps=1), 2) == files[1::2]
-    assert recording.sparse_calls(files, replace(METHOD, dense_steps=(0, 1)), 2) == files[::2]
-    assert recording.sparse_calls(files, replace(METHOD, dense_steps=0), 1) == files, "two calls a step"
     save_model(tmp_path / "model.safetensors", lively_model())
     with pytest.raises(BadFile, match="is no recorded call"):
         recording.read_call(tmp_path / "model.safetensors")

@@ -22,7 +22,6 @@ from nearfield.commands.progress import Bar
 from nearfield.commands.reports import write_reports
 
 if TYPE_CHECKING:
-    from nearfield.methods import Method
     from nearfield.training.data import Latents, Pixels
     from nearfield.training.loop import Outcome, Schedule
 
@@ -177,12 +176,7 @@ def _add_distill(commands: Any) -> None:
         help="train all weights instead of a LoRA, and write a model; not for --model",
     )
     add_integer(parser, "--batch", 8, "samples per step")
-    add_integer(
-        parser,
-        "--denoising-steps",
-        20,
-        "of the pictures; those that the method leaves dense are not learned from",
-    )
+    add_integer(parser, "--denoising-steps", 20, "per prompt; for --model")
     _add_schedule(parser, learning_rate=None, warm_up=50)
     _add_keep_steps(parser, "what was learned until this step, in a file whose name ends in -steps")
     parser.add_argument(
@@ -389,18 +383,14 @@ def _distill(arguments: argparse.Namespace) -> int:
         if path and not path.is_file():
             wrong(f"--{name}", "name a file that is there", repr(str(path)))
     with missing_extras_told():
-        from nearfield.training.distill import Distillation, Recipe, result_of, sparse_span
+        from nearfield.training.distill import Distillation, Recipe, result_of
 
-        try:
-            sparse_span(method, arguments.denoising_steps)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         schedule = _schedule(arguments)
         write = None
         if arguments.model:
-            transformer, calls = _model_calls(arguments, method)
+            transformer, calls = _model_calls(arguments)
         else:
-            model, calls = _demo_calls(arguments, method)
+            model, calls = _demo_calls(arguments)
             transformer = model.transformer
             write = _model_writer(model) if arguments.full else None
         if arguments.compile and not getattr(transformer, "_repeated_blocks", None):
@@ -435,11 +425,11 @@ def _model_writer(model: Any) -> Any:
     return lambda path, facts: save_model(path, model, facts)
 
 
-def _demo_calls(arguments: argparse.Namespace, method: "Method") -> tuple[Any, Any]:
+def _demo_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from nearfield.demo.generate import embedded_weights
     from nearfield.demo.model import load_model
     from nearfield.training.data import fits
-    from nearfield.training.distill import latent_calls, sparse_span
+    from nearfield.training.distill import latent_calls
 
     model, _ = load_model(arguments.weights or embedded_weights())
     device = chosen_device(arguments.device)
@@ -447,19 +437,17 @@ def _demo_calls(arguments: argparse.Namespace, method: "Method") -> tuple[Any, A
     latents = _latents(arguments, arguments.size or model.config.size)
     if fits(latents.values, device):
         latents = latents.to(device)
-    # All weights are there in dense steps, too; a LoRA rests.
-    span = (0.0, 1.0) if arguments.full else sparse_span(method, arguments.denoising_steps)
     try:
-        calls = latent_calls(model, latents, arguments.batch, arguments.accumulate, arguments.seed, span)
+        calls = latent_calls(model, latents, arguments.batch, arguments.accumulate, arguments.seed)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return model, calls
 
 
-def _model_calls(arguments: argparse.Namespace, method: "Method") -> tuple[Any, Any]:
+def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The calls that a pipeline makes for its prompts, recorded first. A step takes `--batch` of them."""
     from nearfield.demo.generate import open_pipeline
-    from nearfield.training.recording import RecordedCalls, record, sparse_calls
+    from nearfield.training.recording import RecordedCalls, record
 
     device = chosen_device(arguments.device)
     prompts = [
@@ -480,7 +468,6 @@ def _model_calls(arguments: argparse.Namespace, method: "Method") -> tuple[Any, 
             width=size,
             num_inference_steps=arguments.denoising_steps,
         )
-    files = sparse_calls(files, method, arguments.denoising_steps)
     return pipeline.transformer, RecordedCalls(files, arguments.batch, device, arguments.seed)
 
 

@@ -293,32 +293,8 @@ def tensors_in(output: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-def sparse_span(method: Method, steps: int) -> tuple[float, float]:
-    """The part of the way from picture (0) to noise (1) that a method's sparse steps walk, of so many even ones.
-
-    A LoRA rests in the others, so it has nothing to learn there.
-    """
-    first, last = method.dense_ends(steps)
-    if first + last >= steps:
-        wrong_value(
-            "dense_steps", f"leave one of {steps} steps sparse", getattr(method, "dense_steps", method)
-        )
-    return last / steps, 1 - first / steps
-
-
-def latent_calls(
-    model: TinyFlux,
-    latents: Latents,
-    batch: int,
-    parts: int = 1,
-    seed: int = 0,
-    span: tuple[float, float] = (0.0, 1.0),
-) -> Calls:
-    """Calls of the embedded model: real latents at noise levels that are uniform, but for the model's shift.
-
-    Args:
-        span: from where to where levels lie, before the shift.
-    """
+def latent_calls(model: TinyFlux, latents: Latents, batch: int, parts: int = 1, seed: int = 0) -> Calls:
+    """Calls of the embedded model: real latents at noise levels that are uniform, but for the model's shift."""
     device, shift = model.latent_mean.device, model.config.shift
     draws = Draws(seed, device)
     if batch % parts:
@@ -329,7 +305,7 @@ def latent_calls(
         clean = model.normalised(latents.take(indices).to(device))
         generator = draws.generator(step, part)
         noise = torch.randn(clean.shape, generator=generator, device=device)
-        level = span[0] + (span[1] - span[0]) * torch.rand(len(clean), generator=generator, device=device)
+        level = torch.rand(len(clean), generator=generator, device=device)
         level = (shift * level / (1 + (shift - 1) * level)).bfloat16().float()
         return model.arguments(mixed(clean, noise, level), level)
 

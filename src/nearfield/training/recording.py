@@ -4,7 +4,6 @@ Any model can be distilled from its own calls, without a data set and without kn
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from torch import Tensor
 
 from nearfield._checks import wrong_type
 from nearfield.demo.storage import BadFile, read_tensors, write_tensors
-from nearfield.dense_parts import stays_dense
-from nearfield.methods import Method
 from nearfield.training.loop import Draws
 
 _TENSOR = "__tensor__"
@@ -71,22 +68,6 @@ def _record_one(pipeline: Any, folder: Path, number: int, seed: int, options: Ma
 
 def recorded_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("call-*.safetensors"))
-
-
-def sparse_calls(files: Sequence[Path], method: Method, steps: int) -> list[Path]:
-    """The calls of steps that a method does not leave dense, of prompts with so many steps each."""
-    calls = Counter(_prompt_of(file) for file in files)
-
-    def is_sparse(file: Path) -> bool:
-        # With guidance a step may have several calls.
-        step = int(file.stem.rpartition("-")[2]) * steps // calls[_prompt_of(file)]
-        return not stays_dense(method.dense_ends(steps), step, steps)
-
-    return [file for file in files if is_sparse(file)]
-
-
-def _prompt_of(file: Path) -> str:
-    return file.stem.rpartition("-")[0]
 
 
 def write_call(path: Path, arguments: Mapping[str, Any]) -> None:
