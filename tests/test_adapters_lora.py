@@ -15,6 +15,7 @@ from tests.test_adapters_features import TARGETS, Schedule
 from tests.tiles import paper
 
 import nearfield
+from nearfield.adapters.lora import loras_in
 from nearfield.demo.lora import lora_on
 from nearfield.demo.sampler import DemoPipeline
 from nearfield.recipes import Recipe
@@ -28,13 +29,25 @@ DENSE, SPARSE = (0, 4, 5), (1, 3)  # of the schedule's six
 def tuned(*names: str) -> Any:
     """A model with adapters that change also what lies before the tokens enter and behind where they leave."""
     model = tiny_models.flux(1, 2).double()
-    for number, name in enumerate(names):
-        torch.manual_seed(number)
-        config = peft.LoraConfig(r=2, target_modules=TARGETS["flux"], init_lora_weights=False)
-        model.add_adapter(config, adapter_name=name)
+    for name in names:
+        load(model, name)
     if names:
         model.set_adapters(list(names))
-    return model.double()
+    return model
+
+
+def load(model: Any, name: str, **fields: Any) -> None:
+    torch.manual_seed(len(name))
+    config = peft.LoraConfig(
+        r=2, lora_alpha=2, target_modules=TARGETS["flux"], init_lora_weights=False, **fields
+    )
+    model.add_adapter(config, adapter_name=name)
+    model.double()
+
+
+def scales(model: Any) -> list[tuple[str, float]]:
+    """Of all adapters in all layers."""
+    return [item for module in model.modules() for item in getattr(module, "scaling", {}).items()]
 
 
 @pytest.fixture
@@ -63,7 +76,11 @@ def test_it_rests_in_dense_steps_alone_and_others_do_not(call: dict[str, Any], i
             torch.testing.assert_close(found, dense)
         for found in steps(model, call, schedule, SPARSE):
             torch.testing.assert_close(found, sparse)
-        next(steps(model, call, schedule, DENSE[-1:]))
+        (last,) = steps(model, call, schedule, DENSE[-1:])
+        torch.testing.assert_close(last, dense)
+        assert {scale for name, scale in scales(model) if name == "sparse"} == {1.0}, (
+            "between calls it is there"
+        )
         assert "LoRA: rests in dense steps" in handle.summary()
     torch.testing.assert_close(run(model, call), both)
     assert (both - dense).norm() > 0.01 * dense.norm()
@@ -76,7 +93,7 @@ def test_it_is_always_on_where_no_step_is_dense(call: dict[str, Any]) -> None:
     for method, scheduler in ((EVERY_STEP, Schedule()), (METHOD, None)):
         with nearfield.apply(model, method, scheduler=scheduler, lora="sparse") as handle:
             torch.testing.assert_close(run(model, call), sparse)
-            assert ("LoRA" in handle.summary()) is (method is METHOD)
+            assert "LoRA" not in handle.summary()
 
 
 def test_the_embedded_models_own_rests_too(tmp_path: Path) -> None:
@@ -100,22 +117,69 @@ def test_the_embedded_models_own_rests_too(tmp_path: Path) -> None:
         assert torch.equal(pipeline.model(x, level), stock)
 
 
-def test_it_may_be_scaled_and_unloaded_in_between(call: dict[str, Any]) -> None:
+def test_it_may_be_scaled_unloaded_and_loaded_in_between(call: dict[str, Any]) -> None:
     model, plain, schedule = tuned("sparse"), tuned(), Schedule()
+    dense = run(plain, call)
     with nearfield.apply(plain, EVERY_STEP):
         untuned = run(plain, call)
+
+    def sparse_after_dense() -> Any:
+        for found in steps(model, call, schedule, DENSE[-2:]):
+            torch.testing.assert_close(found, dense)
+        return next(steps(model, call, schedule, SPARSE))
+
     with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
-        full = next(steps(model, call, schedule, SPARSE))
-        model.set_adapters(["sparse"], [0.5])
-        half = next(steps(model, call, schedule, SPARSE))
-        (dense,) = steps(model, call, schedule, DENSE[:1])
-        torch.testing.assert_close(next(steps(model, call, schedule, SPARSE)), half)
+        full = sparse_after_dense()
         next(steps(model, call, schedule, DENSE))
+        model.set_adapters(["sparse"], [0.5])
+        half = sparse_after_dense()
         model.delete_adapters("sparse")
-        torch.testing.assert_close(next(steps(model, call, schedule, SPARSE)), untuned)
-    torch.testing.assert_close(dense, run(plain, call))
-    torch.testing.assert_close(run(model, call), dense)
+        torch.testing.assert_close(sparse_after_dense(), untuned)
+        load(model, "sparse")
+        torch.testing.assert_close(sparse_after_dense(), full)
     assert min((half - full).norm(), (half - untuned).norm()) > 0.01 * full.norm()
+
+
+def test_a_call_that_raises_leaves_it_on(call: dict[str, Any]) -> None:
+    model, schedule = tuned("sparse"), Schedule()
+
+    def fail(*_: Any) -> None:
+        assert {scale for _, scale in scales(model)} == {0.0}
+        raise RuntimeError("in the middle")
+
+    model.norm_out.register_forward_hook(fail)
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            run(model, call)
+        assert {scale for _, scale in scales(model)} == {1.0}
+
+
+@pytest.mark.parametrize("step", [DENSE[0], SPARSE[0]], ids=["dense", "sparse"])
+def test_what_is_computed_again_for_gradients_is_computed_as_before(step: int, call: dict[str, Any]) -> None:
+    """Blocks that are checkpointed, after a call of the other kind."""
+    model, schedule = tuned("sparse"), Schedule()
+    model.train()
+    tokens = call["hidden_states"].requires_grad_()
+
+    def gradient() -> Any:
+        schedule.step_index = step or None
+        loss = model(**call)[0].square().sum()
+        for other in (*DENSE[:1], *SPARSE[:1]):
+            if other != step:
+                next(steps(model, call, schedule, (other,)))
+        return torch.autograd.grad(loss, tokens)[0]
+
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
+        wanted = gradient()
+        model.enable_gradient_checkpointing()
+        torch.testing.assert_close(gradient(), wanted)
+        assert {scale for _, scale in scales(model)} == {1.0}
+
+
+def test_of_two_models_one_may_have_it(call: dict[str, Any]) -> None:
+    first, second = tuned("sparse"), tuned()
+    found = loras_in([first, second], "sparse")
+    assert [one is None for one in found] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +197,13 @@ def test_what_is_no_lora_is_refused_and_nothing_changes(
     with pytest.raises((TypeError, ValueError), match=message):
         nearfield.apply(model, METHOD, scheduler=Schedule(), lora=lora)
     assert torch.equal(run(model, call), before)
+
+
+def test_dora_is_refused() -> None:
+    model = tuned()
+    load(model, "sparse", use_dora=True)
+    with pytest.raises(ValueError, match="`lora` must be a plain LoRA; got 'sparse', which is a DoRA"):
+        nearfield.apply(model, METHOD, scheduler=Schedule(), lora="sparse")
 
 
 def test_a_fused_one_is_refused() -> None:

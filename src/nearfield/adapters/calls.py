@@ -27,6 +27,7 @@ class Call(NamedTuple):
     ready: Ready | None = None
     is_dense_step: bool = False
     merged: MergedCall | None = None
+    lora_rests: bool = False
 
 
 class Calls:

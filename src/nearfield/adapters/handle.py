@@ -14,7 +14,7 @@ from nearfield._checks import check_int, check_member, wrong_type, wrong_value
 from nearfield._types import Impl
 from nearfield.adapters.diffusers_parallel import check_same_ranks, mesh_of
 from nearfield.adapters.layers import Layer
-from nearfield.adapters.lora import Switch, lora_in
+from nearfield.adapters.lora import Switch, loras_in
 from nearfield.adapters.moments import check_scheduler
 from nearfield.adapters.part import Part
 from nearfield.adapters.region import Region
@@ -57,7 +57,7 @@ def apply(
             model, calls it with the same inputs, and gets the whole result. By default the ranks that diffusers'
             `enable_parallelism` was told, if it was called: its own split and attention rest until `remove`.
         lora: the name of an adapter that the model has loaded, and that was distilled for the method. It rests in dense
-            steps, where it would only do harm. Or an object whose `switch(is_on)` does that.
+            steps, where it would only do harm. Or an object whose `switch(is_on)` does that, switched on.
 
     Returns:
         A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
@@ -68,14 +68,14 @@ def apply(
     models = _models_of(target)
     recipe.check_model(models[0])
     mesh = mesh_of(models) if mesh is None else mesh
-    ranks = None if mesh is None else _checked_ranks(mesh, models, method, impl)
+    ranks = None if mesh is None else _checked_ranks(mesh, models, method, impl, lora)
     steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
     if getattr(method, "needs_moment", False):
         check_scheduler(steps)
     regions = [
         region
-        for model in models
-        for region in _regions_of(model, method, steps, impl, ranks, lora_in(model, lora))
+        for model, switch in zip(models, loras_in(models, lora), strict=True)
+        for region in _regions_of(model, method, steps, impl, ranks, switch)
     ]
     handle = Handle(models, regions, method, steps, ranks)
     try:
@@ -299,7 +299,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is model else _unwrapped(inner)
 
 
-def _checked_ranks(mesh: DeviceMesh, models: Sequence[Any], method: Method, impl: Impl) -> Ranks:
+def _checked_ranks(
+    mesh: DeviceMesh, models: Sequence[Any], method: Method, impl: Impl, lora: str | Switch | None
+) -> Ranks:
     """Ranks that have the same models and want the same of them."""
     ranks = Ranks(mesh)
     check_same_ranks(models, ranks)
@@ -312,7 +314,8 @@ def _checked_ranks(mesh: DeviceMesh, models: Sequence[Any], method: Method, impl
     configurations = [
         (_name_of(model), dict(getattr(model, "config", {})), _dtype_of(model)) for model in models
     ]
-    ranks.compare({"target": configurations, "method": method, "impl": impl, "torch": torch.__version__})
+    wanted = {"target": configurations, "method": method, "impl": impl, "torch": torch.__version__}
+    ranks.compare(wanted | {"lora": lora if isinstance(lora, str) else type(lora).__name__})
     return ranks
 
 

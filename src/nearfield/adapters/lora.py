@@ -1,5 +1,6 @@
 """A LoRA that was distilled for sparse attention rests in dense steps: the model is itself there."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -23,39 +24,41 @@ class Switch(Protocol):
 class NamedLora:
     """An adapter of peft that a model has loaded.
 
-    Its scale becomes zero, and again what it was, so that other adapters beside it stay as they are.
+    Its scale becomes zero, and again what it was, so that other adapters beside it stay as they are. Its layers are
+    looked for each time: adapters may be loaded anew under their names.
 
     Args:
         name: under which it was loaded.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
-        self._name = name
-        self._layers = [module for module in model.modules() if name in _scales(module)]
-        if not self._layers:
-            hint = "Load it first: pipe.load_lora_weights(folder, adapter_name=...)."
-            wrong_value("lora", "be the name of an adapter that the model has loaded", repr(name), hint)
-        if any(getattr(layer, "merged", False) for layer in self._layers):
-            hint = "Call `pipe.unfuse_lora()`, or leave `lora` out: then it is there in dense steps, too."
-            wrong_value("lora", "not be fused into the weights", repr(name), hint)
+        self._model, self._name = model, name
         self._resting: list[tuple[Any, float]] = []
 
+    def layers(self) -> list[Any]:
+        """Those that have it; refuses what does not go away with its scale."""
+        found: list[Any] = [module for module in self._model.modules() if self._name in _scales(module)]
+        if any(getattr(layer, "merged", False) for layer in found):
+            hint = "Call `pipe.unfuse_lora()`, or leave `lora` out: then it is there in dense steps, too."
+            wrong_value("lora", "not be fused into the weights", repr(self._name), hint)
+        if any(getattr(layer, "use_dora", {}).get(self._name) for layer in found):
+            hint = "It changes the norms of weights, too. Leave `lora` out: then it is there in dense steps, too."
+            wrong_value("lora", "be a plain LoRA", f"{self._name!r}, which is a DoRA", hint)
+        return found
+
     def switch(self, is_on: bool) -> None:
-        if is_on == (not self._resting):
-            return
         if is_on:
             for layer, scale in self._resting:
                 self._set(layer, scale)
             self._resting = []
-            return
-        layers = [layer for layer in self._layers if self._name in _scales(layer)]
-        self._resting = [(layer, _scales(layer)[self._name]) for layer in layers]
-        for layer in layers:
-            self._set(layer, 0.0)
+        elif not self._resting:
+            layers = self.layers()
+            self._resting = [(layer, _scales(layer)[self._name]) for layer in layers]
+            for layer in layers:
+                self._set(layer, 0.0)
 
     def _set(self, layer: Any, scale: float) -> None:
-        if self._name in _scales(layer):  # or it was unloaded since
-            _scales(layer)[self._name] = scale
+        _scales(layer)[self._name] = scale
 
 
 def _scales(module: Any) -> dict[str, float]:
@@ -64,10 +67,15 @@ def _scales(module: Any) -> dict[str, float]:
     return found if isinstance(found, dict) else {}
 
 
-def lora_in(model: nn.Module, lora: "str | Switch | None") -> Switch | None:
-    """What is switched in a model, for the argument of `apply`."""
+def loras_in(models: Sequence[nn.Module], lora: "str | Switch | None") -> list[Switch | None]:
+    """What is switched in each model, for the argument of `apply`. Of several models one may have a LoRA."""
     if lora is None or isinstance(lora, Switch):
-        return lora
+        return [lora] * len(models)
     if not isinstance(lora, str):
         wrong_type("lora", "be the name of an adapter, or have a method `switch`", type(lora).__name__)
-    return NamedLora(model, lora)
+    named = [NamedLora(model, lora) for model in models]
+    found: list[Switch | None] = [one if one.layers() else None for one in named]
+    if not any(found):
+        hint = "Load it first: pipe.load_lora_weights(folder, adapter_name=...)."
+        wrong_value("lora", "be the name of an adapter that the model has loaded", repr(lora), hint)
+    return found

@@ -59,6 +59,7 @@ class Region:
         self.ready: Ready | None = None
         self.dtype: torch.dtype | None = None
         """Of the last call."""
+        self._lora_rests = False
         self.calls = Calls(part, self._state, self._resume)
         self.merger: Merger | None = None
         if isinstance(part.method, Merged):
@@ -116,12 +117,15 @@ class Region:
     def _install_call_hook(self) -> None:
         root = self.part.root
         is_stepwise = self.steps.scheduler is not None and has_dense_steps(self.part.method)
+        if self.part.lora is not None and is_stepwise:
+            self._handles += [
+                root.register_forward_pre_hook(self._root_entered, prepend=True),
+                root.register_forward_hook(self._root_left, always_call=True),
+            ]
         if self._remembers or is_stepwise:  # another scheduler may come, which needs to be told the timestep
             conditioning = self.part.spec.conditioning if self._remembers else None
             hook = CallHook(self.steps, self._moments, parameter_names(root), conditioning)
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        if self.part.lora is not None and is_stepwise:
-            self._handles.append(root.register_forward_pre_hook(self._switch_lora))
         if self._remembers and self.part.module is root:
             self._moments.listen(root)
 
@@ -145,8 +149,7 @@ class Region:
         self.calls.close()
         if self.merger is not None:
             self.merger.remove()
-        if self.part.lora is not None:
-            self.part.lora.switch(True)
+        self._let_lora_rest(False)
         self.steps = Steps()
         self._moments = Moments(self.steps, self._forget)
         self._grids = GridReader(self.steps.is_in_loop)
@@ -178,12 +181,20 @@ class Region:
         self._mover.enter(spec.moves, arguments)
         return tuple(arguments.args), arguments.kwargs
 
-    def _switch_lora(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before any layer: those of a model that have no attention may have a LoRA, too."""
+    def _root_entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before any layer: those of a model that lie outside its parts may have a LoRA, too."""
         if torch.compiler.is_compiling():
             raise ValueError(SWITCHED_WHOLE)
-        if self.part.lora is not None:
-            self.part.lora.switch(not self._is_dense_step())
+        self._let_lora_rest(self._is_dense_step())
+
+    def _root_left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Between calls the model is what others made it."""
+        self._let_lora_rest(False)
+
+    def _let_lora_rest(self, rests: bool) -> None:
+        if self.part.lora is not None and rests != self._lora_rests:
+            self.part.lora.switch(not rests)
+            self._lora_rests = rests
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Tokens have left, or the call raised; then there is no output."""
@@ -202,10 +213,11 @@ class Region:
 
     def _state(self) -> Call:
         merged = None if self.merger is None else self.merger.call
-        return Call(self.ready, self.calls.is_dense_step, merged)
+        return Call(self.ready, self.calls.is_dense_step, merged, self._lora_rests)
 
     def _resume(self, call: Call) -> None:
         self.calls.is_dense_step = call.is_dense_step
+        self._let_lora_rest(call.lora_rests)
         if self.merger is not None:
             self.merger.call = call.merged
         if call.ready is not self.ready:

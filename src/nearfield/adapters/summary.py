@@ -56,7 +56,7 @@ def _model_lines(
         *_layer_lines(regions),
         *_block_lines(regions),
         _step_words(method, steps),
-        *_lora_lines(regions, method),
+        *_lora_lines(regions, method, steps),
         *_refresh_lines(method, steps),
         *_map_lines(method, steps),
         *_dense_call_lines(regions),
@@ -67,9 +67,10 @@ def _model_lines(
     return lines + _geometry_lines(known, method, steps, origin)
 
 
-def _lora_lines(regions: Sequence[Region], method: Method) -> list[str]:
+def _lora_lines(regions: Sequence[Region], method: Method, steps: Steps) -> list[str]:
     has_lora = any(region.part.lora is not None for region in regions)
-    return ["LoRA: rests in dense steps"] if has_lora and has_dense_steps(method) else []
+    rests = steps.scheduler is not None and has_dense_steps(method)
+    return ["LoRA: rests in dense steps"] if has_lora and rests else []
 
 
 def _attention(method: Any) -> Any:
