@@ -93,7 +93,7 @@ def test_fields_of_a_method_are_filled_in(method: Any) -> None:
     assert fields.method_of(*fields.filled_in(method)) == method
 
 
-@pytest.mark.parametrize("method", [Hilbert(tile_size=64), Merged(Merge(0.5))])
+@pytest.mark.parametrize("method", [Hilbert(tile_size=64), Hilbert(tiles=(4, 16)), Merged(Merge(0.5))])
 def test_methods_that_the_page_cannot_show_are_refused(method: Any) -> None:
     with pytest.raises(ValueError) as caught:
         fields.filled_in(method)

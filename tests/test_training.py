@@ -420,6 +420,7 @@ def test_distillation_falls_resumes_and_loads(tmp_path: Path) -> None:
     assert suits(inside.method, replace(METHOD, dense_steps=3))
     assert not suits(inside.method, replace(METHOD, tiles=3))
     assert suits(Hilbert(), Hilbert(tiles=16))
+    assert not suits(Hilbert(tiles=(4, 16)), Hilbert(tiles=16))
     assert not suits(None, METHOD)
     call = distill.latent_calls(model, latents(64), 4)(99, 0)
     with torch.no_grad(), apply(model.transformer, METHOD):

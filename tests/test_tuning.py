@@ -125,6 +125,7 @@ def test_ladders_are_fields_of_the_method() -> None:
     "method",
     [
         paper(tiles=8, dense_layers=(0, 3, -1), far=64),
+        paper(tiles=(4, 8, 16)),
         paper(),
         LogLinear(topk=5),
         Merge(ratio=0.3) | paper(tiles=4),

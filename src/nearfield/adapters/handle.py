@@ -346,7 +346,7 @@ def _regions_of(
     counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
     if not sum(counts):
         wrong_value("target", "have attention layers where its class has them", _name_of(model))
-    _check_dense_layers(method, sum(counts))
+    _check_layers(method, sum(counts))
     first = 0
     for region, count in zip(regions, counts, strict=True):
         region.find_layers(first, sum(counts))
@@ -371,9 +371,12 @@ def _parts(model: nn.Module, spec: Spec) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _check_dense_layers(method: Any, num_layers: int) -> None:
-    """Indices of no layer would be passed over in silence. A number of layers may be larger than what there is."""
-    layers = getattr(method, "dense_layers", None)
+def _check_layers(method: Any, num_layers: int) -> None:
+    """What is said of no layer would be passed over in silence. A number of layers may be larger than what there is."""
+    attention = getattr(method, "attention", None) or method
+    if getattr(attention, "tile_changes", (0,))[-1] >= num_layers:
+        wrong_value("tiles", f"hold at most {num_layers} numbers, one for each layer", attention.tiles)
+    layers = getattr(attention, "dense_layers", None)
     for layer in layers if isinstance(layers, tuple) else ():
         if not -num_layers <= layer < num_layers:
             wrong_value("dense_layers", f"hold indices from {-num_layers} to {num_layers - 1}", layer)

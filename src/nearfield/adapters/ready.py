@@ -191,7 +191,10 @@ def _split_models(method: object, geometry: Geometry, ready: Ready, ranks: Ranks
     assert attention is None or isinstance(attention, Hilbert)
     block = _DENSE_BLOCK
     if attention is not None:
-        block = attention.plan(geometry, heads=1, device=ready.device).q_block
+        plans = (
+            attention.plan(geometry, layer, heads=1, device=ready.device) for layer in attention.tile_changes
+        )
+        block = max(plan.q_block for plan in plans)
     if not isinstance(method, Merged):
         assert attention is not None
         whole = SplitModel(even_split(attention, geometry, ranks.size, block), block, ranks)

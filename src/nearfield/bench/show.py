@@ -13,7 +13,6 @@ from nearfield.methods.hilbert import HilbertReader
 from nearfield.plots.method import LayerPicture, MethodPicture, method_overview
 from nearfield.tiling import Segment
 
-_DEFAULT_TILES = 16
 _FINE, _COARSE, _FINE_TOKENS = 16, 64, 20_000
 """Keys per block of a mask. Pairs are counted in fine ones; beyond so many tokens nobody would see them drawn."""
 
@@ -24,16 +23,20 @@ class Shown(NamedTuple):
     geometry: Geometry
     method: Hilbert
     segment: Segment
-    tiles: int
     unit: int
     q_block: int
     layers: dict[int, HilbertReader]
     density: dict[int, float]
 
+    def tiles(self, layer: int) -> int:
+        number = self.method.tiles_in(layer)
+        assert number is not None  # `tile_size` is not offered
+        return number
+
     def cuts(self, layer: int) -> torch.Tensor:
         """Where the tiles of a layer begin on the ring."""
         shift = layer % self.method.cycle, self.method.cycle
-        return tiling.cuts(self.segment.ring, self.tiles, shift, self.unit)
+        return tiling.cuts(self.segment.ring, self.tiles(layer), shift, self.unit)
 
     def tile_of_cell(self, layer: int) -> torch.Tensor:
         """The tile of every token in raster order; shared tokens lie where the curve passes them."""
@@ -57,8 +60,7 @@ def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block:
             for k_block in (_FINE, coarse)
         )
         density[layer] = fine.num_pairs / geometry.num_tokens**2
-    tiles = method.tiles or _DEFAULT_TILES
-    return Shown(geometry, method, segment, tiles, unit, q_block, readers, density)
+    return Shown(geometry, method, segment, unit, q_block, readers, density)
 
 
 def draw(path: Path, shown: Shown) -> None:
@@ -77,7 +79,7 @@ def picture(shown: Shown) -> MethodPicture:
         sequence=shown.segment.order,
         is_shared=is_shared,
         shared_reads_all=method.share == "two-way",
-        num_tiles=shown.tiles,
+        num_tiles=max(map(shown.tiles, shown.layers)),
         q_block=shown.q_block,
         k_block=next(iter(shown.layers.values())).near.k_block,
         layers=[_layer_picture(shown, layer) for layer in shown.layers],

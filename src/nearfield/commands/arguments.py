@@ -97,6 +97,16 @@ def integer(argument: str, least: int, most: int = 2**24) -> Callable[[str], int
     return parse
 
 
+def tile_counts(argument: str, most: int = 2**24) -> Callable[[str], int | tuple[int, ...]]:
+    """A number of tiles, or some between commas: of the layers from the first on."""
+
+    def parse(text: str) -> int | tuple[int, ...]:
+        numbers = tuple(integer(argument, 1, most)(part.strip()) for part in text.split(","))
+        return numbers if len(numbers) > 1 else numbers[0]
+
+    return parse
+
+
 def number(argument: str, *, least: float, is_above: bool = False) -> Callable[[str], float]:
     """A number of at least `least`, or above it."""
 

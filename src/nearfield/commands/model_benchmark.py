@@ -106,7 +106,7 @@ def add_command(benchmarks: Any) -> None:
         metavar="N",
         help="keys that are kept or skipped together (default 4)",
     )
-    add_method_fields(parser)
+    add_method_fields(parser, by_layer=False)  # a row tells the pairs of one layer
     add_impl(parser)
     add_integer(parser, "--rounds", 5, "turns in which everything is timed", least=2, most=1000)
     add_json(parser)

@@ -15,6 +15,7 @@ from nearfield.commands.arguments import (
     member,
     number,
     output_file,
+    tile_counts,
 )
 
 
@@ -67,10 +68,20 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 METHOD_FIELDS = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
 
 
-def add_method_fields(parser: argparse.ArgumentParser, most_tiles: int = 2**24) -> None:
-    """Fields of the Hilbert method; what is not given is left to the method or the size."""
+def add_method_fields(
+    parser: argparse.ArgumentParser, most_tiles: int = 2**24, *, by_layer: bool = True
+) -> None:
+    """Fields of the Hilbert method; what is not given is left to the method or the size.
+
+    Args:
+        by_layer: whether layers may differ in their number of tiles.
+    """
+    several = "; several numbers, 4,4,16: of the layers from the first on, the last of all that follow"
     parser.add_argument(
-        "--tiles", type=integer("--tiles", 1, most_tiles), metavar="N", help="tiles per image (default 16)"
+        "--tiles",
+        type=tile_counts("--tiles", most_tiles) if by_layer else integer("--tiles", 1, most_tiles),
+        metavar="N",
+        help=f"tiles per image (default 16){several if by_layer else ''}",
     )
     parser.add_argument(
         "--share",

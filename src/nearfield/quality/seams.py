@@ -48,7 +48,8 @@ def tile_borders(
     """The borders of a method's tiles, as its plans draw them: whatever the grid, the curve, and how far tiles slide.
 
     Args:
-        layers: whose tiles, averaged; by default those of one cycle.
+        layers: whose tiles, averaged; by default those of one cycle, and of the layers before it that differ in their
+            number of tiles.
         heads: number of heads; asked for where the method's heads differ (by default those of one cycle).
         q_block: the block the images were made with, to which tiles are rounded: 16 on the CPU, 128 on a GPU.
     """
@@ -58,7 +59,7 @@ def tile_borders(
     order = method.ordering(geometry)
     count = math.prod(geometry.grid)
     position = (order.inverse[:count] + geometry.image_spans[0][0]).view(geometry.grid)
-    chosen = range(method.cycle) if layers is None else layers
+    chosen = range(method.tile_changes[-1] + method.cycle) if layers is None else layers
     read = []
     for layer in chosen:
         plan = method.plan(geometry, layer, heads=heads or method.cycle, q_block=q_block, k_block=q_block)

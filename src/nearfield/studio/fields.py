@@ -110,8 +110,8 @@ def _shown(field: Field, value: Any) -> Any:
     """What `_parsed` reads as that value."""
     if field.name == "dense_steps" and isinstance(value, tuple):
         return ",".join(map(str, value))
-    if isinstance(value, tuple):
-        return "".join(f"{number}," for number in value)
+    if isinstance(value, tuple):  # a field of one number has no room for several
+        return "".join(f"{number}," for number in value) if field.kind == "text" else ""
     if value is None:
         return 0 if field.name == "far" else ""
     return str(value) if field.kind in ("text", "optional") else value

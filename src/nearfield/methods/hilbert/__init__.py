@@ -12,8 +12,10 @@ tiles that differ between heads.
 """
 
 import math
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, get_args
 
 import torch
 
@@ -46,7 +48,8 @@ class Hilbert(DenseParts):
     """Attention inside sliding tiles of a curve.
 
     Args:
-        tiles: number of tiles per image; 16 unless `tile_size` is given.
+        tiles: number of tiles per image; 16 unless `tile_size` is given. Several numbers are of the layers from the
+            first on, dense ones counted, too; the last is of all that follow.
         tile_size: tokens per tile, instead of `tiles`.
         cycle: layers after which the tiles are back where they started; 1 means they do not slide.
         shared: image tokens that everyone reads: "none", the "centre" of the image, or small regions "distributed"
@@ -67,7 +70,7 @@ class Hilbert(DenseParts):
             to all heads.
     """
 
-    tiles: int | None = None
+    tiles: int | tuple[int, ...] | None = None
     tile_size: int | None = None
     cycle: int = 4
     shared: Shared = "none"
@@ -85,7 +88,8 @@ class Hilbert(DenseParts):
             object.__setattr__(self, "far", None)
         if self.tiles is not None and self.tile_size is not None:
             wrong_value("tile_size", "be given instead of `tiles`, not with it", (self.tiles, self.tile_size))
-        for name, least in (("tiles", 1), ("tile_size", 1), ("shared_tokens", 1), ("far", 2)):
+        object.__setattr__(self, "tiles", _checked_tiles(self.tiles))
+        for name, least in (("tile_size", 1), ("shared_tokens", 1), ("far", 2)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=least)
         check_int("cycle", self.cycle, at_least=1)
@@ -98,6 +102,20 @@ class Hilbert(DenseParts):
         check_bool("interleave", self.interleave)
         self.check_dense_parts()
 
+    # -- tiles by layer ------------------------------------------------------------------------------------------
+
+    def tiles_in(self, layer: int) -> int | None:
+        """The number of tiles in a layer; None where `tile_size` says it."""
+        if isinstance(self.tiles, tuple):
+            return self.tiles[min(layer, len(self.tiles) - 1)]
+        return DEFAULT_TILES if self.tiles is None and self.tile_size is None else self.tiles
+
+    @property
+    def tile_changes(self) -> tuple[int, ...]:
+        """The layers from which on there is another number of tiles; the first layer is one of them."""
+        named = self.tiles if isinstance(self.tiles, tuple) else (self.tiles,)
+        return (0, *(layer for layer, (before, now) in enumerate(pairwise(named), 1) if before != now))
+
     # -- who reads whom ------------------------------------------------------------------------------------------
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
@@ -106,7 +124,7 @@ class Hilbert(DenseParts):
         It depends on the geometry alone, not on the blocks of a plan: the order is the same for every device.
         """
         check_geometry(geometry)
-        return ordering_of(self._pattern, geometry, device_name(device))
+        return ordering_of(self._pattern(), geometry, device_name(device))
 
     def plan(
         self,
@@ -120,7 +138,8 @@ class Hilbert(DenseParts):
     ) -> Plan:
         """Who reads whom in a layer, among tokens in the order of `ordering`.
 
-        Tiles and shifts are rounded to `q_block` (see `describe`). Plans are kept: a geometry has at most `cycle`.
+        Tiles and shifts are rounded to `q_block` (see `describe`). Plans are kept: a geometry has at most `cycle` for
+        each number of tiles.
 
         Args:
             heads: needed with `interleave`, where heads differ.
@@ -128,21 +147,19 @@ class Hilbert(DenseParts):
         """
         check_geometry(geometry)
         check_int("layer", layer, at_least=0)
-        q_block, k_block = block_sizes(self._pattern, geometry, q_block, k_block, device)
+        pattern, phase = self._pattern(layer), layer % self.cycle
+        sizes = *block_sizes(pattern, geometry, q_block, k_block, device), device_name(device)
         if not self.interleave:
-            return near_plan(
-                self._pattern, geometry, layer % self.cycle, q_block, k_block, device_name(device)
-            )
+            return near_plan(pattern, geometry, phase, *sizes)
         if heads is None:
             wrong_value("heads", "be given where heads are interleaved", None, "Pass the number of heads.")
         check_int("heads", heads, at_least=1)
-        sizes = q_block, k_block, device_name(device)
-        return interleaved_near_plan(self._pattern, geometry, layer % self.cycle, heads, *sizes)
+        return interleaved_near_plan(pattern, geometry, phase, heads, *sizes)
 
     def spans(self, geometry: Geometry) -> tuple[Span, ...]:
         """Where the images' tokens stand in the sequence: of each image the shared ones, and its ring."""
         check_geometry(geometry)
-        segments = layout_of(self._pattern, geometry, 1).segments
+        segments = layout_of(self._pattern(), geometry, 1).segments
         spans = (span for segment in segments for span in (segment.shared, segment.ring))
         return tuple((start, stop) for start, stop in spans if start < stop)
 
@@ -165,11 +182,12 @@ class Hilbert(DenseParts):
             rule = f"divide lcm(q_block, far) = {unit}, on multiples of which tiles are cut"
             wrong_value("k_block", rule, near.k_block)
         sizes = near.q_block, near.k_block, device_name(device)
+        pattern, phase = self._pattern(layer), layer % self.cycle
         if self.interleave:
             assert heads is not None  # `plan` asked for it
-            far = interleaved_far_field(self._pattern, geometry, layer % self.cycle, heads, *sizes)
+            far = interleaved_far_field(pattern, geometry, phase, heads, *sizes)
         else:
-            far = far_field_of(self._pattern, geometry, layer % self.cycle, *sizes)
+            far = far_field_of(pattern, geometry, phase, *sizes)
         return HilbertReader(near, far, self.summary)
 
     # -- among merged tokens -------------------------------------------------------------------------------------
@@ -177,7 +195,7 @@ class Hilbert(DenseParts):
     def pieces(self, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
         """Of every image, how many tokens are shared and how many are not: the two are not to be merged."""
         check_geometry(geometry)
-        return pieces_of(self._pattern, geometry)
+        return pieces_of(self._pattern(), geometry)
 
     @property
     def weighs_image_keys(self) -> bool:
@@ -191,22 +209,29 @@ class Hilbert(DenseParts):
     ) -> str:
         """What the fields come to on a geometry: the curve, tiles after rounding, shared tokens, pairs."""
         check_geometry(geometry)
-        q_block, k_block = block_sizes(self._pattern, geometry, q_block, None, device)
-        layout = layout_of(self._pattern, geometry, q_block)
         lines = [f"{geometry}: {geometry.num_tokens} tokens"]
-        lines += image_lines(self._pattern, self.summary, geometry, layout, k_block)
+        for first, beyond in zip(self.tile_changes, (*self.tile_changes[1:], None), strict=True):
+            if len(self.tile_changes) > 1:
+                lines.append(f"  {_stretch_words(first, beyond)}")
+            alone = replace(self, tiles=self.tiles_in(first))
+            lines += alone._lines(geometry, *block_sizes(alone._pattern(), geometry, q_block, None, device))
+        return "\n".join(lines)
+
+    def _lines(self, geometry: Geometry, q_block: int, k_block: int) -> Iterator[str]:
+        """The words on one number of tiles."""
+        layout = layout_of(self._pattern(), geometry, q_block)
+        yield from image_lines(self._pattern(), self.summary, geometry, layout, k_block)
         readers = [
             self.reader(geometry, layer, heads=self.cycle, q_block=q_block, k_block=k_block)
             for layer in range(self.cycle)
         ]
         density = sum(reader.num_pairs for reader in readers) / (self.cycle * geometry.num_tokens**2)
-        lines.append(f"  pairs kept: {density:.1%} (at most {1 / density:.2f}x faster than dense)")
-        return "\n".join(lines)
+        yield f"  pairs kept: {density:.1%} (at most {1 / density:.2f}x faster than dense)"
 
-    @property
-    def _pattern(self) -> Pattern:
+    def _pattern(self, layer: int = 0) -> Pattern:
+        """What decides who reads whom in a layer. The order, and what is shared, are the same in all layers."""
         return Pattern(
-            tiles=self.tiles,
+            tiles=self.tiles_in(layer),
             tile_size=self.tile_size,
             cycle=self.cycle,
             shared=self.shared,
@@ -215,3 +240,22 @@ class Hilbert(DenseParts):
             curve=self.curve,
             far=self.far,
         )
+
+
+def _checked_tiles(tiles: Any) -> int | tuple[int, ...] | None:
+    if tiles is None:
+        return None
+    is_by_layer = isinstance(tiles, Sequence) and not isinstance(tiles, str)
+    numbers = tuple(tiles) if is_by_layer else (tiles,)
+    if not numbers:
+        wrong_value("tiles", "hold at least one number", tiles, "Write one for all layers: tiles=16.")
+    for number in numbers:
+        check_int("tiles", number, at_least=1)
+    return numbers if is_by_layer else numbers[0]
+
+
+def _stretch_words(first: int, beyond: int | None) -> str:
+    """The layers that have one number of tiles."""
+    if beyond is None:
+        return f"layer {first} and all after it:"
+    return f"layer {first}:" if beyond == first + 1 else f"layers {first} to {beyond - 1}:"
