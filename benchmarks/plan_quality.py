@@ -162,12 +162,14 @@ class Plan(planned.Plan):
         yield from (self.pictures(pattern, settings.num) for pattern in others)
 
     def _of_sections(self, *, is_urgent: bool) -> Iterator[Part]:
-        """Patterns of tables, each once: of the first six tables, or what others have beside those."""
+        """Patterns of tables, each once: of the first six tables, or what others have beside those. Those that could be
+        tuned are drawn for themselves."""
         sections = self.settings.sections
         urgent = dict.fromkeys(name for section in sections[:6] for name in SECTIONS[section])
         others = dict.fromkeys(name for section in sections[6:] for name in SECTIONS[section])
         names = urgent if is_urgent else [name for name in others if name not in urgent]
-        yield from (self.pictures(pattern_named(name), self.settings.num) for name in names)
+        patterns = (pattern_named(name) for name in names if name not in CANDIDATES)
+        yield from (self.pictures(pattern, self.settings.num) for pattern in patterns)
 
     def photographs(self) -> Part:
         statistics = self.statistics()

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from PIL import Image
-from tests.cats import CATS, lively_model
+from tests.cats import CATS, CONFIG, lively_model
 
 from nearfield import cli, recipes
 from nearfield._files import write_json
@@ -30,6 +31,8 @@ SCRIPT = ROOT / "benchmarks" / "measure_quality.sh"
 SIZES = "size=64 steps=4 batch=4 screen=4 num=4 most=6 pairs=4"
 TUNING = "tuning_steps=2 cool_down=1 equal_steps=1 tuning_batch=2 ranks=4,full"
 SETTINGS = (*SIZES.split(), *TUNING.split(), "compiled=no", "sections=Fewer tiles")
+AS_DEEP = replace(CONFIG, joint_blocks=2, single_blocks=10)
+"""A tiny model with as many layers as the embedded one has, for patterns that speak of each."""
 CANDIDATES = [pattern.name for pattern in GROUPS["search"]]
 BEGIN, END = collected.marks("quality")
 
@@ -71,7 +74,7 @@ def staged(state: Path) -> Path:
         (state / name).mkdir(parents=True)
     for photograph in CATS.glob("*.avif"):
         shutil.copy(photograph, state / "photographs")
-    save_model(state / "files" / "cats.safetensors", lively_model())
+    save_model(state / "files" / "cats.safetensors", lively_model(AS_DEEP))
     (state / "tools" / "sitecustomize.py").write_text(FEATURES)
     return state
 
@@ -116,10 +119,10 @@ def test_everything_is_done_in_order(carried: Carried) -> None:
     assert {part["status"] for part in parts.values()} == {"done"}, printed
     order = begun(printed)
     assert order[:2] == ["photographs", "dense-pictures"]
-    assert set(order[2:6]) == {f"pictures-{as_file_name(name)}-4" for name in CANDIDATES}
+    assert set(order[2:7]) == {f"pictures-{as_file_name(name)}-4" for name in CANDIDATES}
     chosen = chosen_in(state)
     of = as_file_name(without_dense_steps(pattern_named(chosen)).name)
-    assert set(order[6:8]) == {f"tune-rank-4-of-{of}", "pictures-dense-6"}
+    assert set(order[7:9]) == {f"tune-rank-4-of-{of}", "pictures-dense-6"}
     tuned = order.index(f"pictures-{as_file_name(chosen)}-tuned-lora-of-rank-4-2-steps-6")
     assert tuned > order.index(f"tune-rank-4-of-{of}")
     full = order.index(f"pictures-{as_file_name(chosen)}-tuned-all-weights-1-steps-4")
@@ -251,7 +254,7 @@ def test_nothing_is_begun_before_what_it_needs(tmp_path: Path, planning: ModuleT
     chosen = pattern_named(CANDIDATES[0])
     lora = plan.best(chosen)
     names = [part.name for part in plan.parts()]
-    assert names[6:] == [
+    assert names[7:] == [
         "pictures-dense-6",
         "pictures-far-16-4",
         "pictures-far-16-4-tiles-4",
@@ -301,7 +304,7 @@ def test_no_lane_is_idle_while_the_last_pattern_is_looked_at(tmp_path: Path, pla
     for path in (plan.statistics(), state / "kept" / "dense-x" / "000000.safetensors"):
         path.parent.mkdir(parents=True)
         path.touch()
-    screened(state, dict.fromkeys(CANDIDATES[:3], 40.0))
+    screened(state, dict.fromkeys(CANDIDATES[:-1], 40.0))
     (parts,) = plan.groups()
     dense = plan.pictures(None, 4, 6)
 
@@ -309,9 +312,9 @@ def test_no_lane_is_idle_while_the_last_pattern_is_looked_at(tmp_path: Path, pla
         running = {1: planning.planned._Running(part, 0.0)}
         return [each.name for each in plan._startable(parts, running)]
 
-    assert begun_beside(plan.pictures(pattern_named(CANDIDATES[3]), 4)) == [dense.name]
-    screened(state, {CANDIDATES[3]: 39.0})
-    assert begun_beside(dense) == ["tune-rank-4-of-far-8-weighted"]
+    assert begun_beside(plan.pictures(pattern_named(CANDIDATES[-1]), 4)) == [dense.name]
+    screened(state, {CANDIDATES[-1]: 39.0})
+    assert begun_beside(dense) == ["tune-rank-4-of-far-8-tiles-by-layer-weighted"]
 
 
 def test_tunings_are_those_of_their_pattern(tmp_path: Path, planning: ModuleType) -> None:
@@ -417,7 +420,7 @@ def test_results_become_tables_and_pictures(
     assert "](front.png)" in text
     assert "[quality-mine.json](../quality-mine.json)" in text
     rows = read_rows(out)
-    assert len(rows) == 2 + 2 + 3 + 2 + 2 + 1 + 1 + 1
+    assert len(rows) == 2 + 2 + 4 + 2 + 2 + 1 + 1 + 1
     document = json.loads(out.read_text())
     steps = {name.partition("-of-")[0]: last["step"] for name, last in document["tunings"].items()}
     assert steps == {"rank-4": 2, "rank-full-equal": 1}
@@ -549,7 +552,7 @@ def test_all_commits_are_named(tmp_path: Path) -> None:
 
 def test_names_without_dense_steps() -> None:
     names = {without_dense_steps(pattern).name for pattern in GROUPS["search"]}
-    assert names == {"far 16, centre, interleave", "far 8, weighted"}
+    assert names == {"far 16, centre, interleave", "far 8, weighted", "far 8, tiles by layer, weighted"}
     for group in ("search", "far-steps"):
         for pattern in GROUPS[group]:
             assert without_dense_steps(pattern).fields["dense_steps"] == 0
