@@ -49,17 +49,17 @@ def test_a_list_is_a_tuple() -> None:
 
 
 def test_describe_speaks_of_every_number() -> None:
-    words = paper(tiles=(4, 4, 2, 8), shared="none").describe(Geometry((32, 32)))
+    words = paper(tiles=(4, 4, 2, 4, 8), shared="none").describe(Geometry((32, 32)))
     parts = [
         paper(tiles=tiles, shared="none").describe(Geometry((32, 32))).split("\n")[1:] for tiles in (4, 2, 8)
     ]
     assert words.split("\n") == [
         "32x32: 1024 tokens",
-        "  layers 0 to 1:",
+        "  layers 0 to 1, 3:",
         *parts[0],
-        "  layer 2:",
+        "  layers 2:",
         *parts[1],
-        "  layer 3 and all after it:",
+        "  layers from 4 on:",
         *parts[2],
     ]
 

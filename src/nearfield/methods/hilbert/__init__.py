@@ -210,12 +210,23 @@ class Hilbert(DenseParts):
         """What the fields come to on a geometry: the curve, tiles after rounding, shared tokens, pairs."""
         check_geometry(geometry)
         lines = [f"{geometry}: {geometry.num_tokens} tokens"]
-        for first, beyond in zip(self.tile_changes, (*self.tile_changes[1:], None), strict=True):
-            if len(self.tile_changes) > 1:
-                lines.append(f"  {_stretch_words(first, beyond)}")
-            alone = replace(self, tiles=self.tiles_in(first))
+        layers = self._layers_by_tiles()
+        for tiles, words in layers.items():
+            if len(layers) > 1:
+                lines.append(f"  layers {', '.join(words)}:")
+            alone = replace(self, tiles=tiles)
             lines += alone._lines(geometry, *block_sizes(alone._pattern(), geometry, q_block, None, device))
         return "\n".join(lines)
+
+    def _layers_by_tiles(self) -> dict[int | None, list[str]]:
+        """The stretches of layers that have each number of tiles, in words."""
+        found: dict[int | None, list[str]] = {}
+        for first, beyond in pairwise(self.tile_changes):
+            words = f"{first} to {beyond - 1}" if beyond - first > 1 else f"{first}"
+            found.setdefault(self.tiles_in(first), []).append(words)
+        last = self.tile_changes[-1]
+        found.setdefault(self.tiles_in(last), []).append(f"from {last} on")
+        return found
 
     def _lines(self, geometry: Geometry, q_block: int, k_block: int) -> Iterator[str]:
         """The words on one number of tiles."""
@@ -252,10 +263,3 @@ def _checked_tiles(tiles: Any) -> int | tuple[int, ...] | None:
     for number in numbers:
         check_int("tiles", number, at_least=1)
     return numbers if is_by_layer else numbers[0]
-
-
-def _stretch_words(first: int, beyond: int | None) -> str:
-    """The layers that have one number of tiles."""
-    if beyond is None:
-        return f"layer {first} and all after it:"
-    return f"layer {first}:" if beyond == first + 1 else f"layers {first} to {beyond - 1}:"
