@@ -177,6 +177,31 @@ def test_weighted_windows_without_gradients_are_those_with_them(device: torch.de
     )
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("is_learned", [False, True], ids=["without gradients", "with gradients"])
+def test_autocast_does_not_reach_weighted_windows(
+    is_learned: bool, is_compiled: bool, device: torch.device
+) -> None:
+    inputs = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    query, key, value = (x.clone().requires_grad_(is_learned) for x in inputs)
+    starts = torch.arange(0, 64, 8, device=device)
+    call = (query, key, value, starts, torch.full_like(starts, 8, dtype=torch.int32), 8)
+    function = weighted_windows
+    if is_compiled:
+        function = torch.compile(weighted_windows, backend="eager", fullgraph=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        inside = function(*call)
+    for one, other in zip(inside, weighted_windows(*call), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    if is_learned:
+        gradients = [
+            torch.autograd.grad(sum(x.sum() for x in found), call[:3])
+            for found in (inside, weighted_windows(*call))
+        ]
+        assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 @NEEDS_TRITON
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("tile", [64, 1024])

@@ -57,6 +57,21 @@ def weighted_windows(
 
     Queries of tokens in no window have no part in the mean. Heads that share keys share it.
     """
+    # Autocast would round scores, and squares whose difference is wanted.
+    with torch.autocast(query.device.type, enabled=False):
+        return _weighted(query, key, value, starts, sizes, window, scale, impl)
+
+
+def _weighted(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    scale: float | None,
+    impl: Impl,
+) -> WeightedWindows:
     wide = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     means = partial(window_means, starts=starts, sizes=sizes, window=window, impl=impl)
