@@ -154,6 +154,78 @@ def test_a_call_that_raises_leaves_it_on(call: dict[str, Any]) -> None:
         assert {scale for _, scale in scales(model)} == {1.0}
 
 
+def interrupted(model: Any, call: dict[str, Any]) -> None:
+    """A dense call that Ctrl-C ends: torch tells no hook of it."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.norm_out.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, call)
+    hook.remove()
+    assert {scale for _, scale in scales(model)} == {0.0}
+
+
+def failed_backward(model: Any, call: dict[str, Any]) -> None:
+    """Of a dense call, with checkpoints."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    model.train()
+    model.enable_gradient_checkpointing()
+    tokens = call["hidden_states"].clone().requires_grad_()
+    out = model(**call | {"hidden_states": tokens})[0]
+    hook = model.transformer_blocks[0].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        out.sum().backward()
+    hook.remove()
+    assert {scale for _, scale in scales(model)} == {0.0}
+
+
+@pytest.mark.parametrize("end", [interrupted, failed_backward])
+@pytest.mark.parametrize("step", [DENSE[-1], SPARSE[0]], ids=["dense", "sparse"])
+def test_the_next_call_brings_it_back(end: Any, step: int, call: dict[str, Any]) -> None:
+    model, plain, schedule = tuned("sparse"), tuned(), Schedule()
+    with nearfield.apply(model, EVERY_STEP):
+        sparse = run(model, call)
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
+        end(model, call)
+        found = next(steps(model, call, schedule, (step,)))
+        assert {scale for _, scale in scales(model)} == {1.0}
+    torch.testing.assert_close(found, sparse if step in SPARSE else run(plain, call))
+
+
+@pytest.mark.parametrize("end", [interrupted, failed_backward])
+@pytest.mark.parametrize("step", [DENSE[-1], SPARSE[0], None], ids=["dense", "sparse", "no call"])
+def test_what_was_scaled_since_a_call_failed_stays_so(
+    end: Any, step: int | None, call: dict[str, Any]
+) -> None:
+    """And rests in dense steps, too."""
+    model, plain, schedule = tuned("sparse"), tuned(), Schedule()
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
+        end(model, call)
+        model.set_adapters(["sparse"], [0.5])
+        if step is not None:
+            found = next(steps(model, call, schedule, (step,)))
+    assert {scale for _, scale in scales(model)} == {0.5}
+    if step in DENSE:
+        torch.testing.assert_close(found, run(plain, call))
+
+
+@pytest.mark.parametrize("end", [interrupted, failed_backward])
+def test_what_was_deleted_since_a_call_failed_does_not_come_back(end: Any, call: dict[str, Any]) -> None:
+    model, schedule = tuned("sparse"), Schedule()
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
+        end(model, call)
+        model.delete_adapters("sparse")
+        next(steps(model, call, schedule, SPARSE))
+        assert scales(model) == []
+    with pytest.raises(ValueError, match="`lora` must be the name of an adapter that the model has loaded"):
+        nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse")
+
+
 @pytest.mark.parametrize("step", [DENSE[0], SPARSE[0]], ids=["dense", "sparse"])
 def test_what_is_computed_again_for_gradients_is_computed_as_before(step: int, call: dict[str, Any]) -> None:
     """Blocks that are checkpointed, after a call of the other kind."""

@@ -49,7 +49,9 @@ class NamedLora:
     def switch(self, is_on: bool) -> None:
         if is_on:
             for layer, scale in self._resting:
-                self._set(layer, scale)
+                # After Ctrl-C nobody was told that the call is over: it may have been scaled or deleted since.
+                if _scales(layer).get(self._name) == 0.0:
+                    self._set(layer, scale)
             self._resting = []
         elif not self._resting:
             layers = self.layers()

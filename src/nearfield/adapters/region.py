@@ -185,6 +185,7 @@ class Region:
         """Before any layer: those of a model that lie outside its parts may have a LoRA, too."""
         if torch.compiler.is_compiling():
             raise ValueError(SWITCHED_WHOLE)
+        self._let_lora_rest(False)  # where the last call ended by Ctrl-C, of which hooks are not told
         self._let_lora_rest(self._is_dense_step())
 
     def _root_left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
