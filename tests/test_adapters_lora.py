@@ -1,5 +1,6 @@
 """A LoRA for sparse attention rests in dense steps."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -275,6 +276,17 @@ def test_dora_is_refused() -> None:
     model = tuned()
     load(model, "sparse", use_dora=True)
     with pytest.raises(ValueError, match="`lora` must be a plain LoRA; got 'sparse', which is a DoRA"):
+        nearfield.apply(model, METHOD, scheduler=Schedule(), lora="sparse")
+
+
+@pytest.mark.parametrize("field", [{"modules_to_save": ["proj_out"]}, {"bias": "lora_only"}, {"bias": "all"}])
+def test_what_brings_more_than_a_scale_is_refused(field: dict[str, Any]) -> None:
+    model = tuned()
+    targets = [name for name in TARGETS["flux"] if name != "proj_out"]
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=targets, **field), adapter_name="sparse")
+    ((name, setting),) = field.items()
+    message = f"`lora` must be a plain LoRA; got 'sparse' with {name}={setting!r}. That does not go away"
+    with pytest.raises(ValueError, match=re.escape(message)):
         nearfield.apply(model, METHOD, scheduler=Schedule(), lora="sparse")
 
 

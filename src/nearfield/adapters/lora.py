@@ -44,7 +44,17 @@ class NamedLora:
         if any(getattr(layer, "use_dora", {}).get(self._name) for layer in found):
             hint = "It changes the norms of weights, too. Leave `lora` out: then it is there in dense steps, too."
             wrong_value("lora", "be a plain LoRA", f"{self._name!r}, which is a DoRA", hint)
+        self._check_nothing_beside()
         return found
+
+    def _check_nothing_beside(self) -> None:
+        """Modules and biases of an adapter's own have no scale."""
+        config = (getattr(self._model, "peft_config", None) or {}).get(self._name)
+        for field, without in (("modules_to_save", None), ("bias", "none")):
+            setting = getattr(config, field, without)
+            if setting and setting != without:
+                hint = "That does not go away with its scale. Leave `lora` out: then it is there in dense steps, too."
+                wrong_value("lora", "be a plain LoRA", f"{self._name!r} with {field}={setting!r}", hint)
 
     def switch(self, is_on: bool) -> None:
         if is_on:
