@@ -249,6 +249,30 @@ def test_what_is_computed_again_for_gradients_is_computed_as_before(step: int, c
         assert {scale for _, scale in scales(model)} == {1.0}
 
 
+@pytest.mark.parametrize("step", [DENSE[0], SPARSE[0]], ids=["dense", "sparse"])
+def test_layers_behind_the_last_transformer_are_computed_again_as_before(step: int) -> None:
+    """Of a UNet: gradients reach them before any transformer."""
+    model, schedule = tiny_models.sdxl().double(), Schedule()
+    config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["conv1", "conv2"], init_lora_weights=False)
+    model.add_adapter(config, adapter_name="sparse")
+    model.double().train()
+    call = double(tiny_models.sdxl_inputs((8, 8)))
+    weight = model.up_blocks[-1].resnets[-1].conv2.base_layer.weight.requires_grad_()
+    other = SPARSE[0] if step in DENSE else DENSE[0]
+
+    def gradient() -> Any:
+        schedule.step_index = step or None
+        loss = model(**call)[0].square().sum()
+        next(steps(model, call, schedule, (other,)))
+        return torch.autograd.grad(loss, weight)[0]
+
+    with nearfield.apply(model, METHOD, scheduler=schedule, lora="sparse"):
+        wanted = gradient()
+        model.enable_gradient_checkpointing()
+        torch.testing.assert_close(gradient(), wanted, rtol=1e-9, atol=0)
+        assert {scale for _, scale in scales(model)} == {1.0}
+
+
 def test_of_two_models_one_may_have_it(call: dict[str, Any]) -> None:
     first, second = tuned("sparse"), tuned()
     found = loras_in([first, second], "sparse")

@@ -75,11 +75,11 @@ class Calls:
     def leave(self, output: Any) -> None:
         """A call has given something, or raised: then there is no output."""
         self._is_active = False
-        if torch.compiler.is_compiling():
-            return  # what torch.compile computes again it does not compute with our hooks
-        for tensor in _tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._backward_entered, self._last))
+        _hook_gradients(output, partial(self._backward_entered, self._last))
+
+    def leave_model(self, output: Any) -> None:
+        """The model around the part has: its layers behind the part are computed again before gradients enter."""
+        _hook_gradients(output, partial(self._backward_began, self._state()))
 
     def close(self) -> None:
         """None will follow, and nothing is kept alive."""
@@ -94,6 +94,11 @@ class Calls:
         Other calls may have been made since. Those that follow in the same backward pass come in after this one is
         through: autograd goes from the last operation to the first.
         """
+        self._backward_began(call, gradient)
+        self._is_active = not self._is_closed
+
+    def _backward_began(self, call: Call, gradient: Tensor) -> None:
+        """Everything is as it was in a call."""
         if self._is_closed:
             _check_nothing_is_recomputed(self._part.root)
             return
@@ -103,13 +108,21 @@ class Calls:
             self._paused = self._state()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_left)
         self._resume(call)
-        self._is_active = self.is_recomputing = True
+        self.is_recomputing = True
 
     def _backward_left(self) -> None:
         """Everything is as it was before the backward pass: the last call, or what was made ready since."""
         self._resume(self._paused)
         self._is_active = self.is_recomputing = False
         self._backward = _NO_BACKWARD
+
+
+def _hook_gradients(output: Any, hook: Callable[[Tensor], None]) -> None:
+    if torch.compiler.is_compiling():
+        return  # what torch.compile computes again it does not compute with our hooks
+    for tensor in _tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
 
 
 def _current_backward() -> int:

@@ -190,6 +190,8 @@ class Region:
 
     def _root_left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Between calls the model is what others made it."""
+        if self.part.module is not module:
+            self.calls.leave_model(output)
         self._let_lora_rest(False)
 
     def _let_lora_rest(self, rests: bool) -> None:
