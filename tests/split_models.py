@@ -4,7 +4,9 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import diffusers
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield import Geometry, Hilbert, LogLinear, Merge, apply, cli
-from nearfield.methods import BipartiteMerge
+from nearfield.methods import BipartiteMerge, hilbert
+from nearfield.methods.hilbert.layout import block_sizes
 from nearfield.parallel import Ranks, Shapes
 from nearfield.parallel.cuts import even_split
 from nearfield.parallel.model import SplitModel
@@ -68,6 +71,27 @@ def run(mesh: DeviceMesh | None, name: str, references: tuple[tuple[int, int], .
             sent = handle.ranks.bytes_sent if handle.ranks else 0
         outs.append(model(**inputs)[0])
     return Ran(outs, summary, sent)
+
+
+@contextlib.contextmanager
+def blocks_as_on_a_gpu() -> Iterator[None]:
+    """As large as tiles allow: on a CPU those of all layers are small, however few tiles there are."""
+
+    def sizes(*call: Any) -> tuple[int, int]:
+        return block_sizes(*call[:-1], "cuda")
+
+    with mock.patch.object(hilbert, "block_sizes", sizes):
+        yield
+
+
+def run_in_large_blocks(mesh: DeviceMesh | None, name: str) -> Tensor:
+    with blocks_as_on_a_gpu():
+        return run(mesh, name).outs[0]
+
+
+def gradients_in_large_blocks(mesh: DeviceMesh | None, name: str) -> list[Tensor]:
+    with blocks_as_on_a_gpu():
+        return gradients(mesh, False, name)
 
 
 def run_kind(

@@ -10,15 +10,19 @@ import torch
 from PIL import Image
 from tests.cats import lively_model
 from tests.split_models import (
+    GRID,
     METHODS,
     Ran,
+    blocks_as_on_a_gpu,
     cached,
     command,
     disagreeing,
     gradients,
+    gradients_in_large_blocks,
     loop,
     refused,
     run,
+    run_in_large_blocks,
     run_kind,
     started_by_torchrun,
     summarised,
@@ -92,6 +96,23 @@ def test_gradients_averaged_over_ranks_are_those_of_one_process(
     wanted = gradients(None, False, name)
     for found in world.run(gradients, is_checkpointed, name):
         for mine, one in zip(found, wanted, strict=True):
+            assert (mine - one).norm() <= torch.finfo(torch.float32).eps * one.norm()
+
+
+def test_layers_may_differ_in_the_size_of_blocks(world: World) -> None:
+    """Ranks part the tokens once, for all layers."""
+    name = "tiles by layer"
+    method = METHODS[name]
+    assert isinstance(method, Hilbert)
+    with blocks_as_on_a_gpu():
+        assert {method.plan(Geometry(GRID, text=7), layer).q_block for layer in range(3)} == {16, 32}
+    wanted = run_in_large_blocks(None, name)
+    assert not torch.allclose(run(None, name).outs[0], wanted)
+    for out in world.run(run_in_large_blocks, name):
+        assert torch.allclose(out, wanted, rtol=1e-9, atol=1e-9)
+    wanted_gradients = gradients_in_large_blocks(None, name)
+    for found in world.run(gradients_in_large_blocks, name):
+        for mine, one in zip(found, wanted_gradients, strict=True):
             assert (mine - one).norm() <= torch.finfo(torch.float32).eps * one.norm()
 
 
