@@ -3,7 +3,7 @@
 from typing import Any, ClassVar, get_args
 
 from nearfield import Hilbert
-from nearfield.methods.hilbert import Share
+from nearfield.methods.hilbert import Near, Share
 from nearfield.tiling import Shared
 
 from .models import KNOWN, known_model
@@ -30,6 +30,7 @@ class NearfieldHilbert:
         "far": "Tokens per summary of what lies outside a tile; 0 leaves that out.",
         "dense_steps": "Share of the first denoising steps that read everything; they decide the composition.",
         "dense_layers": "How many of the first layers read everything.",
+        "near": "tile: a token reads its tile. around: as many tokens, those nearest to it and its next neighbours.",
     }
 
     @classmethod
@@ -42,6 +43,8 @@ class NearfieldHilbert:
             # From 1 on it would be a number of steps.
             "dense_steps": ("FLOAT", {"default": 0.2, "min": 0.0, "max": 0.95, "step": 0.05}),
             "dense_layers": ("INT", {"default": 1, "min": 0, "max": 1000}),
+            # Last: saved workflows know values by their place.
+            "near": (list(get_args(Near)), {"default": "tile"}),
         }
         required = {
             name: (kind, options | {"tooltip": cls.TOOLTIPS[name]})
@@ -58,6 +61,7 @@ class NearfieldHilbert:
         far: int,
         dense_steps: float,
         dense_layers: int,
+        near: Near = "tile",
     ) -> tuple[Any]:
         """A clone that reads sparsely; the model itself is not touched."""
         from comfy.patcher_extension import WrappersMP  # ComfyUI's, not this folder
@@ -70,6 +74,7 @@ class NearfieldHilbert:
             far=far or None,
             dense_steps=dense_steps,
             dense_layers=dense_layers,
+            near=near,
         )
         patched = model.clone()
         patched.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)

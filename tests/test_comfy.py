@@ -32,6 +32,7 @@ FIELDS: dict[str, Any] = {
     "far": 0,
     "dense_steps": 0.0,
     "dense_layers": 1,
+    "near": "tile",
 }
 
 

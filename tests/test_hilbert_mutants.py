@@ -15,14 +15,15 @@ from tests.test_mutants import PACKAGE, load
 from tests.tiles import STATEMENTS
 
 TILING, TOKENMAP = "tiling.py", "tokenmap.py"
-LAYOUT, PLANS, FAR_FIELD, READING = (
-    f"methods/hilbert/{name}.py" for name in ("layout", "plans", "far_field", "reading")
+LAYOUT, AROUND, PLANS, FAR_FIELD, READING = (
+    f"methods/hilbert/{name}.py" for name in ("layout", "around", "plans", "far_field", "reading")
 )
 # In the order in which they import each other.
 MODULES = (
     TILING,
     TOKENMAP,
     LAYOUT,
+    AROUND,
     PLANS,
     FAR_FIELD,
     READING,
@@ -83,8 +84,8 @@ MUTANTS = {
     ),
     "shared tokens are not read": Mutant(
         PLANS,
-        "    always = [geometry.text_span, *(segment.shared for segment in layout.segments)]\n    spans = [",
-        "    always = [geometry.text_span]\n    spans = [",
+        "always = [geometry.text_span, *(segment.shared for segment in layout.segments)]",
+        "always = [geometry.text_span]",
         "plan_is_the_papers_pattern",
     ),
     "shared tokens do not read": Mutant(

@@ -130,21 +130,21 @@ def test_picture_follows_fields_and_layer() -> None:
     geometry = Geometry((16, 16), text=16)
 
     def picture(method: Hilbert, layer: int = 0) -> bytes:
-        made: bytes = drawing.method_picture(geometry, method, layer, 16)[0].tobytes()
+        made: bytes = drawing.method_picture(geometry, method, layer, CPU)[0].tobytes()
         return made
 
     first = picture(Hilbert(tiles=4))
     assert first == picture(Hilbert(tiles=4))
     assert first != picture(Hilbert(tiles=8))
     assert first != picture(Hilbert(tiles=4), layer=1)
-    assert "272 tokens" in drawing.method_picture(geometry, Hilbert(tiles=4), 0, 16)[1]
+    assert "272 tokens" in drawing.method_picture(geometry, Hilbert(tiles=4), 0, CPU)[1]
 
 
 def test_too_much_to_draw_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`size` must hold at most 65,536 tokens to be drawn"):
-        drawing.method_picture(Geometry((512, 512), text=0), Hilbert(), 0, 16)
+        drawing.method_picture(Geometry((512, 512), text=0), Hilbert(), 0, CPU)
     with pytest.raises(ValueError, match=r"`tiles` must be at most 4,096 to be drawn; got 5000"):
-        drawing.method_picture(Geometry((16, 16), text=0), Hilbert(tiles=5000), 0, 16)
+        drawing.method_picture(Geometry((16, 16), text=0), Hilbert(tiles=5000), 0, CPU)
 
 
 def test_gradient_difference_is_between_pixels() -> None:

@@ -90,14 +90,52 @@ def _shortened(segment: Segment, start: int, runs: Sequence[tuple[int, int]]) ->
         wrong_value(
             "runs", f"end where the {segment.num_shared} shared tokens do", list(runs[: num_runs + 1])
         )
-    # What is left of a run stands for it evenly.
-    run = torch.arange(len(runs), device="cpu").repeat_interleave(counts)[:num_shared]
-    rank = torch.arange(num_shared, device="cpu") - begins_left[run]
-    old = begins[run] + (2 * rank + 1) * lengths[run] // (2 * counts[run])
+    old = _stand_ins(runs)[:num_shared]
     place = (segment.num_shared + segment.places[old]).clamp(max=len(segment.order) - 1)
     run = torch.searchsorted(ends, place, right=True)
     places = begins_left[run] + (place - begins[run]) * counts[run] // lengths[run] - num_shared
     return Segment(torch.arange(int(ends_left[-1]), device="cpu"), start, places.clamp(min=0))
+
+
+def _stand_ins(runs: Sequence[tuple[int, int]]) -> Tensor:
+    """For each token that is left of runs, one of those that were there: what is left of a run stands for it evenly."""
+    lengths, counts = torch.tensor(runs, device="cpu").unbind(1)
+    run = torch.arange(len(runs), device="cpu").repeat_interleave(counts)
+    rank = torch.arange(len(run), device="cpu") - (counts.cumsum(0) - counts)[run]
+    return (lengths.cumsum(0) - lengths)[run] + (2 * rank + 1) * lengths[run] // (2 * counts[run])
+
+
+class Coordinates(NamedTuple):
+    """Where the tokens of an image are in it.
+
+    Args:
+        places: `[n, axes]`, in the order of the sequence.
+        sides: `[axes]`, of the grid.
+    """
+
+    places: Tensor
+    sides: Tensor
+
+
+def coordinates(
+    geometry: Geometry, curve: Curve, shared: Shared, shared_tokens: int | None
+) -> list[Coordinates]:
+    """Of every image, all with as many axes as the one that has most. Merged tokens are where some of theirs were."""
+    whole = geometry.whole if isinstance(geometry, Shortened) else None
+    of = geometry if whole is None else whole
+    axes = max(map(len, of.images))
+    found = []
+    for grid, segment in zip(of.images, segments_of(of, curve, shared, shared_tokens), strict=True):
+        sides = (1,) * (axes - len(grid)) + grid
+        places = torch.stack(torch.unravel_index(segment.order, sides), dim=1)
+        found.append(Coordinates(places.float(), torch.tensor(sides, device="cpu")))
+    if isinstance(geometry, Shortened):
+        runs = geometry.runs_of_images()
+        found = [
+            image._replace(places=image.places[_stand_ins(mine)])
+            for image, mine in zip(found, runs, strict=True)
+        ]
+    return found
 
 
 def curve_order(grid: Grid, curve: Curve) -> Tensor:

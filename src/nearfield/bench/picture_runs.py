@@ -254,7 +254,7 @@ def borders_of(method: Any, geometry: Geometry | None, device: torch.device) -> 
 
 def _borders(method: Any, geometry: Geometry, device: torch.device) -> quality.Borders | None:
     if isinstance(method, Hilbert):
-        return quality.tile_borders(method, geometry, q_block=128 if device.type == "cuda" else 16)
+        return quality.tile_borders(method, geometry, device=device)
     if isinstance(method, Merge | Merged):
         return quality.region_borders(method, geometry)
     return None

@@ -156,7 +156,7 @@ def _readers(case: ScalingCase, block: int) -> tuple[HilbertReader, ...]:
     """Those of a cycle of layers."""
     method = Hilbert(**case.fields)
     return tuple(
-        method.reader(_geometry(case), layer, q_block=block, k_block=block) for layer in range(method.cycle)
+        method.reader(_geometry(case), layer, q_block=block, k_block=block) for layer in range(method.phases)
     )
 
 

@@ -118,7 +118,7 @@ def run_all(
 ) -> Iterator[KernelTimes]:
     for case in cases:
         for num_ranks in ranks:
-            for layer in range(Hilbert(**case.fields).cycle):
+            for layer in range(Hilbert(**case.fields).phases):
                 on_result(f"{case.name} on {num_ranks}, layer {layer}")
                 yield measure(case, num_ranks, layer, device, effort)
 

@@ -33,13 +33,27 @@ class Shown(NamedTuple):
         assert number is not None  # `tile_size` is not offered
         return number
 
+    @property
+    def has_tiles(self) -> bool:
+        return self.method.near == "tile"
+
+    def num_colours(self, layer: int) -> int:
+        """As many as `tile_of_cell` may tell apart."""
+        return self.tiles(layer) if self.has_tiles else -(-self.geometry.num_tokens // self.q_block)
+
     def cuts(self, layer: int) -> torch.Tensor:
         """Where the tiles of a layer begin on the ring."""
         shift = layer % self.method.cycle, self.method.cycle
         return tiling.cuts(self.segment.ring, self.tiles(layer), shift, self.unit)
 
     def tile_of_cell(self, layer: int) -> torch.Tensor:
-        """The tile of every token in raster order; shared tokens lie where the curve passes them."""
+        """The tile of every token in raster order; shared tokens lie where the curve passes them.
+
+        Where there are no tiles, the block of queries that it is in.
+        """
+        if not self.has_tiles:
+            row = (torch.arange(len(self.segment.order)) + self.segment.start) // self.q_block
+            return torch.empty_like(row).scatter_(0, self.segment.order, row - int(row[0]))
         start, stop = self.segment.ring
         tile = torch.zeros(len(self.segment.order), dtype=torch.long)
         if start < stop:
@@ -48,15 +62,20 @@ class Shown(NamedTuple):
         return tile
 
 
-def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block: int = 16) -> Shown:
-    """Plans and tiles of the chosen layers. The tiles are cut by the functions that the method cuts them with."""
+def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block: int | None = None) -> Shown:
+    """Plans and tiles of the chosen layers. The tiles are cut by the functions that the method cuts them with.
+
+    Args:
+        q_block: by default what the method chooses on a CPU.
+    """
+    q_block = q_block or method.plan(geometry, heads=method.phases).q_block
     unit = q_block if method.far is None else math.lcm(q_block, method.far)
     (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
     coarse = _FINE if geometry.num_tokens <= _FINE_TOKENS else _COARSE
     readers, density = {}, {}
     for layer in layers:
         fine, readers[layer] = (
-            method.reader(geometry, layer, heads=method.cycle, q_block=q_block, k_block=k_block)
+            method.reader(geometry, layer, heads=method.phases, q_block=q_block, k_block=k_block)
             for k_block in (_FINE, coarse)
         )
         density[layer] = fine.num_pairs / geometry.num_tokens**2
@@ -79,7 +98,8 @@ def picture(shown: Shown) -> MethodPicture:
         sequence=shown.segment.order,
         is_shared=is_shared,
         shared_reads_all=method.share == "two-way",
-        num_tiles=max(map(shown.tiles, shown.layers)),
+        num_tiles=max(map(shown.num_colours, shown.layers)),
+        tile_name="Tiles" if shown.has_tiles else "Blocks of queries",
         q_block=shown.q_block,
         k_block=next(iter(shown.layers.values())).near.k_block,
         layers=[_layer_picture(shown, layer) for layer in shown.layers],
@@ -90,12 +110,13 @@ def picture(shown: Shown) -> MethodPicture:
 def _layer_picture(shown: Shown, layer: int) -> LayerPicture:
     near, far = shown.layers[layer].near, shown.layers[layer].far
     head = "head 0: " if shown.method.interleave else ""
+    slid = f"slid by {int(shown.cuts(layer)[0])}; " if shown.has_tiles else ""
     return LayerPicture(
         layer,
         shown.tile_of_cell(layer),
         near.block_counts()[0, 0] > 0,
         far.plan.block_counts()[0, 0] > 0 if far is not None else None,
-        f"{head}slid by {int(shown.cuts(layer)[0])}; {shown.density[layer]:.1%} of the pairs",
+        f"{head}{slid}{shown.density[layer]:.1%} of the pairs",
     )
 
 
@@ -114,14 +135,21 @@ def _sizes(shown: Shown, layer: int) -> list[int]:
     return [size for size in found if size]
 
 
-def _facts(shown: Shown) -> list[str]:
+def _tile_fact(shown: Shown) -> str:
+    if not shown.has_tiles:
+        exact = (shown.segment.ring[1] - shown.segment.ring[0]) / shown.tiles(next(iter(shown.layers)))
+        return f"about {exact:g} tokens around each block of {shown.q_block}"
     sizes = [size for layer in shown.layers for size in _sizes(shown, layer)]
     span = f"{min(sizes)} to {max(sizes)}" if len(set(sizes)) > 1 else f"{max(sizes, default=0)}"
+    return f"{len(_sizes(shown, next(iter(shown.layers))))} tiles of {span} tokens"
+
+
+def _facts(shown: Shown) -> list[str]:
     density = sum(shown.density.values()) / len(shown.density)
     text = f", {shown.geometry.text} of text" if shown.geometry.text else ""
     facts = [
         f"{shown.geometry.num_tokens:,} tokens{text}",
-        f"{len(_sizes(shown, next(iter(shown.layers))))} tiles of {span} tokens",
+        _tile_fact(shown),
     ]
     if shown.segment.num_shared:
         manner = "read and are read by all" if shown.method.share == "two-way" else "are read by all"
@@ -136,8 +164,8 @@ def record(shown: Shown) -> dict[str, Any]:
     layers = [
         {
             "layer": layer,
-            "shift": int(shown.cuts(layer)[0]),
-            "tiles": _sizes(shown, layer),
+            "shift": int(shown.cuts(layer)[0]) if shown.has_tiles else 0,
+            "tiles": _sizes(shown, layer) if shown.has_tiles else [],
             "density": shown.density[layer],
             "bound_over_dense": 1 / shown.density[layer],
         }

@@ -19,6 +19,7 @@ CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 int
 # The library's, written out so that reading arguments needs nothing; a test holds them to the originals.
 QUERY_BLOCKS = (16, 32, 64, 128, 192)
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+NEAR = ("tile", "around")
 SHARES = ("two-way", "keys")
 SUMMARIES = ("mean", "weighted")
 SHARED = ("centre", "distributed", "none")

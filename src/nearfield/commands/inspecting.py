@@ -216,9 +216,8 @@ def _add_show(commands: Any) -> None:
     parser.add_argument(
         "--q-block",
         type=member("--q-block", QUERY_BLOCKS),
-        default=16,
         metavar="N",
-        help="queries per list, to which tiles are rounded (default 16; on a GPU 128)",
+        help="queries per list, to which tiles are rounded (default 16; on a GPU 128; with --near around 16 to 128)",
     )
     parser.add_argument(
         "--out",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 METHODS = ("hilbert", "dense")
 
 _FIELDS = (
+    "near",
     "tiles",
     "cycle",
     "shared",

@@ -8,6 +8,7 @@ from typing import Any
 from nearfield.commands.arguments import (
     CURVES,
     IMPLS,
+    NEAR,
     SHARED,
     SHARES,
     SUMMARIES,
@@ -65,7 +66,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
-METHOD_FIELDS = ("tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
+METHOD_FIELDS = ("near", "tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
 
 
 def add_method_fields(
@@ -76,6 +77,12 @@ def add_method_fields(
     Args:
         by_layer: whether layers may differ in their number of tiles.
     """
+    parser.add_argument(
+        "--near",
+        type=member("--near", NEAR),
+        metavar="WHAT",
+        help="what a token reads exactly: the tile it is in, or as many tokens around its block (default tile)",
+    )
     several = "; several numbers, 4,4,16: of the layers from the first on, the last of all that follow"
     parser.add_argument(
         "--tiles",

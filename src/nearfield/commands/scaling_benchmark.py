@@ -96,7 +96,7 @@ def _time_kernels(arguments: argparse.Namespace) -> int:
     chosen = [cases.TINY] if arguments.quick else [cases.CASES[name] for name in arguments.cases or _TIMED]
     ranks = arguments.ranks or _TIMED_RANKS
     effort = scaling_times.effort(device, arguments.quick)
-    layers = sum(Hilbert(**case.fields).cycle for case in chosen)
+    layers = sum(Hilbert(**case.fields).phases for case in chosen)
     facts = machine.facts()
 
     def document(results: list[scaling_times.KernelTimes]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class MethodPicture(NamedTuple):
         sequence: `[n]` raster index of each image token as they stand after the text.
         is_shared: `[n]` bool in raster order.
         shared_reads_all: whether shared tokens belong to no tile, as they read everything.
+        tile_name: what tiles are called; where there are none, what is coloured in their place.
         q_block, k_block: tokens per row and column of the masks.
         facts: lines to print beside the masks.
     """
@@ -50,6 +51,7 @@ class MethodPicture(NamedTuple):
     is_shared: Tensor
     shared_reads_all: bool
     num_tiles: int
+    tile_name: str
     q_block: int
     k_block: int
     layers: Sequence[LayerPicture]
@@ -71,7 +73,7 @@ def method_overview(path: Path, picture: MethodPicture) -> None:
         label = torch.where(picture.is_shared & picture.shared_reads_all, -2, layer.tile)
         draw_cells(tiles_axis, _cell_colours(picture, layer), label, canvas)
         outline(tiles_axis, canvas, picture.is_shared)
-        heading(tiles_axis, f"Tiles of layer {layer.layer}", layer.subtitle)
+        heading(tiles_axis, f"{picture.tile_name} of layer {layer.layer}", layer.subtitle)
         draw_layer(mask_axis, picture, layer)
     save(figure, path)
 

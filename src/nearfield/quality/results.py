@@ -103,7 +103,7 @@ def pairs_kept(
         if method.dense_layer_reason(layer, layers) is not None:
             shares.append(1.0)
             continue
-        reader = method.reader(geometry, layer, heads=heads, q_block=q_block, k_block=q_block)
+        reader = method.reader(geometry, layer, heads=heads, q_block=q_block)
         shares.append(reader.num_pairs / geometry.num_tokens**2)
     dense_steps = sum(method.dense_ends(steps))
     sparse = sum(shares) / layers

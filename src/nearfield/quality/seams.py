@@ -1,6 +1,7 @@
 """Seam energy: whether the borders of tiles show in a picture.
 
-Two tokens side by side in the image that do not read each other leave a line between their pixels. The energy of the
+Two tokens side by side in the image that do not read each other leave a line between their pixels, and so may two that
+read each other, but not the same of what is around them. The energy of the
 lines is the mean absolute difference of the pixels on both sides of them, over the same at the pixels around them. It
 is near 1 where nothing is to be seen. Pictures differ, and decoders leave lattices of their own: so the value of the
 dense model on the same lines belongs beside it.
@@ -44,14 +45,19 @@ def tile_borders(
     layers: Sequence[int] | None = None,
     heads: int | None = None,
     q_block: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Borders:
     """The borders of a method's tiles, as its plans draw them: whatever the grid, the curve, and how far tiles slide.
+
+    Where it has no tiles (`near="around"`), neighbours read each other; what is read changes from one block of queries
+    to the next, and the borders are those of blocks.
 
     Args:
         layers: whose tiles, averaged; by default those of one cycle, and of the layers before it that differ in their
             number of tiles.
         heads: number of heads; asked for where the method's heads differ (by default those of one cycle).
-        q_block: the block the images were made with, to which tiles are rounded: 16 on the CPU, 128 on a GPU.
+        q_block: the block the images were made with, to which tiles are rounded; by default that of the device.
+        device: where they were made.
     """
     if not isinstance(method, Hilbert):
         wrong_type("method", "be a Hilbert", type(method).__name__)
@@ -59,12 +65,14 @@ def tile_borders(
     order = method.ordering(geometry)
     count = math.prod(geometry.grid)
     position = (order.inverse[:count] + geometry.image_spans[0][0]).view(geometry.grid)
-    chosen = range(method.tile_changes[-1] + method.cycle) if layers is None else layers
+    chosen = range(method.tile_changes[-1] + method.phases) if layers is None else layers
     read = []
     for layer in chosen:
-        plan = method.plan(geometry, layer, heads=heads or method.cycle, q_block=q_block, k_block=q_block)
-        reads = (plan.block_counts()[0] > 0).double().mean(dim=0)
+        plan = method.plan(geometry, layer, heads=heads or method.phases, q_block=q_block, device=device)
+        reads = (plan.block_counts()[0] > 0).double().mean(dim=0).cpu()
         row, column = position // plan.q_block, position // plan.k_block
+        if method.near == "around":
+            reads, column = torch.eye(plan.num_rows, dtype=torch.float64), row
         read.append(Borders(_mutual(reads, row, column, 1), _mutual(reads, row, column, 0)))
     if not read:
         wrong_value("layers", "name at least one layer", "none")

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from nearfield import BlockTopK, FineGrained, Hilbert, LogLinear
 from nearfield._checks import wrong_value
-from nearfield.commands.arguments import CURVES, ORDERS, SHARED, SHARES, SUMMARIES, integer
+from nearfield.commands.arguments import CURVES, NEAR, ORDERS, SHARED, SHARES, SUMMARIES, integer
 from nearfield.commands.methods import dense_layers, dense_steps
 from nearfield.methods import Method
 
@@ -41,6 +41,7 @@ METHODS: dict[str, tuple[type[Any], tuple[Field, ...]]] = {
     "hilbert": (
         Hilbert,
         (
+            Field("near", "choice", "tile", "read exactly: its tile, or as much around its block", NEAR),
             Field("tiles", "integer", 16, "tiles per image"),
             Field("cycle", "integer", 4, "layers after which the tiles are back"),
             Field("curve", "choice", "auto", "through the tokens", CURVES),

@@ -128,7 +128,7 @@ def _borders(model: PictureModel, method: Method, sparse: Run) -> quality.Border
     height, width = sparse.images.shape[1:3]
     if height % rows or width % columns or height // rows != width // columns:
         return None
-    return quality.tile_borders(method, sparse.geometry, q_block=model.q_block)
+    return quality.tile_borders(method, sparse.geometry, device=model.device)
 
 
 def _energy(run: Run, borders: quality.Borders | None) -> str:

@@ -71,11 +71,6 @@ class PictureModel:
             wrong_value("size", rule, f"{height} x {width}")
         return Geometry((height // step, width // step), text=self.text)
 
-    @property
-    def q_block(self) -> int:
-        """Queries per list on this device, to which tiles are rounded."""
-        return 128 if self.device.type == "cuda" else 16
-
     def pipeline(self) -> Any:
         """What `apply` takes; opened once."""
         if self.problem:

@@ -218,7 +218,7 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
                     None,
                     f"{_code(words)}\n\nWho reads whom is chosen from queries and keys: there is no picture.",
                 )
-            drawn, words = drawing.method_picture(geometry, request.method, layer, model.q_block)
+            drawn, words = drawing.method_picture(geometry, request.method, layer, model.device)
             return drawn, _code(words)
         except TOLD as error:
             return gr.skip(), _sentence(error)

@@ -7,8 +7,9 @@ where one is wanted (with `share="keys"` it reads only its tile).
 
 Beyond the paper: a far field, which reads what lies outside the tile in summary. It keeps far more of the pictures than
 a shared region of as many pairs (docs/quality.md), so it is the default; `Hilbert(shared="centre", far=None)` is the
-paper's method. Also grids of any size and of three sides, closed curves, shared regions spread over the image, and
-tiles that differ between heads.
+paper's method. `near="around"` has no tiles: each block of queries reads what is nearest to it in the image. Also
+grids of any size and of three sides, closed curves, shared regions spread over the image, and tiles that differ between
+heads.
 """
 
 import math
@@ -26,6 +27,7 @@ from nearfield.keeping import device_name
 from nearfield.methods.hilbert.far_field import FarField, far_field_of, interleaved_far_field
 from nearfield.methods.hilbert.layout import (
     DEFAULT_TILES,
+    Near,
     Pattern,
     Share,
     block_sizes,
@@ -40,17 +42,19 @@ from nearfield.plan import Plan
 from nearfield.tiling import Curve, Shared
 from nearfield.tokenmap import Ordering
 
-__all__ = ["DEFAULT_TILES", "FarField", "Hilbert", "HilbertReader", "Share", "Summary"]
+__all__ = ["DEFAULT_TILES", "FarField", "Hilbert", "HilbertReader", "Near", "Share", "Summary"]
 
 
 @dataclass(frozen=True)
 class Hilbert(DenseParts):
-    """Attention inside sliding tiles of a curve.
+    """Attention inside sliding tiles of a curve, or around blocks of it.
 
     Args:
         tiles: number of tiles per image; 16 unless `tile_size` is given. Several numbers are of the layers from the
             first on, dense ones counted, too; the last is of all that follow.
         tile_size: tokens per tile, instead of `tiles`.
+        near: what a token reads exactly: the "tile" it is in; or what is "around" its block of queries, as many tokens
+            as a tile holds, those nearest to the block in the image. Then nothing is cut, and nothing slides.
         cycle: layers after which the tiles are back where they started; 1 means they do not slide.
         shared: image tokens that everyone reads: "none", the "centre" of the image, or small regions "distributed"
             over it.
@@ -72,6 +76,7 @@ class Hilbert(DenseParts):
 
     tiles: int | tuple[int, ...] | None = None
     tile_size: int | None = None
+    near: Near = "tile"
     cycle: int = 4
     shared: Shared = "none"
     share: Share = "two-way"
@@ -92,6 +97,7 @@ class Hilbert(DenseParts):
         for name, least in (("tile_size", 1), ("shared_tokens", 1), ("far", 2)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=least)
+        check_member("near", self.near, get_args(Near))
         check_int("cycle", self.cycle, at_least=1)
         check_member("shared", self.shared, get_args(Shared))
         check_member("share", self.share, get_args(Share))
@@ -100,6 +106,8 @@ class Hilbert(DenseParts):
         if self.shared == "none" and self.shared_tokens is not None:
             wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
         check_bool("interleave", self.interleave)
+        if self.interleave and self.near == "around":
+            wrong_value("interleave", 'be False where `near` is "around"', True, "Nothing slides there.")
         self.check_dense_parts()
 
     # -- tiles by layer ------------------------------------------------------------------------------------------
@@ -115,6 +123,11 @@ class Hilbert(DenseParts):
         """The layers from which on there is another number of tiles; the first layer is one of them."""
         named = self.tiles if isinstance(self.tiles, tuple) else (self.tiles,)
         return (0, *(layer for layer, (before, now) in enumerate(pairwise(named), 1) if before != now))
+
+    @property
+    def phases(self) -> int:
+        """How many layers with one number of tiles differ in who reads whom."""
+        return 1 if self.near == "around" else self.cycle
 
     # -- who reads whom ------------------------------------------------------------------------------------------
 
@@ -138,8 +151,8 @@ class Hilbert(DenseParts):
     ) -> Plan:
         """Who reads whom in a layer, among tokens in the order of `ordering`.
 
-        Tiles and shifts are rounded to `q_block` (see `describe`). Plans are kept: a geometry has at most `cycle` for
-        each number of tiles.
+        Tiles and shifts are rounded to `q_block`, what is around a block of queries to `k_block` (see `describe`).
+        Plans are kept: a geometry has at most `phases` for each number of tiles.
 
         Args:
             heads: needed with `interleave`, where heads differ.
@@ -147,7 +160,7 @@ class Hilbert(DenseParts):
         """
         check_geometry(geometry)
         check_int("layer", layer, at_least=0)
-        pattern, phase = self._pattern(layer), layer % self.cycle
+        pattern, phase = self._pattern(layer), layer % self.phases
         sizes = *block_sizes(pattern, geometry, q_block, k_block, device), device_name(device)
         if not self.interleave:
             return near_plan(pattern, geometry, phase, *sizes)
@@ -178,11 +191,11 @@ class Hilbert(DenseParts):
         if self.far is None:
             return HilbertReader(near, None, self.summary)
         unit = math.lcm(near.q_block, self.far)
-        if unit % near.k_block:
+        if self.near == "tile" and unit % near.k_block:
             rule = f"divide lcm(q_block, far) = {unit}, on multiples of which tiles are cut"
             wrong_value("k_block", rule, near.k_block)
         sizes = near.q_block, near.k_block, device_name(device)
-        pattern, phase = self._pattern(layer), layer % self.cycle
+        pattern, phase = self._pattern(layer), layer % self.phases
         if self.interleave:
             assert heads is not None  # `plan` asked for it
             far = interleaved_far_field(pattern, geometry, phase, heads, *sizes)
@@ -231,20 +244,21 @@ class Hilbert(DenseParts):
     def _lines(self, geometry: Geometry, q_block: int, k_block: int) -> Iterator[str]:
         """The words on one number of tiles."""
         layout = layout_of(self._pattern(), geometry, q_block)
-        yield from image_lines(self._pattern(), self.summary, geometry, layout, k_block)
+        yield from image_lines(self._pattern(), self.summary, geometry, layout, q_block, k_block)
         readers = [
-            self.reader(geometry, layer, heads=self.cycle, q_block=q_block, k_block=k_block)
-            for layer in range(self.cycle)
+            self.reader(geometry, layer, heads=self.phases, q_block=q_block, k_block=k_block)
+            for layer in range(self.phases)
         ]
-        density = sum(reader.num_pairs for reader in readers) / (self.cycle * geometry.num_tokens**2)
+        density = sum(reader.num_pairs for reader in readers) / (self.phases * geometry.num_tokens**2)
         yield f"  pairs kept: {density:.1%} (at most {1 / density:.2f}x faster than dense)"
 
     def _pattern(self, layer: int = 0) -> Pattern:
         """What decides who reads whom in a layer. The order, and what is shared, are the same in all layers."""
         return Pattern(
+            near=self.near,
             tiles=self.tiles_in(layer),
             tile_size=self.tile_size,
-            cycle=self.cycle,
+            cycle=self.phases,
             shared=self.shared,
             share=self.share,
             shared_tokens=self.shared_tokens,
@@ -256,10 +270,12 @@ class Hilbert(DenseParts):
 def _checked_tiles(tiles: Any) -> int | tuple[int, ...] | None:
     if tiles is None:
         return None
-    is_by_layer = isinstance(tiles, Sequence) and not isinstance(tiles, str)
+    is_by_layer = isinstance(tiles, Sequence) and not isinstance(tiles, str | bytes)
     numbers = tuple(tiles) if is_by_layer else (tiles,)
     if not numbers:
         wrong_value("tiles", "hold at least one number", tiles, "Write one for all layers: tiles=16.")
     for number in numbers:
         check_int("tiles", number, at_least=1)
-    return numbers if is_by_layer else numbers[0]
+    while len(numbers) > 1 and numbers[-1] == numbers[-2]:  # the last is of all that follow anyway
+        numbers = numbers[:-1]
+    return numbers if len(numbers) > 1 else numbers[0]

@@ -12,6 +12,7 @@ from nearfield.plan import check_block
 from nearfield.tiling import Curve, Segment, Shared
 from nearfield.tokenmap import Ordering
 
+Near = Literal["tile", "around"]
 Share = Literal["two-way", "keys"]
 
 DEFAULT_TILES = 16
@@ -20,6 +21,7 @@ DEFAULT_TILES = 16
 class Pattern(NamedTuple):
     """The fields of the method that decide who reads whom: what is kept of a geometry is kept by these alone."""
 
+    near: Near
     tiles: int | None
     tile_size: int | None
     cycle: int
@@ -86,13 +88,22 @@ def block_sizes(
 
     Tiles are cut at multiples of a block. Where they are small, so are the blocks: a tile of less than one and a half
     could not slide.
+
+    What is read around a block of queries must reach beyond it on all sides, so it holds at least three times as many
+    tokens, in sixteen blocks or more. No two blocks of queries read the same there, so that small ones suit no device.
     """
+    tile = pattern.tile_size or math.prod(geometry.grid) / (pattern.tiles or DEFAULT_TILES)
+    is_around = pattern.near == "around"
     if q_block is None:
-        largest = 128 if torch.device(device).type == "cuda" else 16
-        tile = pattern.tile_size or math.prod(geometry.grid) / (pattern.tiles or DEFAULT_TILES)
-        q_block = max(block for block in (16, 32, 64, 128) if block <= max(16, min(largest, tile / 1.5)))
+        largest = 128 if is_around or torch.device(device).type == "cuda" else 16
+        q_block = _block_within(min(largest, tile / (3 if is_around else 1.5)))
     if k_block is None:
-        k_block = q_block
+        k_block = _block_within(min(64, tile / 16)) if is_around else q_block
     check_block("q_block", q_block)
     check_block("k_block", k_block)
     return q_block, k_block
+
+
+def _block_within(most: float) -> int:
+    """The largest block of at most so many tokens; at least 16."""
+    return max(block for block in (16, 32, 64, 128) if block <= max(16, most))

@@ -1,8 +1,8 @@
-"""Who reads whom exactly: a token reads the text, the shared tokens, and of every image the tiles it is in."""
+"""Who reads whom exactly: a token reads the text, the shared tokens, and of every image the
+tiles it is in, or what lies around its row."""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from nearfield import planning, tiling
 from nearfield.geometry import Geometry
+from nearfield.methods.hilbert.around import spans_around
 from nearfield.methods.hilbert.layout import Layout, Pattern, layout_of
 from nearfield.plan import Plan
 from nearfield.tiling import Segment
@@ -21,17 +22,16 @@ def near_plan(
 ) -> Plan:
     """The plan of all layers whose tiles have slid to one `phase` of the cycle."""
     layout = layout_of(pattern, geometry, q_block)
-    member = _membership(pattern, geometry, layout, phase, q_block)
+    if pattern.near == "around":
+        of_images = spans_around(pattern, geometry, layout, q_block, k_block)
+    else:
+        of_images = _tile_spans(pattern, geometry, layout, phase, q_block)
     always = [geometry.text_span, *(segment.shared for segment in layout.segments)]
-    spans = [
-        tiling.tile_spans(segment.ring, _cuts(pattern, layout, segment, phase)).flatten(0, 1)
-        for segment in layout.segments
-    ]
-    in_tile = member.tiles.repeat_interleave(2, dim=1).repeat(1, len(spans))
-    everyone = torch.ones(len(in_tile), len(always), dtype=torch.bool, device="cpu")
-    reads = torch.cat([member.reads_all[:, None], everyone, in_tile], dim=1)
-    read = torch.cat([torch.tensor([(0, geometry.num_tokens), *always], device="cpu"), *spans])
-    starts, stops = (torch.where(reads, ends, 0) for ends in read.unbind(-1))
+    of_everyone = torch.tensor(always, device="cpu").expand(len(of_images), -1, -1)
+    everything = torch.tensor([[(0, geometry.num_tokens)]], device="cpu")
+    reads_all = _reads_all(pattern, geometry, layout, q_block)
+    of_some = torch.where(reads_all[:, None, None], everything, 0)
+    starts, stops = torch.cat([of_some, of_everyone, of_images], dim=1).unbind(-1)
     with torch.inference_mode(False):
         return planning.from_spans(
             starts,
@@ -69,32 +69,36 @@ def per_head(plans: Sequence[Plan]) -> Plan:
         return Plan(offsets, torch.cat(blocks, dim=1), *sizes, check=False)
 
 
-class _Membership(NamedTuple):
-    """Which tiles the tokens of each row are in, `[rows, tiles]`, and which rows read everything, `[rows]`."""
+def _tile_spans(pattern: Pattern, geometry: Geometry, layout: Layout, phase: int, q_block: int) -> Tensor:
+    """The spans of every image that the tiles of each row's tokens are, `[rows, spans, 2]`; empty ones of the others.
 
-    tiles: Tensor
-    reads_all: Tensor
-
-
-def _membership(
-    pattern: Pattern, geometry: Geometry, layout: Layout, phase: int, q_block: int
-) -> _Membership:
-    """Tile 0 is a token of no tile; it is cut off at the end."""
+    Tile 0 is a token of no tile; it is cut off at the end.
+    """
     rows = -(-geometry.num_tokens // q_block)
     tile = torch.zeros(rows * q_block, dtype=torch.int64, device="cpu")
-    everything = torch.zeros(rows * q_block, dtype=torch.bool, device="cpu")
-    everything[slice(*geometry.text_span)] = True
+    spans = []
     for segment in layout.segments:
         start, stop = segment.ring
         begins = _cuts(pattern, layout, segment, phase)
+        spans.append(tiling.tile_spans(segment.ring, begins).flatten(0, 1))
         tile[start:stop] = tiling.tile_at(torch.arange(stop - start, device="cpu"), begins) + 1
-        if pattern.share == "two-way" or start == stop:
-            everything[slice(*segment.shared)] = True
-        else:
+        if pattern.share == "keys" and start < stop:
             tile[slice(*segment.shared)] = tiling.tile_at(segment.places, begins) + 1
-    in_tile = torch.zeros(rows, layout.tiles + 1, dtype=torch.bool, device="cpu")
-    in_tile.scatter_(1, tile.view(rows, q_block), True)
-    return _Membership(in_tile[:, 1:], everything.view(rows, q_block).any(dim=1))
+    is_member = torch.zeros(rows, layout.tiles + 1, dtype=torch.bool, device="cpu")
+    is_member.scatter_(1, tile.view(rows, q_block), True)
+    reads = is_member[:, 1:].repeat_interleave(2, dim=1).repeat(1, len(spans))
+    return torch.where(reads[..., None], torch.cat(spans), 0)
+
+
+def _reads_all(pattern: Pattern, geometry: Geometry, layout: Layout, q_block: int) -> Tensor:
+    """Which rows hold a token that reads everything, `[rows]`: text, and what is shared two-way."""
+    rows = -(-geometry.num_tokens // q_block)
+    everything = torch.zeros(rows * q_block, dtype=torch.bool, device="cpu")
+    everything[slice(*geometry.text_span)] = True
+    for segment in layout.segments:
+        if pattern.share == "two-way" or segment.num_shared == len(segment.order):
+            everything[slice(*segment.shared)] = True
+    return everything.view(rows, q_block).any(dim=1)
 
 
 def _cuts(pattern: Pattern, layout: Layout, segment: Segment, phase: int) -> Tensor:

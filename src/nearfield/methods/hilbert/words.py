@@ -6,6 +6,7 @@ import torch
 
 from nearfield import curves, tiling
 from nearfield.geometry import Geometry, Grid, Shortened
+from nearfield.methods.hilbert.around import spans_around
 from nearfield.methods.hilbert.far_field import far_spans, windows_of
 from nearfield.methods.hilbert.layout import Layout, Pattern
 from nearfield.methods.hilbert.reading import Summary
@@ -13,7 +14,7 @@ from nearfield.tiling import Segment
 
 
 def image_lines(
-    pattern: Pattern, summary: Summary, geometry: Geometry, layout: Layout, k_block: int
+    pattern: Pattern, summary: Summary, geometry: Geometry, layout: Layout, q_block: int, k_block: int
 ) -> Iterator[str]:
     """Of every image its curve, what is shared of it, its tiles, and its far field."""
     is_line = isinstance(geometry, Shortened)
@@ -21,7 +22,10 @@ def image_lines(
         sides = "x".join(map(str, grid))
         yield f"  {sides} along {'what was merged' if is_line else _curve_words(pattern, grid)}"
         yield f"    shared: {_shared_words(pattern, None if is_line else grid, segment)}"
-        yield f"    tiles: {_tile_words(layout, segment, pattern.cycle)}"
+        if pattern.near == "around":
+            yield f"    around: {_around_words(pattern, geometry, layout, segment, q_block, k_block)}"
+        else:
+            yield f"    tiles: {_tile_words(layout, segment, pattern.cycle)}"
         if pattern.far is not None:
             number = _num_windows(geometry, layout, segment, k_block, pattern.far)
             weighted = ", weighted" if summary == "weighted" else ""
@@ -65,6 +69,18 @@ def _tile_words(layout: Layout, segment: Segment, cycle: int) -> str:
         f" (exactly: {layout.tiles} of {exact:g}, shifted by {exact / cycle:g};"
         f" cuts lie on multiples of {layout.unit}){slides}"
     )
+
+
+def _around_words(
+    pattern: Pattern, geometry: Geometry, layout: Layout, segment: Segment, q_block: int, k_block: int
+) -> str:
+    """How many tokens are read exactly."""
+    start, stop = segment.ring
+    if start == stop:
+        return "none: every token is shared"
+    spans = spans_around(pattern, geometry, layout, q_block, k_block).clamp(start, stop)
+    most = int(spans.diff(dim=-1).sum(dim=1).max())
+    return f"{most} tokens, those nearest to each block of {q_block} (asked for: {(stop - start) / layout.tiles:g})"
 
 
 def _num_windows(geometry: Geometry, layout: Layout, segment: Segment, k_block: int, window: int) -> int:
