@@ -30,6 +30,9 @@ METHODS = {
     "nothing shared": paper(tiles=8, shared="none", dense_layers=(0, -1), dense_steps=0),
     "far": paper(tiles=6, shared_tokens=16, far=4, dense_layers=0, dense_steps=0),
     "tiles by layer": paper(tiles=(2, 6, 4), shared_tokens=16, far=4, dense_layers=0, dense_steps=0),
+    "around": paper(tiles=6, shared_tokens=16, far=4, near="around", dense_layers=0, dense_steps=0),
+    "around, merged": Merge(0.5, region_size=8, skip_blocks=(0, 1))
+    | paper(tiles=4, shared_tokens=16, far=4, near="around", dense_layers=1, dense_steps=0),
     "far, interleaved": paper(
         tiles=5, shared_tokens=16, share="keys", far=6, interleave=True, dense_layers=1, dense_steps=0
     ),

@@ -242,7 +242,7 @@ def test_the_command_writes_json_and_a_picture(capsys: pytest.CaptureFixture[str
 
 def test_dry_run_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "hilbert", "--dry-run"]) == 0
-    assert "3 measurements on " in capsys.readouterr().out
+    assert "4 measurements on " in capsys.readouterr().out
 
 
 BAD_CALLS = {

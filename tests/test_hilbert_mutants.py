@@ -106,6 +106,30 @@ MUTANTS = {
         "tiling.tile_at(segment.places * 0, begins) + 1",
         "shared_tokens_read_their_own_tile",
     ),
+    "the farthest is read, not what is around": Mutant(
+        AROUND,
+        "distance.argsort(dim=1, stable=True)",
+        "distance.argsort(dim=1, stable=True, descending=True)",
+        "what_is_around_is_read",
+    ),
+    "the nearest is where another order has it": Mutant(
+        TILING,
+        "torch.unravel_index(segment.order, sides)",
+        "torch.unravel_index(segment.order.sort().values, sides)",
+        "what_is_around_is_read",
+    ),
+    "a row does not read itself": Mutant(
+        AROUND,
+        "distance.masked_fill_(is_own, -1.0)",
+        "distance.masked_fill_(is_own, 1e9)",
+        "what_is_around_is_read",
+    ),
+    "stretches cut windows in two": Mutant(
+        AROUND,
+        "k_block if pattern.far is None else math.lcm(k_block, pattern.far)",
+        "k_block",
+        "every_token_counts_once",
+    ),
     "the far field holds the own tile, too": Mutant(
         FAR_FIELD,
         ".index_select(1, starts // k_block) == 0",

@@ -275,6 +275,22 @@ def shared_tokens_read_their_own_tile(module: ModuleType) -> None:
         assert torch.equal(plan.to_mask()[0, 0], pattern(labels(method, geometry, layer, 1))), layer
 
 
+def what_is_around_is_read(module: ModuleType) -> None:
+    """Of 64 x 64 tokens a row of 8 x 8 reads itself, all that is next to it, and, inside, nothing 8 tokens away."""
+    geometry = Geometry((64, 64))
+    method = module.Hilbert(tiles=16, near="around")
+    places = image_places(method, geometry)
+    reads = method.plan(geometry, q_block=64, k_block=16).to_mask()[0, 0]
+    for token in range(0, 4096, 64):
+        low, high = places[token : token + 64].amin(0), places[token : token + 64].amax(0)
+        beyond = torch.maximum(low - places, places - high).amax(1)
+        assert bool(reads[token][beyond <= 0].all()), "its own block"
+        assert int(beyond[reads[token]].max()) <= 24
+        inside = bool((low >= 8).all() and (high < 56).all())
+        assert not inside or int(beyond[reads[token]].max()) <= 8
+        assert not inside or bool(reads[token][beyond <= 1].all()), "what is next to it"
+
+
 def every_token_counts_once(module: ModuleType) -> None:
     """With a far field every query counts every token once, whatever does not fit: text, images, last windows."""
     for geometry in (
@@ -290,6 +306,9 @@ def every_token_counts_once(module: ModuleType) -> None:
                 reader = method.reader(geometry, layer, q_block=4, k_block=4)
                 counted = times_counted(reader, geometry)
                 torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
+            method = module.Hilbert(tiles=5, shared=shared, share=share, far=8, near="around")
+            counted = times_counted(method.reader(geometry, q_block=4, k_block=4), geometry)
+            torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
 
 
 def far_field_is_its_formula(module: ModuleType) -> None:
@@ -314,6 +333,7 @@ STATEMENTS: dict[str, Callable[[ModuleType], None]] = {
         neighbours_on_the_ring_are_neighbours_in_the_image,
         plan_is_the_papers_pattern,
         shared_tokens_read_their_own_tile,
+        what_is_around_is_read,
         every_token_counts_once,
         far_field_is_its_formula,
     )

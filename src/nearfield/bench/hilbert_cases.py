@@ -14,7 +14,8 @@ class HilbertCase:
     """One line of the table.
 
     Args:
-        tiles, share, shared_tokens, far, interleave: fields of the method; with no `shared_tokens` nothing is shared.
+        tiles, share, shared_tokens, far, interleave, near: fields of the method; with no `shared_tokens` nothing is
+            shared.
         target: speed-up over the best dense attention to be reached on one H200; None where none was set.
     """
 
@@ -25,19 +26,21 @@ class HilbertCase:
     shared_tokens: int
     far: int | None = None
     interleave: bool = False
+    near: str = "tile"
     target: float | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
         """What to make the method from. Nothing is left dense: only the sparse call is timed."""
-        names = ("tiles", "share", "shared_tokens", "far", "interleave")
+        names = ("tiles", "share", "shared_tokens", "far", "interleave", "near")
         region = {"shared": "centre"} if self.shared_tokens else {"shared": "none", "shared_tokens": None}
         return {name: getattr(self, name) for name in names} | region | {"dense_layers": 0, "dense_steps": 0}
 
     def __str__(self) -> str:
         more = f", far {self.far}" if self.far else ""
         more += ", interleaved" if self.interleave else ""
-        return f"{self.name}: {self.tiles} tiles, {self.shared_tokens} shared {self.share}{more}"
+        tiles = f"{self.tiles} tiles" if self.near == "tile" else f"a {self.tiles}th around"
+        return f"{self.name}: {tiles}, {self.shared_tokens} shared {self.share}{more}"
 
 
 def _table() -> tuple[HilbertCase, ...]:
@@ -55,10 +58,15 @@ def _table() -> tuple[HilbertCase, ...]:
         HilbertCase("2048-default", middle, 16, "two-way", 0, far=16),
         HilbertCase("4096-default", large, 16, "two-way", 0, far=16),
         HilbertCase("4096-far-64", large, 64, "two-way", 0, far=64),
+        HilbertCase("1024-around", small, 16, "two-way", 0, far=16, near="around"),
+        HilbertCase("2048-around", middle, 16, "two-way", 0, far=16, near="around"),
+        HilbertCase("4096-around", large, 16, "two-way", 0, far=16, near="around"),
+        HilbertCase("4096-around-64", large, 64, "two-way", 0, far=64, near="around"),
         HilbertCase("2048-interleave", middle, 16, "two-way", 1024, interleave=True),
         HilbertCase("tiny-two-way", tiny, 4, "two-way", 32),
         HilbertCase("tiny-keys", tiny, 4, "keys", 32),
         HilbertCase("tiny-far", tiny, 4, "two-way", 32, far=16),
+        HilbertCase("tiny-around", tiny, 4, "two-way", 0, far=16, near="around"),
         HilbertCase("tiny-interleave", tiny, 4, "keys", 32, interleave=True),
     )
 

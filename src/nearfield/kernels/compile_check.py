@@ -303,7 +303,7 @@ def main(every: bool) -> int:
             return 1
         if (q_block, k_block) == (128, 128):  # and with keys in two places
             compile_forward(dim, q_block, k_block, has_bias, is_ragged, has_more=True)
-        if k_block >= 64:  # and with a far part
+        if k_block >= 16:  # and with a far part
             compile_forward(dim, q_block, k_block, has_bias, is_ragged, has_far=True)
         print(
             f"  head dim {dim:3d}, blocks {q_block:3d} x {k_block:2d}, bias {has_bias!s:5}, ragged {is_ragged}"

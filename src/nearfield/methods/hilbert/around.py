@@ -61,7 +61,7 @@ def _nearest(rows: Tensor, ring: Tensor, span: Span, tiles: int, unit: int) -> T
     row_begins = torch.arange(len(rows), device="cpu")[:, None] * rows.shape[1]
     is_own = (spans[:, 0] < row_begins + rows.shape[1]) & (spans[:, 1] > row_begins)
     distance.masked_fill_(is_own, -1.0)
-    wanted = max(round((stop - start) / tiles / unit), int(is_own.sum(dim=1).max()), 1)
+    wanted = max(-(-number // tiles), int(is_own.sum(dim=1).max()))
     return spans[distance.argsort(dim=1, stable=True)[:, :wanted]]
 
 

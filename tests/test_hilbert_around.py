@@ -1,0 +1,255 @@
+"""The Hilbert method where blocks of queries read what is around them, in the place of their tiles."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from tests import tiny_models
+from tests.hilbert_cases import BLOCKS, cases, inputs_for
+from tests.tiles import image_places, labels, times_counted
+from torch.nn.functional import scaled_dot_product_attention
+
+from nearfield import Geometry, Hilbert, Merge, apply, hilbert_attention
+from nearfield.geometry import Shortened
+from nearfield.quality import tile_borders
+
+SQUARE = Geometry((32, 32), text=32)
+
+
+def around(**fields):
+    return Hilbert(**{"near": "around", "dense_layers": 0, "dense_steps": 0} | fields)
+
+
+def around_of(case):
+    method, geometry, layer = case
+    return dataclasses.replace(method, near="around"), geometry, layer
+
+
+# -- who reads whom ----------------------------------------------------------------------------------------------------
+
+
+def distance_to_box(token, low, high):
+    """Of one token, axis by axis."""
+    gaps = [max(a - x, x - b, 0.0) for x, a, b in zip(token, low, high, strict=True)]
+    return math.sqrt(sum(gap * gap for gap in gaps))
+
+
+def stretches_of(ring, unit):
+    """Tokens of a ring in stretches that end on multiples of the unit in the sequence."""
+    found = {}
+    for place in range(*ring):
+        found.setdefault(place // unit, []).append(place)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("method", "geometry", "q_block", "k_block"),
+    [
+        (around(tiles=8), SQUARE, 32, 16),
+        (around(tiles=4, far=None), SQUARE, 16, 8),
+        (around(tiles=4, far=32), SQUARE, 16, 16),
+        (around(tile_size=100, far=24), Geometry((24, 40), text=96, text_first=False), 16, 8),
+        (around(tiles=6, curve="morton", far=8), Geometry((4, 12, 16)), 32, 16),
+        (around(tiles=5, shared="centre", share="keys", shared_tokens=64), Geometry((16, 24)), 16, 16),
+    ],
+)
+def test_rows_read_the_nearest_stretches(method, geometry, q_block, k_block):
+    """Token by token in plain Python: no stretch that is left out is nearer than one that is read."""
+    reads = method.plan(geometry, q_block=q_block, k_block=k_block).to_mask()[0, 0]
+    unit = k_block if method.far is None else math.lcm(k_block, method.far)
+    ((start, stop),) = geometry.image_spans
+    places = image_places(method, geometry).double().tolist()
+    ring = start + (method.shared_tokens or 0), stop
+    stretches = stretches_of(ring, unit)
+    boxes = [
+        tuple(
+            [fold(places[token - start][axis] for token in each) for axis in range(len(geometry.grid))]
+            for fold in (min, max)
+        )
+        for each in stretches
+    ]
+    share = (ring[1] - ring[0]) / (method.tile_size or 1)
+    tiles = max(1, round(share)) if method.tile_size else method.tiles
+    wanted = -(-len(stretches) // tiles)
+    checked = 0
+    for row in range(0, geometry.num_tokens, q_block):
+        tokens = range(row, min(row + q_block, geometry.num_tokens))
+        if any(not start <= token < stop for token in tokens):
+            assert bool(reads[row].all())
+            continue
+        distance = [
+            sum(distance_to_box(places[token - start], *box) for token in tokens) / len(tokens)
+            for box in boxes
+        ]
+        read = [bool(reads[row, each].all()) for each in stretches]
+        assert all(one == bool(reads[row, each].any()) for one, each in zip(read, stretches, strict=True))
+        own = [not set(tokens).isdisjoint(each) for each in stretches]
+        assert sum(read) == max(wanted, sum(own))
+        others = [far for far, is_read in zip(distance, read, strict=True) if not is_read]
+        chosen = [
+            near for near, is_read, mine in zip(distance, read, own, strict=True) if is_read and not mine
+        ]
+        assert max(chosen, default=0) <= min(others, default=math.inf) + 0.1  # centres decide what is as near
+        assert all(is_read for is_read, mine in zip(read, own, strict=True) if mine)
+        checked += 1
+    assert checked > 5
+
+
+def test_neighbours_read_each_other():
+    """Where tiles would cut the image at every 16th token, each token reads all that are next to it."""
+    geometry = Geometry((64, 64), text=64)
+    method = around(tiles=16)
+    plan = method.plan(geometry)
+    reads = plan.to_mask()[0, 0, 64:, 64:]
+    place = image_places(method, geometry)
+    at = torch.empty(64, 64, dtype=torch.long)
+    at[place[:, 0], place[:, 1]] = torch.arange(4096)
+    for one, other in ((at[1:], at[:-1]), (at[:, 1:], at[:, :-1]), (at[1:, 1:], at[:-1, :-1])):
+        assert bool(reads[one, other].all())
+        assert bool(reads[other, one].all())
+    assert (plan.q_block, plan.k_block) == (64, 16)
+    assert set(reads.sum(1).tolist()) == {256}
+
+    tiled = dataclasses.replace(method, near="tile").plan(geometry).to_mask()[0, 0, 64:, 64:]
+    assert not bool(tiled[at[1:], at[:-1]].all())
+
+
+@given(cases(far=True).map(around_of), BLOCKS, BLOCKS)
+@settings(max_examples=120)
+def test_every_query_counts_every_token_once(case, q_block, k_block):
+    method, geometry, layer = case
+    reader = method.reader(geometry, layer, q_block=q_block, k_block=k_block)
+    counted = times_counted(reader, geometry)
+    torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
+
+
+@given(cases(far=False).map(around_of))
+@settings(max_examples=40)
+def test_text_and_shared_tokens_are_as_with_tiles(case):
+    """What is read by all, and who reads all, does not hang on tiles."""
+    method, geometry, layer = case
+    reads = method.plan(geometry, layer, q_block=4, k_block=4).to_mask()[0, 0]
+    found = labels(method, geometry, layer, 4)
+    assert bool(reads[found.reads_all].all())
+    assert bool(reads[:, ~found.on_ring].all())
+    assert bool(reads.diagonal().all())
+
+
+def test_layers_read_alike_and_may_differ_in_their_number_of_tiles():
+    method = around(tiles=(16, 16, 4))
+    plans = [method.plan(SQUARE, layer) for layer in range(4)]
+    assert plans[0] is plans[1]
+    assert plans[2] is plans[3]
+    assert plans[2].num_pairs > plans[0].num_pairs
+    assert method.phases == 1
+    assert Hilbert(cycle=3).phases == 3
+
+
+def test_references_are_read_where_they_correspond():
+    """The corner of an image reads the corner of one of half its size, and of the opposite corner nothing."""
+    geometry = Geometry((32, 32), references=((16, 16),))
+    method = around(tiles=16, far=None)
+    reads = method.plan(geometry, q_block=16, k_block=16).to_mask()[0, 0]
+    order = method.ordering(geometry).order
+    first, second = order[:1024], order[1024:] - 1024
+    corner = int((first == 0).nonzero())
+    assert bool(reads[corner, 1024 + int((second == 0).nonzero())])
+    assert not bool(reads[corner, 1024 + int((second == 255).nonzero())])
+
+
+def test_merged_tokens_are_read_around_where_they_were():
+    whole = Geometry((32, 32), text=16)
+    method = around(tiles=8)
+    short = Shortened.of(whole, [(64, 32)] * 16)
+    counted = times_counted(method.reader(short), short)
+    torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
+    # Half of each run of 64 is left: as when every second token is.
+    reads = method.plan(short, q_block=16, k_block=16).to_mask()[0, 0, 16:, 16:]
+    rows = reads[::16].sum(1)
+    assert set(rows.tolist()) == {64}
+    places = image_places(method, whole)[1::2].double()
+    for row in range(0, 512, 16):
+        low, high = places[row : row + 16].amin(0), places[row : row + 16].amax(0)
+        read = places[reads[row]]
+        assert bool(((read >= low - 16) & (read <= high + 16)).all())
+
+
+# -- attending ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("summary", ["mean", "weighted"])
+def test_gradients_are_those_of_one_dense_softmax(summary):
+    geometry = Geometry((12, 12), text=5)
+    reader = around(tiles=4, far=4, summary=summary).reader(geometry)
+    inputs = [x.requires_grad_() for x in inputs_for(geometry, dtype=torch.float64)]
+    query, key, value = inputs
+    got = reader.attend(query, key, value)
+    if summary == "mean":
+        keys, values = (reader.far.pooled(x) for x in (key, value))
+        bias = reader.far.bias.double().expand(1, 2, -1)
+    else:
+        keys, values, bias = reader.far.weighted(query, key, value, None)
+    exact = (query @ key.mT / math.sqrt(8)).masked_fill(~reader.near.to_mask(), -torch.inf)
+    coarse = query @ keys.mT / math.sqrt(8) + bias[:, :, None]
+    coarse = coarse.masked_fill(~reader.far.plan.to_mask(), -torch.inf)
+    want = torch.cat([exact, coarse], -1).softmax(-1) @ torch.cat([value, values], 2)
+    torch.testing.assert_close(got.out, want)
+    grad = torch.randn_like(want)
+    for own, dense in zip(
+        torch.autograd.grad(got.out, inputs, grad, retain_graph=True),
+        torch.autograd.grad(want, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, dense)
+
+
+def test_one_tile_is_dense_attention():
+    inputs = inputs_for(SQUARE)
+    got = hilbert_attention(*inputs, SQUARE, 0, method=around(tiles=1))
+    torch.testing.assert_close(got, scaled_dot_product_attention(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [around(tiles=1), Merge(0.0) | around(tiles=1)])
+def test_a_model_that_reads_all_around_gives_what_it_gave(method):
+    model = tiny_models.flux()
+    arguments = tiny_models.flux_inputs((12, 10))
+    want = model(**arguments)[0]
+    with apply(model, method):
+        got = model(**arguments)[0]
+    torch.testing.assert_close(got, want)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def test_description_says_how_many_tokens_are_read():
+    words = around(tiles=16).describe(Geometry((64, 64), text=64))
+    assert "    around: 256 tokens, those nearest to each block of 64 (asked for: 256)\n" in words
+    assert "tiles:" not in words
+
+
+def test_borders_are_those_of_blocks_of_queries():
+    """Nothing is cut; what may show is that the tokens of the next block read a little else."""
+    borders = tile_borders(around(tiles=16), Geometry((64, 64)))
+    assert borders.right.unique().tolist() == [0, 1]
+    lines = borders.right.sum(0).nonzero().flatten().tolist()
+    assert lines == [7, 15, 23, 31, 39, 47, 55]  # between squares of 8 x 8
+    assert bool((borders.right[:, 7] == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"near": "ring"}, "`near` must be one of 'tile', 'around'; got 'ring'."),
+        (
+            {"near": "around", "interleave": True},
+            '`interleave` must be False where `near` is "around"; got True. Nothing slides there.',
+        ),
+    ],
+)
+def test_fields_that_do_not_go_together(fields, message):
+    with pytest.raises(ValueError) as error:
+        Hilbert(**fields)
+    assert str(error.value) == message
