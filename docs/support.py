@@ -6,6 +6,7 @@ in every model, tiny and random), and which models the tests of a feature run fo
 
 import importlib
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -96,6 +97,11 @@ STATED: dict[str, Callable[[Spec], bool]] = {
 """Features that the tables of the adapters state."""
 
 
+MARKS = (
+    "The adapters' tables state: {stated}. In the other columns a mark says that a test of the feature runs for this"
+    " class. Where there is none, the feature was not tested with the class, or diffusers does not have it."
+)
+
 TEXT = """# Support matrix
 
 Made by `make docs` from the adapters' tables and the tests; a test fails where it is out of date. What users call these
@@ -113,8 +119,7 @@ Every method was tried in a tiny model of each class with random weights, in flo
 
 ## Models and features
 
-The adapters' tables state: {stated}. In the other columns a mark says that a test of the feature runs for this class.
-Where there is none, the feature was not tested with the class, or diffusers does not have it.
+{marks}
 
 {features}
 
@@ -163,7 +168,7 @@ def page() -> str:
     return TEXT.format(
         methods=_table(["model", *(f"`{name}`" for name in METHODS)], methods),
         features=_table(header, rows),
-        stated=", ".join(STATED),
+        marks=textwrap.fill(MARKS.format(stated=", ".join(STATED)), 125),
     )
 
 

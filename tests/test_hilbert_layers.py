@@ -115,7 +115,7 @@ def test_numbers_for_more_layers_than_there_are(merge: Merge | None) -> None:
     with pytest.raises(ValueError) as error:
         nearfield.apply(tiny_models.flux(), method if merge is None else merge | method)
     assert str(error.value) == (
-        "`tiles` must hold at most 5 numbers, one for each layer; got (4, 4, 4, 4, 4, 16)."
+        "`tiles` must change within the 5 layers of the model; got (4, 4, 4, 4, 4, 16)."
     )
 
 

@@ -375,7 +375,7 @@ def _check_layers(method: Any, num_layers: int) -> None:
     """What is said of no layer would be passed over in silence. A number of layers may be larger than what there is."""
     attention = getattr(method, "attention", None) or method
     if getattr(attention, "tile_changes", (0,))[-1] >= num_layers:
-        wrong_value("tiles", f"hold at most {num_layers} numbers, one for each layer", attention.tiles)
+        wrong_value("tiles", f"change within the {num_layers} layers of the model", attention.tiles)
     layers = getattr(attention, "dense_layers", None)
     for layer in layers if isinstance(layers, tuple) else ():
         if not -num_layers <= layer < num_layers:
