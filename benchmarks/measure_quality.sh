@@ -15,7 +15,8 @@ usage: benchmarks/measure_quality.sh COMMAND ...
   join STATE NAME PART...             the same for one file that came in parts
   plan STATE MINUTES [NAME=VALUE]...  all of it, most important first; the same call again goes on
   collect STATE DIR [TUNING]...       what travels: quality-results.tar.gz, and what TUNINGs (rank-64-equal ...) learned, in parts
-  restore STATE ARCHIVE               put what was collected into a new STATE
+  restore STATE FILE                  put what was collected (.tar.gz) into a new STATE, or rows that were published (.json)
+                                      into any
   publish RESULTS                     collected results to tables and pictures of docs/quality.md
 NAMEs and VALUEs are the settings in benchmarks/plan_quality.py.
 END
@@ -67,7 +68,10 @@ collect)
 restore)
     [ $# -eq 1 ] || usage
     mkdir -p "$state"
-    tar -xzf "$1" -C "$state"
+    case $1 in
+    *.json) "$python" benchmarks/restore_quality.py "$state" "$1" ;;
+    *) tar -xzf "$1" -C "$state" ;;
+    esac
     ;;
 publish)
     [ $# -eq 0 ] || usage

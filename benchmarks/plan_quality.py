@@ -45,6 +45,8 @@ from nearfield.training.runs import MODEL
 DENSE = "dense"
 CANDIDATES = [pattern.name for pattern in GROUPS["search"]]
 FULL, NATIVE = "full", "native"
+TUNED = ", tuned: "
+"""In a name, between a pattern and how the model was tuned for it."""
 FIXED = ("size", "steps", "pairs", "tuning_steps", "cool_down", "equal_steps", "tuning_batch", "weights")
 """What rows and tunings of one STATE have in common, though their names do not say it."""
 
@@ -271,11 +273,10 @@ class Plan(planned.Plan):
 
     def native(self, chosen: Pattern, tuning: Tuning) -> Part:
         """Flow matching goes on with sparse attention, from the model's own weights."""
-        start = self.weights() or ["--weights", str(EMBEDDED)]
 
         def chains(minutes: float) -> list[Chain]:
             command = ["train", "demo", *self.training(tuning, minutes)]
-            command += ["--start", start[1], "--shift", "2"]
+            command += ["--start", str(self.model()), "--shift", "2"]
             command += ["--learning-rate", "1e-4", "--warm-up", "50", "--samples", "0"]
             # Not compiled: that would be the whole model, which takes longer than it saves.
             return [[[*command, "--method", "hilbert", *field_options(tuning.pattern.fields)]]]
@@ -306,8 +307,19 @@ class Plan(planned.Plan):
 
     def is_shown(self, chosen: Pattern, tuning: Tuning) -> bool:
         """Whether all pictures that a tuning is for were measured: on another machine it is not done again."""
-        count = self.settings.num if tuning.is_equal else self.settings.most
-        return count in self.measured(self.tuned(chosen, tuning).name)
+        shown = self._shown_by(chosen, tuning)
+        return all(count in self.measured(pattern.name) for pattern, count in shown)
+
+    def _shown_by(self, chosen: Pattern, tuning: Tuning) -> Iterator[tuple[Pattern, int]]:
+        """Pictures that cannot be made without a tuning, and how many."""
+        settings = self.settings
+        if tuning.is_equal:
+            yield self.tuned(chosen, tuning), settings.num
+            return
+        yield self.tuned(chosen, tuning), settings.most
+        yield self.tuned(without_dense_steps(chosen), tuning), settings.num
+        if tuning.rank in settings.ranks:
+            yield self.tuned(chosen, tuning._replace(is_equal=True)), settings.num
 
     def folder(self, tuning: Tuning) -> Path:
         return self.state / "tuned" / tuning.name
@@ -325,7 +337,7 @@ class Plan(planned.Plan):
         how = {FULL: "all weights", NATIVE: "natively sparse"}.get(tuning.rank, f"LoRA of rank {tuning.rank}")
         result = str(self.result(tuning))
         own = {"weights": result} if tuning.rank in (FULL, NATIVE) else {"lora": result}
-        return replace(pattern, name=f"{pattern.name}, tuned: {how}, {self.steps_of(tuning)} steps", **own)
+        return replace(pattern, name=f"{pattern.name}{TUNED}{how}, {self.steps_of(tuning)} steps", **own)
 
     # -- what is known -------------------------------------------------------------------------------------------
 
@@ -380,10 +392,13 @@ class Plan(planned.Plan):
 
     # -- what commands share -------------------------------------------------------------------------------------
 
-    def weights(self) -> list[str]:
-        """The embedded model's, unless another file was staged."""
+    def model(self) -> Path:
+        """The embedded one, unless another file was staged."""
         path = self.state / "files" / "cats.safetensors"
-        return ["--weights", str(path)] if path.exists() else []
+        return path if path.exists() else EMBEDDED
+
+    def weights(self) -> list[str]:
+        return [] if self.model() == EMBEDDED else ["--weights", str(self.model())]
 
     def network(self) -> list[str]:
         path = self.state / "files" / "inception_fid_fp16.safetensors"
@@ -401,7 +416,7 @@ class Plan(planned.Plan):
         return self.settings.lanes
 
     def facts(self) -> dict[str, Any]:
-        return {"weights": _digest_of(Path((self.weights() or ["", str(EMBEDDED)])[1]))}
+        return {"weights": digest_of(self.model())}
 
     def check_fixed(self) -> None:
         """Ends the program where a setting that must stay is another one than before."""
@@ -432,7 +447,7 @@ class Growing(Sequence[Part]):
 
 
 @cache
-def _digest_of(weights: Path) -> str:
+def digest_of(weights: Path) -> str:
     return digest({}, weights)
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,8 @@ from tests.cats import CATS, CONFIG, lively_model
 from nearfield import cli, recipes
 from nearfield._files import write_json
 from nearfield.bench import collected, quality_results
-from nearfield.bench.picture_runs import method_of
+from nearfield.bench import quality as sweeping
+from nearfield.bench.picture_runs import Task, method_of
 from nearfield.bench.quality_cases import GROUPS, SECTIONS, as_file_name, pattern_named, without_dense_steps
 from nearfield.demo.model import save_model
 from nearfield.demo.storage import write_tensors
@@ -206,6 +208,171 @@ def test_a_new_machine_goes_on_from_what_was_collected(
     assert unsettled(plan) == ["photographs", "dense-pictures"]
 
 
+# -- from what was published -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restoring(planning: ModuleType) -> ModuleType:
+    import restore_quality
+
+    return restore_quality
+
+
+@pytest.fixture
+def published(carried: Carried, tmp_path: Path) -> Path:
+    """As an older version would have: of another commit, and without a field that there was not yet."""
+    document = quality_results.as_json(quality_results.read_folder(carried.state))
+    for row in document["results"]:
+        row |= {"commit": "0ld", "date": "2026-01-01"}
+        row["settings"].get("fields", {}).pop("near", None)
+    path = tmp_path / "published.json"
+    write_json(path, document)
+    return path
+
+
+@pytest.fixture
+def state(carried: Carried, tmp_path: Path) -> Path:
+    """A new machine's, with the same model: written anew, its file would have other bytes."""
+    files = Path("files", "cats.safetensors")
+    new = staged(tmp_path / "state")
+    shutil.copy(carried.state / files, new / files)
+    return new
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    document = json.loads(path.read_text())
+    change(document)
+    write_json(path, document)
+    return path
+
+
+def without_row(path: Path, name: str) -> Path:
+    return rewritten(
+        path, lambda document: document["results"].remove(*rows_named(document["results"], name))
+    )
+
+
+def rows_named(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["pattern"] == name]
+
+
+def contents(state: Path) -> dict[Path, str]:
+    return {path: path.read_text() for path in [state / "plan.json", *(state / "quality").iterdir()]}
+
+
+def test_published_rows_are_not_measured_again(
+    carried: Carried, published: Path, state: Path, planning: ModuleType
+) -> None:
+    chosen = chosen_in(carried.state)
+    without_row(published, "far 16, 4 tiles")
+    script("restore", state, published)
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
+    plan.check_fixed()
+    missing = ["photographs", "dense-pictures", "pictures-far-16-4-tiles-4"]
+    assert sorted(unsettled(plan)) == sorted(missing)
+    assert chosen_in(state) == chosen  # it follows from the rows
+    assert not (state / "tuned").exists()
+    # They are published again as they were.
+    again = quality_results.as_json(quality_results.read_folder(state))
+    document = json.loads(published.read_text())
+    for name in ("results", "settings", "parts", "machine", "chosen"):
+        assert again[name] == document[name]
+    before = contents(state)
+    assert "0 rows restored; 14 were there, 0 are of other settings." in script("restore", state, published)
+    assert contents(state) == before
+
+
+def test_published_rows_are_known_where_they_are_measured(
+    carried: Carried, published: Path, state: Path, restoring: ModuleType
+) -> None:
+    """`bench quality` makes no picture of them."""
+    restoring.main([str(state), str(published)])
+    chosen = chosen_in(carried.state)
+    for name, counts in ((chosen, (4, 6)), ("far 16, 4 tiles", (4,)), ("dense", (4, 6))):
+        out = state / "quality" / f"{as_file_name(name)}.json"
+        task = Task(state / "files" / "cats.safetensors", 6, 4, 64)
+        extent = sweeping.Extent(counts, has_dense_row=name == "dense")
+        sweep = sweeping.Sweep(task, pytest.fail, torch.nn.Identity(), out, extent=extent)
+        before = out.read_text()
+        assert sweep.run([] if name == "dense" else [pattern_named(name)])
+        assert out.read_text() == before
+
+
+def test_a_published_lora_is_not_taken_for_one_that_is_there(
+    carried: Carried, published: Path, state: Path, planning: ModuleType, restoring: ModuleType
+) -> None:
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
+    chosen = pattern_named(chosen_in(carried.state))
+    lora = plan.best(chosen)
+    sparse = plan.tuned(without_dense_steps(chosen), lora).name
+    restoring.main([str(state), str(without_row(published, sparse))])
+    assert rows_of(state, plan.tuned(chosen, lora).name)
+    missing = [f"tune-{lora.name}", f"pictures-{as_file_name(sparse)}-4"]
+    assert unsettled(plan) == ["photographs", "dense-pictures", *missing]
+    assert not plan.is_tuned(lora)
+
+
+def test_rows_of_a_state_stay_beside_published_ones(
+    published: Path, state: Path, restoring: ModuleType
+) -> None:
+    own = QualityRow("dense", 1.0, 4, fid=1.0, commit="new", settings={"size": 64, "steps": 4})
+    write_json(state / "quality" / "dense.json", as_document([own], {"commit": "new", "date": "2026-02-01"}))
+    restoring.main([str(state), str(published)])
+    rows = rows_of(state, "dense")
+    assert [(row.samples, row.commit) for row in rows] == [(4, "new"), (6, "0ld")]
+    assert rows[0].fid == 1.0
+
+
+def test_published_rows_of_other_settings_are_left(
+    published: Path, state: Path, planning: ModuleType, restoring: ModuleType
+) -> None:
+    """Of another size, of other fields under the same name; a name that is no pattern's any more is kept."""
+
+    def change(document: dict[str, Any]) -> None:
+        rows = document["results"]
+        rows_named(rows, "dense")[0]["settings"]["size"] = 32  # that of six pictures
+        rows_named(rows, "far 16")[0]["settings"]["fields"]["far"] = 8
+        (older,) = rows_named(rows, "far 16, 4 tiles")
+        older["pattern"] = older["settings"]["name"] = "far 16, as it once was"
+
+    restoring.main([str(state), str(rewritten(published, change))])
+    assert [row.samples for row in rows_of(state, "dense")] == [4]
+    assert not (state / "quality" / "far-16.json").exists()
+    assert rows_of(state, "far 16, as it once was")
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
+    assert {"pictures-dense-6", "pictures-far-16-4", "pictures-far-16-4-tiles-4"} <= set(unsettled(plan))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: document["settings"].update(size=32), "`size` must be 64, as in .*; got 32. "),
+        (lambda document: document["settings"].update(weights="other"), "`FILE` must be of the model "),
+        (
+            lambda document: document["settings"].pop("weights"),
+            "`FILE` must be of the model ",
+        ),  # the embedded one
+        (lambda document: document.pop("settings"), r"`FILE` must be results that .*: 'settings'\)\.$"),
+        (lambda document: document.update(parts=[]), "`FILE` must be results that "),
+        (lambda document: document.update(format=0), "`FILE` must be results that "),
+    ],
+    ids=["size", "weights", "older", "no settings", "parts", "format"],
+)
+def test_a_file_that_does_not_fit_is_one_line(
+    change: Callable[[dict[str, Any]], Any],
+    message: str,
+    published: Path,
+    state: Path,
+    planning: ModuleType,
+    restoring: ModuleType,
+) -> None:
+    planning.Plan(state, planning.Settings.read(SETTINGS), 0.0).write()
+    with pytest.raises(SystemExit, match=message) as ended:
+        restoring.main([str(state), str(rewritten(published, change))])
+    assert "\n" not in str(ended.value)
+    assert not (state / "quality").exists()
+
+
 def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: ModuleType) -> None:
     """Those of the real sizes, which are run on a GPU alone."""
     (staged(tmp_path / "state") / "kept").mkdir()
@@ -352,7 +519,7 @@ def test_settings_of_a_state_stay(tmp_path: Path, planning: ModuleType) -> None:
         planning.main([str(state), "1", *SETTINGS, "size=32"])
     assert str(ended.value) == f"{message} Give it a STATE of its own."
     save_model(state / "files" / "cats.safetensors", lively_model(), packing="bf16")
-    planning._digest_of.cache_clear()
+    planning.digest_of.cache_clear()
     with pytest.raises(SystemExit, match="`weights` must be "):
         planning.main([str(state), "1", *SETTINGS])
 

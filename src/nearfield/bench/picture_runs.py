@@ -271,7 +271,18 @@ def add_row(rows: list[quality.QualityRow], row: quality.QualityRow, out: Path, 
 def is_known(settings: Mapping[str, Any], rows: Sequence[quality.QualityRow]) -> bool:
     """Whether a row was measured with these settings."""
     wanted = _as_json_returns(settings)
-    return any(_as_json_returns(row.settings) == wanted for row in rows)
+    return any(_as_json_returns(_completed(row.settings)) == wanted for row in rows)
+
+
+def _completed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the fields that a method got since, at their defaults, as where an older recipe is read."""
+    if "fields" not in settings:
+        return settings
+    try:
+        fields = _all_fields(Pattern(settings["name"], settings["fields"], settings["method"]))
+    except (KeyError, TypeError, ValueError):  # of a method that is not what it was: equal to none of today's
+        return settings
+    return {**settings, "fields": fields}
 
 
 def _as_json_returns(value: Any) -> Any:
