@@ -109,22 +109,38 @@ class DemoPipeline:
         check_int("steps", steps, at_least=1)
         height, width = _sides(size or self.model.config.size)
         latents = self._sent(noise(indices, (height, width), seed))
-        # Evenly from 1 to 0. The scheduler's own choice spends its last step on a thousandth of the way.
-        self.scheduler.set_timesteps(sigmas=[1 - step / steps for step in range(steps)], device=self.device)
-        self.scheduler.set_begin_index(0)  # or it would look for the first timestep, and wait for the device
-        for step, timestep in enumerate(self.scheduler.timesteps):
+        for step, timestep in enumerate(self.begin(steps)):
             if on_step is not None:
                 on_step(step, steps)
             started = 0.0 if seconds is None else self._now()
-            level = (timestep / self.scheduler.config.num_train_timesteps).expand(len(latents))
-            exactly = precision(self.device) if self.transformer.dtype == torch.float32 else nullcontext()
-            # Named, as pipelines name their calls: methods that remember from step to step know it by that.
-            with exactly, self.transformer.cache_context("cond"):
-                velocity = self.model(latents, level)
-            latents = self.scheduler.step(velocity.float(), timestep, latents, return_dict=False)[0]
+            velocity = self.velocity(latents, timestep)
+            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False)[0]
             if seconds is not None:
                 seconds.append(self._now() - started)
         return self.model.denormalised(latents)
+
+    def begin(self, steps: int, first: int = 0) -> Tensor:
+        """Let the scheduler begin a sampling of so many steps, with number `first`; returns the timesteps of all."""
+        # Evenly from 1 to 0. The scheduler's own choice spends its last step on a thousandth of the way.
+        self.scheduler.set_timesteps(sigmas=[1 - step / steps for step in range(steps)], device=self.device)
+        self.scheduler.set_begin_index(first)  # or it would look for the timestep, and wait for the device
+        timesteps: Tensor = self.scheduler.timesteps
+        return timesteps
+
+    def level(self, timestep: Tensor) -> Tensor:
+        """The share of noise at a timestep, which the scheduler counts in those of its training."""
+        level: Tensor = timestep / self.scheduler.config.num_train_timesteps
+        return level
+
+    @torch.no_grad()
+    def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
+        """What the model says of normalised latents `[num, 32, h, w]` at one of the timesteps, in float32."""
+        level = self.level(timestep).expand(len(latents))
+        exactly = precision(self.device) if self.transformer.dtype == torch.float32 else nullcontext()
+        # Named, as pipelines name their calls: methods that remember from step to step know it by that.
+        with exactly, self.transformer.cache_context("cond"):
+            velocity: Tensor = self.model(latents, level)
+        return velocity.float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
