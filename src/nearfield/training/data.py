@@ -48,10 +48,12 @@ class Picture(NamedTuple):
 
 
 def pictures(folder: Path) -> list[Picture]:
-    """All pictures of the tar files in a folder, or, without any, of the folder itself; sorted by name."""
-    if not folder.is_dir():
+    """All pictures of the tar files in a folder, or, without any, of the folder itself, or of one tar file; sorted by
+    name."""
+    is_shard = folder.is_file() and folder.suffix == ".tar"
+    if not is_shard and not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    shards = sorted(folder.glob("*.tar"))
+    shards = [folder] if is_shard else sorted(folder.glob("*.tar"))
     found = (
         [picture for shard in shards for picture in _in_tar(shard)] if shards else list(_in_folder(folder))
     )
