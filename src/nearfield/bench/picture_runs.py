@@ -1,11 +1,11 @@
 """The embedded model's pictures with patterns of attention, and how like the dense ones they are."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,13 @@ class Task:
             yield range(start, min(start + self.batch, self.num))
 
 
+class Measured(Protocol):
+    """A row, of whatever benchmark, that says with which settings it was measured."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+
 class Facts(NamedTuple):
     """What a pattern reads of a picture.
 
@@ -108,6 +115,11 @@ class Drawing:
         latents = self._pipeline.sample(together, size=task.size, steps=task.steps, seed=task.seed)
         return self._pipeline.pictures(latents[: len(numbers)])
 
+    def velocity(self, latents: Tensor, step: int) -> Tensor:
+        """What the model says of noisy latents in one step, with which a sampling begins: nothing is remembered."""
+        timesteps = self._pipeline.begin(self._task.steps, step)
+        return self._pipeline.velocity(latents, timesteps[step])
+
     def _num_together(self, numbers: range) -> int:
         """Graphs are for one size of batch: a last, smaller one is filled up with pictures that nobody asked for."""
         if not self.is_compiled:
@@ -129,10 +141,17 @@ class Drawing:
 
 
 class PictureMaker:
-    """Makes pictures with any pattern; models are loaded once."""
+    """Makes pictures with any pattern; models are loaded once.
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    Args:
+        methods: gives what `apply` is given for a pattern; by default `method_of`.
+    """
+
+    def __init__(
+        self, task: Task, device: torch.device, methods: Callable[[Pattern], Any] | None = None
+    ) -> None:
         self.task, self.device = task, device
+        self._methods = methods or method_of
         self.not_compiled: dict[str, str] = {}
         """Patterns that could not be, and why."""
         self._pipelines: dict[Path, DemoPipeline] = {}
@@ -152,7 +171,7 @@ class PictureMaker:
         with lora_on(pipeline, Path(pattern.lora) if pattern.lora else None) as lora:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # what it does to pictures is measured here
-                handle = apply(pipeline, method_of(pattern), lora=lora)
+                handle = apply(pipeline, self._methods(pattern), lora=lora)
             reason = reason_not_to_compile(handle.method) if self.task.compiled else None
             if reason is not None:
                 self.not_compiled[pattern.name] = reason
@@ -268,7 +287,7 @@ def add_row(rows: list[quality.QualityRow], row: quality.QualityRow, out: Path, 
     write_json(out, as_document(rows, facts, about))
 
 
-def is_known(settings: Mapping[str, Any], rows: Sequence[quality.QualityRow]) -> bool:
+def is_known(settings: Mapping[str, Any], rows: Sequence[Measured]) -> bool:
     """Whether a row was measured with these settings."""
     wanted = _as_json_returns(settings)
     return any(_as_json_returns(_completed(row.settings)) == wanted for row in rows)

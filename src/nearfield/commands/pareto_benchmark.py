@@ -109,12 +109,17 @@ def _bench_pareto(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    check_model(arguments)
+    if arguments.inception and not arguments.inception.is_file():
+        wrong("--inception", "name a file that is there", repr(str(arguments.inception)))
+
+
+def check_model(arguments: argparse.Namespace) -> None:
+    """Whose pictures are made, and how large: `--weights`, `--tiny` and `--size`."""
     if arguments.tiny and arguments.weights:
         wrong("--weights", "be left out with `--tiny`", repr(str(arguments.weights)))
-    for name in ("weights", "inception"):
-        path = getattr(arguments, name)
-        if path and not path.is_file():
-            wrong(f"--{name}", "name a file that is there", repr(str(path)))
+    if arguments.weights and not arguments.weights.is_file():
+        wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
     if arguments.size and arguments.size % 8:
         wrong("--size", "be a multiple of 8 pixels", arguments.size)
 
