@@ -5,6 +5,7 @@ from typing import Any
 from nearfield.commands import (
     attend_benchmark,
     call_benchmarks,
+    errors_benchmark,
     hilbert_benchmark,
     model_benchmark,
     pareto_benchmark,
@@ -23,6 +24,7 @@ def add_commands(commands: Any) -> None:
     show_help_without_command(bench)
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK")
     attend_benchmark.add_command(benchmarks)
+    errors_benchmark.add_command(benchmarks)
     call_benchmarks.add_fine(benchmarks)
     hilbert_benchmark.add_command(benchmarks)
     call_benchmarks.add_loglinear(benchmarks)

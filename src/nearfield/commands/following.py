@@ -29,6 +29,10 @@ _NEXT = {
         "nearfield tune --max-lpips 0.1",
         "the boldest fields that keep pictures so close",
     ),
+    "bench errors": (
+        "nearfield bench quality --photographs FOLDER --patterns FILE",
+        "what the best of them do to pictures",
+    ),
     "bench loglinear": ("nearfield bench pixel", "what training with it gains"),
     "bench pixel": ("nearfield train pixel --data FOLDER --out RUN --attention loglinear", "train with it"),
     "bench fine": ("nearfield bench recall --latents FILE", "how much of attention fine lists keep"),
