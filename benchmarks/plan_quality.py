@@ -45,6 +45,8 @@ from nearfield.training.runs import MODEL
 DENSE = "dense"
 CANDIDATES = [pattern.name for pattern in GROUPS["search"]]
 FULL, NATIVE = "full", "native"
+URGENT = 7
+"""So many tables come before other ways of tuning."""
 TUNED = ", tuned: "
 """In a name, between a pattern and how the model was tuned for it."""
 FIXED = ("size", "steps", "pairs", "tuning_steps", "cool_down", "equal_steps", "tuning_batch", "weights")
@@ -65,7 +67,7 @@ class Settings:
         ranks, equal_steps: LoRAs that are compared after equally many steps, with "full" for all weights and "native"
             for flow matching with sparse attention.
         tuning_batch: samples per step.
-        sections: tables to measure for, the first six of them before other ways of tuning.
+        sections: tables to measure for, the first `URGENT` of them before other ways of tuning.
         lanes: parts side by side.
         compiled: use torch.compile.
     """
@@ -164,11 +166,11 @@ class Plan(planned.Plan):
         yield from (self.pictures(pattern, settings.num) for pattern in others)
 
     def _of_sections(self, *, is_urgent: bool) -> Iterator[Part]:
-        """Patterns of tables, each once: of the first six tables, or what others have beside those. Those that could be
+        """Patterns of tables, each once: of the first tables, or what others have beside those. Those that could be
         tuned are drawn for themselves."""
         sections = self.settings.sections
-        urgent = dict.fromkeys(name for section in sections[:6] for name in SECTIONS[section])
-        others = dict.fromkeys(name for section in sections[6:] for name in SECTIONS[section])
+        urgent = dict.fromkeys(name for section in sections[:URGENT] for name in SECTIONS[section])
+        others = dict.fromkeys(name for section in sections[URGENT:] for name in SECTIONS[section])
         names = urgent if is_urgent else [name for name in others if name not in urgent]
         patterns = (pattern_named(name) for name in names if name not in CANDIDATES)
         yield from (self.pictures(pattern, self.settings.num) for pattern in patterns)

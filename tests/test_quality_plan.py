@@ -101,7 +101,7 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Carried:
 def archive(carried: Carried, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("collected")
     script("collect", carried.state, out, "rank-full-equal")
-    (part,) = out.glob("rank-full-equal-of-far-*-model.part-aa")
+    (part,) = out.glob("rank-full-equal-of-*-model.part-aa")
     assert part.stat().st_size > 1000
     return out / "quality-results.tar.gz"
 
@@ -220,11 +220,14 @@ def restoring(planning: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def published(carried: Carried, tmp_path: Path) -> Path:
-    """As an older version would have: of another commit, and without a field that there was not yet."""
+    """As an older version would have: of another commit, and without a field that there was not yet.
+
+    "interleave" is left at its default by all patterns of the plan.
+    """
     document = quality_results.as_json(quality_results.read_folder(carried.state))
     for row in document["results"]:
         row |= {"commit": "0ld", "date": "2026-01-01"}
-        row["settings"].get("fields", {}).pop("near", None)
+        row["settings"].get("fields", {}).pop("interleave", None)
     path = tmp_path / "published.json"
     write_json(path, document)
     return path
@@ -376,7 +379,7 @@ def test_a_file_that_does_not_fit_is_one_line(
 def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: ModuleType) -> None:
     """Those of the real sizes, which are run on a GPU alone."""
     (staged(tmp_path / "state") / "kept").mkdir()
-    settings = planning.Settings.read(["tuned=far 16, centre, interleave, 3 dense steps"])
+    settings = planning.Settings.read(["tuned=around, far 8, weighted, 3 dense steps"])
     plan = planning.Plan(tmp_path / "state", settings, 0.0)
     (parts,) = plan.groups()
     names = [part.name for part in parts]
@@ -389,10 +392,10 @@ def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: Mod
             for words in chain:
                 cli._parser(words).parse_args(words)
         commands[part.name] = part.chains(3.0)[0][0]
-    of = "of-far-16-centre-interleave"
+    of = "of-around-far-8-weighted"
     lora = commands[f"tune-rank-4-{of}"]
-    assert {"--interleave", "--compile", "--keep-steps"} <= set(lora)
-    assert lora[lora.index("--shared") + 1] == "centre"
+    assert {"--compile", "--keep-steps"} <= set(lora)
+    assert lora[lora.index("--near") + 1] == "around"
     assert "--full" in commands[f"tune-rank-full-equal-{of}"]
     assert "--num 512,1500,5000" in " ".join(commands["pictures-dense-5000"])
     assert "--no-dense-row" not in commands["pictures-dense-5000"]
@@ -407,7 +410,7 @@ def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: Mod
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("tuned=far 17", "`tuned` must be any of far 16, centre, interleave, 3 dense steps;"),
+        ("tuned=far 17", "`tuned` must be any of around, far 8, weighted, 3 dense steps;"),
         ("ranks=4,none", "`ranks` must be any of numbers; full; native; got 'none'."),
         ("sections=curve", "`sections` must be any of Fewer tiles;"),
     ],
@@ -545,7 +548,7 @@ def test_training_runs_one_at_a_time(
         part._replace(may_begin=lambda: True) for part in (plan.pictures(None, 5), plan.pictures(chosen, 5))
     ]
     names = [part.name for part in plan._startable([*trainings, *others], {})]
-    assert names == ["tune-rank-4-of-far-16-centre-interleave", "pictures-dense-5"]
+    assert names == ["tune-rank-4-of-around-far-8-weighted", "pictures-dense-5"]
     running = {1: planning.planned._Running(trainings[0], 0.0)}
     assert plan._startable([*trainings, *others], running) == others[:1]
     # Nor do two parts write rows of one pattern at a time.
@@ -724,7 +727,7 @@ def test_all_commits_are_named(tmp_path: Path) -> None:
 
 def test_names_without_dense_steps() -> None:
     names = {without_dense_steps(pattern).name for pattern in GROUPS["search"]}
-    assert names == {"far 16, centre, interleave", "far 8, weighted", "far 8, tiles by layer, weighted"}
+    assert names == {"around, far 8, weighted", "around, far 16, weighted", "far 8, tiles by layer, weighted"}
     for group in ("search", "far-steps"):
         for pattern in GROUPS[group]:
             assert without_dense_steps(pattern).fields["dense_steps"] == 0

@@ -55,6 +55,11 @@ def _weighted(name: str, **fields: Any) -> Pattern:
     return _sparse(name, summary="weighted", dense_steps=_THREE_STEPS[_BOTH_ENDS], **fields)
 
 
+def _around(name: str, **fields: Any) -> Pattern:
+    """What is around a block in the place of its tile, and weighted summaries, unless the fields say else."""
+    return _sparse(name, **{"near": "around", "summary": "weighted"} | fields)
+
+
 def _merge_fields(**fields: Any) -> Fields:
     """Of `Merge`; all but the first block of each kind merge, for the embedded model has few."""
     return {"skip_blocks": (1, 1)} | fields
@@ -132,13 +137,29 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     ],
     "search": [
         *(
+            _around(f"around, far 8, weighted, {words}", far=8, dense_steps=ends)
+            for words, ends in _THREE_STEPS.items()
+        ),
+        _around(f"around, far 16, weighted, {_BOTH_ENDS}", dense_steps=_THREE_STEPS[_BOTH_ENDS]),
+        _weighted(f"far 8, tiles by layer, weighted, {_BOTH_ENDS}", far=8, tiles=_TILES_BY_LAYER[8]),
+    ],
+    "around": [
+        _around("around, far 16", summary="mean"),
+        _around("around, far 16, weighted"),
+        _around("around, far 8", far=8, summary="mean"),
+        _around("around, far 8, weighted", far=8),
+        _around("around, far 32, weighted", far=32),
+        *(_around(f"around, {tiles} tiles, far 16, weighted", tiles=tiles) for tiles in (8, 32)),
+        _around("around, nothing far", far=None, summary="mean"),
+    ],
+    "three-steps": [
+        *(
             _sparse(
                 f"far 16, centre, interleave, {words}", shared="centre", interleave=True, dense_steps=ends
             )
             for words, ends in _THREE_STEPS.items()
         ),
         _weighted(f"far 8, weighted, {_BOTH_ENDS}", far=8),
-        _weighted(f"far 8, tiles by layer, weighted, {_BOTH_ENDS}", far=8, tiles=_TILES_BY_LAYER[8]),
     ],
     "far-tiles": [
         _weighted(f"far 16, tiles by layer, weighted, {_BOTH_ENDS}", tiles=_TILES_BY_LAYER[16]),
@@ -198,6 +219,12 @@ ALL_METHODS = ("tiles", "default", "far", "far-shared", "chosen", "merge", "peer
 BASE = "far 16"
 SECTIONS: dict[str, Sequence[str]] = {
     "Fewer tiles": (BASE, "far 16, 4 tiles"),
+    "Around in the place of tiles": (
+        BASE,
+        "far 16, weighted",
+        "around, far 16",
+        "around, far 16, weighted",
+    ),
     "The curve": (BASE, "far 16, hilbert", "far 16, morton", "far 16, raster"),
     "Sliding": (BASE, "far 16, cycle 1", "far 16, interleave"),
     "A shared region": (
@@ -225,6 +252,8 @@ SECTIONS: dict[str, Sequence[str]] = {
         "far 16, 32 tiles",
         "far 16, weighted",
         "far 8, weighted",
+        "around, far 8, weighted",
+        "around, far 32, weighted",
         f"far 16, 8 tiles, weighted, {_BOTH_ENDS}",
     ),
     "Tiles by layer, at equal pairs": (
