@@ -165,6 +165,15 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
     assert sweep(out, blocks="gpu").missing([TILES])
 
 
+def test_rows_are_of_the_code_that_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits that others make while it runs have no part in it."""
+    monkeypatch.setattr("nearfield.bench.machine.commit", lambda: "before")
+    found = sweep(tmp_path / "errors.json")
+    monkeypatch.setattr("nearfield.bench.machine.commit", lambda: "after")
+    assert found.run([TILES])
+    assert json.loads(found.out.read_text())["machine"]["commit"] == found.rows[0].commit == "before"
+
+
 def test_results_name_no_folder(tmp_path: Path) -> None:
     out, mine = tmp_path / "errors.json", tmp_path / "mine.json"
     mine.write_text(json.dumps([{"name": "t", "fields": {"tiles": 4}}]), encoding="utf-8")
@@ -174,6 +183,7 @@ def test_results_name_no_folder(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
     document = json.loads(text)
     assert (document["benchmark"], document["format"]) == ("errors", 1)
+    assert document["results"][0]["commit"] == document["machine"]["commit"]
     assert document["machine"]["versions"]["torch"] == torch.__version__
     (row,) = document["results"]
     assert row["settings"]["photographs"]["source"] == "cats"

@@ -228,6 +228,7 @@ class ErrorSweep:
         self._on_step = on_step or (lambda done, name, total: None)
         self._done = self._total = 0
         self._samples = list[Sample]()
+        self._commit = machine.commit()  # now: what is committed while it runs is not what runs
         self._maker = PictureMaker(task, self.device, self._method)
 
     def run(self, patterns: Sequence[Pattern], has_time: Callable[[], bool] = lambda: True) -> bool:
@@ -331,7 +332,7 @@ class ErrorSweep:
 
     def _add(self, row: ErrorRow) -> None:
         """Write a file with one row more. Those of a file may come of several runs, so each says by itself of which."""
-        facts = machine.facts()
-        self.rows.append(replace(row, commit=facts["commit"], date=facts["date"]))
+        facts = machine.facts() | {"commit": self._commit}
+        self.rows.append(replace(row, commit=self._commit, date=facts["date"]))
         if self.out is not None:
             write_json(self.out, as_document(self.rows, facts))
