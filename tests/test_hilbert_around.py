@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Geometry, Hilbert, Merge, apply, hilbert_attention
 from nearfield.geometry import Shortened
+from nearfield.methods.hilbert.plans import near_plan
 from nearfield.quality import tile_borders
 
 SQUARE = Geometry((32, 32), text=32)
@@ -145,6 +146,24 @@ def test_layers_read_alike_and_may_differ_in_their_number_of_tiles():
     assert plans[2].num_pairs > plans[0].num_pairs
     assert method.phases == 1
     assert Hilbert(cycle=3).phases == 3
+
+
+def test_plans_are_the_same_whatever_torch_computes_in_by_default():
+    """A short default dtype would round coordinates, another default device would hold them."""
+    geometry = Geometry((40, 56), text=5, references=((20, 30),))
+    method = around(tiles=7, far=8)
+    want = method.reader(geometry, q_block=32, k_block=16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        near_plan.cache_clear()
+        got = method.reader(geometry, q_block=32, k_block=16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.near == want.near
+    assert got.near is not want.near
+    near_plan.cache_clear()
+    with torch.device("meta"):
+        assert method.plan(geometry, q_block=32, k_block=16) == want.near
 
 
 def test_references_are_read_where_they_correspond():

@@ -39,7 +39,7 @@ def spans_around(pattern: Pattern, geometry: Geometry, layout: Layout, q_block: 
 def _in_rows(geometry: Geometry, images: list[tiling.Coordinates], sides: Tensor, q_block: int) -> Tensor:
     """Where the tokens of each row are in an image with other sides, `[rows, q_block, axes]`; NaN for text."""
     rows = -(-geometry.num_tokens // q_block)
-    places = torch.full((rows * q_block, len(sides)), math.nan, device="cpu")
+    places = torch.full((rows * q_block, len(sides)), math.nan, dtype=torch.float32, device="cpu")
     for (start, stop), image in zip(geometry.image_spans, images, strict=True):
         places[start:stop] = (image.places + 0.5) * (sides / image.sides) - 0.5
     return places.view(rows, q_block, -1)
@@ -69,7 +69,7 @@ def _distances(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """How far the boxes `low ... high` are from the tokens of each row, on average, `[rows, boxes]`."""
     found = []
     for some in rows.split(max(1, _MOST_DISTANCES // (rows.shape[1] * len(low)))):
-        square = torch.zeros(*some.shape[:2], len(low), device="cpu")
+        square = some.new_zeros(*some.shape[:2], len(low))
         for place, first, last in zip(some.unbind(-1), low.T, high.T, strict=True):
             beyond = torch.maximum(first - place[..., None], place[..., None] - last).clamp_(min=0)
             square += beyond.square_()
