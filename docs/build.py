@@ -28,6 +28,8 @@ def main() -> None:
     demo.draw(IMAGES / "any-grid.png", demo.preset_for((45, 80)), tiles=9)
     method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16), layers=range(4))
     show.draw(IMAGES / "hilbert.png", method)
+    around = show.examine(Geometry((64, 64), text=64), Hilbert(near="around"), layers=[0])
+    show.draw(IMAGES / "around.png", around)
     plan_pictures.write(IMAGES)
     bars = {"attend": attend_bars, "hilbert": hilbert_bars, "model": model_bars}
     for benchmark, draw in bars.items():
