@@ -43,14 +43,17 @@ class NearfieldHilbert:
             # From 1 on it would be a number of steps.
             "dense_steps": ("FLOAT", {"default": 0.2, "min": 0.0, "max": 0.95, "step": 0.05}),
             "dense_layers": ("INT", {"default": 1, "min": 0, "max": 1000}),
-            # Last: saved workflows know values by their place.
-            "near": (list(get_args(Near)), {"default": "tile"}),
         }
-        required = {
-            name: (kind, options | {"tooltip": cls.TOOLTIPS[name]})
-            for name, (kind, options) in fields.items()
-        }
-        return {"required": {"model": ("MODEL",)} | required}
+        # Not required: prompts that were saved before there was such a field do not name it.
+        later = {"near": (list(get_args(Near)), {"default": "tile"})}
+        required, optional = (
+            {
+                name: (kind, options | {"tooltip": cls.TOOLTIPS[name]})
+                for name, (kind, options) in some.items()
+            }
+            for some in (fields, later)
+        )
+        return {"required": {"model": ("MODEL",)} | required, "optional": optional}
 
     def patch(
         self,

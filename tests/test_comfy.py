@@ -331,8 +331,22 @@ def test_wrong_fields_are_refused_by_the_method() -> None:
     assert str(error.value) == "`far` must be at least 2; got 1."
 
 
+def all_inputs(node: str) -> dict[str, Any]:
+    """In the order in which ComfyUI shows them."""
+    inputs = NODES.NODE_CLASS_MAPPINGS[node].INPUT_TYPES()
+    return {**inputs["required"], **inputs["optional"]}
+
+
+def test_a_prompt_from_before_there_was_a_field_still_runs() -> None:
+    case = CASES["FLUX"]()
+    older = {name: value for name, value in FIELDS.items() if name != "near"}
+    node = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"]()
+    (model,) = node.patch(case.patcher, **older)
+    assert torch.equal(case.run(model), case.run(patched(case.patcher)))
+
+
 def test_node_offers_the_fields_of_the_method() -> None:
-    inputs = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"].INPUT_TYPES()["required"]
+    inputs = all_inputs("NearfieldHilbert")
     assert list(inputs) == ["model", *FIELDS]
     for name in FIELDS:
         default = inputs[name][1]["default"]
@@ -355,7 +369,7 @@ def test_workflow_holds_together() -> None:
         assert into["link"] == link
         assert out["type"] == into["type"] == kind
     (ours,) = (node for node in nodes.values() if node["type"] in NODES.NODE_CLASS_MAPPINGS)
-    inputs = NODES.NODE_CLASS_MAPPINGS[ours["type"]].INPUT_TYPES()["required"]
+    inputs = all_inputs(ours["type"])
     assert [entry["name"] for entry in ours["inputs"]] == ["model"]
     fields = dict(zip(list(inputs)[1:], ours["widgets_values"], strict=True))
     patched(CASES["FLUX"]().patcher, **fields)

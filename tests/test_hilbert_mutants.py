@@ -120,7 +120,7 @@ MUTANTS = {
     ),
     "a row does not read itself": Mutant(
         AROUND,
-        "distance.masked_fill_(is_own, -1.0)",
+        "distance.masked_fill_(is_own, -torch.inf)",
         "distance.masked_fill_(is_own, 1e9)",
         "what_is_around_is_read",
     ),

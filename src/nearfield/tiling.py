@@ -109,8 +109,8 @@ class Coordinates(NamedTuple):
     """Where the tokens of an image are in it.
 
     Args:
-        places: `[n, axes]` float32, in the order of the sequence.
-        sides: `[axes]` float32, of the grid.
+        places: `[n, axes]` float64, in the order of the sequence.
+        sides: `[axes]` float64, of the grid.
     """
 
     places: Tensor
@@ -128,7 +128,7 @@ def coordinates(
     for grid, segment in zip(of.images, segments_of(of, curve, shared, shared_tokens), strict=True):
         sides = (1,) * (axes - len(grid)) + grid
         places = torch.stack(torch.unravel_index(segment.order, sides), dim=1)
-        found.append(Coordinates(places.float(), torch.tensor(sides, dtype=torch.float32, device="cpu")))
+        found.append(Coordinates(places.double(), torch.tensor(sides, dtype=torch.float64, device="cpu")))
     if isinstance(geometry, Shortened):
         runs = geometry.runs_of_images()
         found = [

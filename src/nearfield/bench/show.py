@@ -66,9 +66,9 @@ def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block:
     """Plans and tiles of the chosen layers. The tiles are cut by the functions that the method cuts them with.
 
     Args:
-        q_block: by default what the method chooses on a CPU.
+        q_block: by default what the method chooses on a CPU for the first of the layers.
     """
-    q_block = q_block or method.plan(geometry, heads=method.phases).q_block
+    q_block = q_block or method.plan(geometry, layers[0], heads=method.phases).q_block
     unit = q_block if method.far is None else math.lcm(q_block, method.far)
     (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
     coarse = _FINE if geometry.num_tokens <= _FINE_TOKENS else _COARSE

@@ -57,6 +57,8 @@ def _settled(method: Method) -> Any:
     settled = replace(cast(Any, method), dense_steps=0)
     if isinstance(settled, Hilbert) and settled.tiles is None and settled.tile_size is None:
         settled = replace(settled, tiles=DEFAULT_TILES)
+    if isinstance(settled, Hilbert):
+        settled = replace(settled, cycle=settled.phases)  # of what does not slide it counts for nothing
     return settled
 
 

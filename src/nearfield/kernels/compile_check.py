@@ -243,7 +243,7 @@ def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, s
 def hopper_variants(every: bool) -> Iterator[tuple[int, int, int, bool, bool]]:
     """Head dimension, blocks of queries and of keys, bias, and ragged ends; without `every`, each way once."""
     if every:
-        for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 64, 128)):
+        for dim, q_block, k_block in product((64, 128), (64, 128, 192), (1, 16, 32, 64, 128)):
             for has_bias, is_ragged in ((False, False), (True, True)) if q_block == 192 else ((False, True),):
                 yield dim, q_block, k_block, has_bias, is_ragged
         return
@@ -252,6 +252,7 @@ def hopper_variants(every: bool) -> Iterator[tuple[int, int, int, bool, bool]]:
     yield 128, 192, 1, False, False
     yield 128, 192, 64, True, True
     yield 64, 128, 64, False, True
+    yield 64, 128, 32, False, True
     yield 64, 192, 1, True, True
 
 

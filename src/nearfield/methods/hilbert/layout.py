@@ -90,9 +90,10 @@ def block_sizes(
     could not slide.
 
     What is read around a block of queries must reach beyond it on all sides, so it holds at least three times as many
-    tokens, in sixteen blocks or more. No two blocks of queries read the same there, so that small ones suit no device.
+    tokens, in sixteen blocks or more, unless it is smaller than blocks can be. No two blocks of queries read the same
+    there, so that small ones suit no device.
     """
-    tile = pattern.tile_size or math.prod(geometry.grid) / (pattern.tiles or DEFAULT_TILES)
+    tile = _tile(pattern, geometry)
     is_around = pattern.near == "around"
     if q_block is None:
         largest = 128 if is_around or torch.device(device).type == "cuda" else 16
@@ -102,6 +103,15 @@ def block_sizes(
     check_block("q_block", q_block)
     check_block("k_block", k_block)
     return q_block, k_block
+
+
+def _tile(pattern: Pattern, geometry: Geometry) -> float:
+    """Tokens of a tile; of merged ones it covers as much of the image."""
+    count = math.prod(geometry.grid)
+    if pattern.tile_size is None:
+        return count / (pattern.tiles or DEFAULT_TILES)
+    whole = geometry.whole if isinstance(geometry, Shortened) else None
+    return pattern.tile_size * (count / math.prod(whole.grid) if whole else 1.0)
 
 
 def _block_within(most: float) -> int:

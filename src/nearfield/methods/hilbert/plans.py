@@ -23,7 +23,7 @@ def near_plan(
     """The plan of all layers whose tiles have slid to one `phase` of the cycle."""
     layout = layout_of(pattern, geometry, q_block)
     if pattern.near == "around":
-        of_images = spans_around(pattern, geometry, layout, q_block, k_block)
+        of_images = spans_around(pattern, geometry, q_block, k_block)
     else:
         of_images = _tile_spans(pattern, geometry, layout, phase, q_block)
     always = [geometry.text_span, *(segment.shared for segment in layout.segments)]

@@ -78,7 +78,7 @@ def _around_words(
     start, stop = segment.ring
     if start == stop:
         return "none: every token is shared"
-    spans = spans_around(pattern, geometry, layout, q_block, k_block).clamp(start, stop)
+    spans = spans_around(pattern, geometry, q_block, k_block).clamp(start, stop)
     most = int(spans.diff(dim=-1).sum(dim=1).max())
     return f"{most} tokens, those nearest to each block of {q_block} (asked for: {(stop - start) / layout.tiles:g})"
 
