@@ -150,6 +150,8 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         _around("around, far 8, weighted", far=8),
         _around("around, far 32, weighted", far=32),
         *(_around(f"around, {tiles} tiles, far 16, weighted", tiles=tiles) for tiles in (8, 32)),
+        _around("around, centre, far 16, weighted", shared="centre"),
+        *(_around(f"around, {curve}, far 16, weighted", curve=curve) for curve in ("morton", "raster")),
         _around("around, nothing far", far=None, summary="mean"),
     ],
     "three-steps": [

@@ -49,8 +49,8 @@ def tile_borders(
 ) -> Borders:
     """The borders of a method's tiles, as its plans draw them: whatever the grid, the curve, and how far tiles slide.
 
-    Where it has no tiles (`near="around"`), neighbours read each other; what is read changes from one block of queries
-    to the next, and the borders are those of blocks.
+    Where it has no tiles (`near="around"`), nearly all neighbours read each other; what is read changes from one block
+    of queries to the next, and the borders are those of blocks.
 
     Args:
         layers: whose tiles, averaged; by default those of one cycle, and of the layers before it that differ in their
