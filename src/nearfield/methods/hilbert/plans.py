@@ -1,5 +1,4 @@
-"""Who reads whom exactly: a token reads the text, the shared tokens, and of every image the
-tiles it is in, or what lies around its row."""
+"""Who reads whom exactly: a token reads the text, what is shared, and of every image its tiles or what is around."""
 
 from collections.abc import Sequence
 from functools import lru_cache
