@@ -577,6 +577,24 @@ def test_whole_model_compiled_with_dense_steps(graphs: Any) -> None:
     assert made[3] == made[-1]
 
 
+def test_whole_model_compiled_in_pieces_is_sparse_from_its_first_call() -> None:
+    """Where graphs may break, nothing need be made ready: the grid is read in the break."""
+    torch._dynamo.reset()
+    model, call, schedule = tiny_models.flux(1, 2), tiny_models.flux_inputs((9, 14)), Schedule()
+    method = paper(tiles=4, dense_layers=0, dense_steps=(1, 2))
+    dense = run(model, call)
+    with nearfield.apply(model, dataclasses.replace(method, dense_steps=0)):
+        sparse = run(model, call)
+    with nearfield.apply(model, method, scheduler=schedule) as handle:
+        compiled = torch.compile(model, backend="eager")
+        for step, want in ((None, dense), (1, sparse), (4, dense), (3, sparse)):
+            schedule.step_index = step
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(**call)[0], want)
+        assert "dense calls" not in handle.summary()
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", ["flux", "flux2"])
 def test_whole_model_compiled_but_not_for_another_size_of_as_many_tokens(name: str, graphs: Any) -> None:
     make, inputs_of = MODELS[name]

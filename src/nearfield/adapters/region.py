@@ -5,7 +5,9 @@ out how large the image is, fetches the order of its tokens and what each layer 
 processors. Between entrance and exit nothing is looked up and nothing but attention knows of the method.
 """
 
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -163,15 +165,18 @@ class Region:
         self.resting.check()
         check_unchanged(self.part, self.layers, self._places)
         check_arguments(spec, arguments)
-        located = spec.locate(module, arguments, self._grids)
+        # Asked once: where a graph broke, torch.compile takes up every function by itself, where the answer is another.
+        is_traced = torch.compiler.is_compiling()
+        locate = spec.locate if is_traced else _outside_graphs(spec.locate)
+        located = locate(module, arguments, self._grids)
         if not isinstance(located, str):
             located = spec.padded(located)
             check_count(spec, arguments, located)
         samples = arguments.get(spec.sample)
-        if torch.compiler.is_compiling():
+        if is_traced:
             check_ready(self.part, self.ready, located, first_tensor(samples))
         else:
-            self._get_ready(located, samples)
+            _outside_graphs(self._get_ready)(located, samples)
         self.calls.is_dense_step = self._is_dense_step()
         if self._remembers:
             self._tell_moment(len(samples))
@@ -318,3 +323,8 @@ class Region:
                 layer.installed.reader = reader
                 weighing = ready.weighing[number] if ready and ready.weighing else None
                 layer.installed.dense_reader = weighing or (ready.dense_reader if ready else None)
+
+
+def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch.compile leaves alone, if it is in use at all."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
