@@ -30,7 +30,7 @@ class NearfieldHilbert:
         "far": "Tokens per summary of what lies outside a tile; 0 leaves that out.",
         "dense_steps": "Share of the first denoising steps that read everything; they decide the composition.",
         "dense_layers": "How many of the first layers read everything.",
-        "near": "tile: a token reads its tile. around: as many tokens, those nearest to it and its next neighbours.",
+        "near": "tile: a token reads its tile. around: as many tokens, those nearest to its block of tokens.",
     }
 
     @classmethod
