@@ -81,13 +81,13 @@ class Settings:
     pairs: int = 512
     tuned: str = ""
     rank: int = 4
-    tuning_steps: int = 600
-    cool_down: int = 200
+    tuning_steps: int = 400
+    cool_down: int = 150
     ranks: tuple[str, ...] = ("4", "64", FULL, "16", NATIVE)
     equal_steps: int = 200
     tuning_batch: int = 32
     sections: tuple[str, ...] = tuple(SECTIONS)
-    lanes: int = 2
+    lanes: int = 3
     compiled: bool = True
 
     @classmethod
@@ -159,11 +159,11 @@ class Plan(planned.Plan):
         yield self.pictures(None, settings.screen, *counts)
         yield self.pictures(chosen, *counts)
         yield self.pictures(self.tuned(chosen, best), *counts, after=best)
+        yield from (self.pictures(pattern, settings.num) for pattern in others)
         yield from self._of_sections(is_urgent=True)
         yield self.pictures(self.tuned(without_dense_steps(chosen), best), settings.num, after=best)
         yield from self.compared(chosen)
         yield from self._of_sections(is_urgent=False)
-        yield from (self.pictures(pattern, settings.num) for pattern in others)
 
     def _of_sections(self, *, is_urgent: bool) -> Iterator[Part]:
         """Patterns of tables, each once: of the first tables, or what others have beside those. Those that could be

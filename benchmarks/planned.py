@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from nearfield import cli  # noqa: E402
 from nearfield._files import write_json  # noqa: E402
 
-STARTING, ENDING = 20.0, 15.0  # seconds from a fork to the first step, and from the last step to the end
+STARTING, ENDING = 10.0, 12.0  # seconds from a fork to the first step, and from the last step to the end
 Chain = list[list[str]]
 """Commands one after another."""
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Attended, Geometry, Impl, Ordering
@@ -13,9 +14,22 @@ from nearfield.dense_parts import DenseSteps, checked_steps, ends_of
 
 
 class MaskReader(NamedTuple):
-    """Dense attention under a mask: slow, and exact for any pattern."""
+    """Attention under a mask, exact for any pattern: dense, and slow; inside of a graph flex, which skips blocks.
+
+    Args:
+        mask: who reads whom, `[tokens, tokens]`.
+        blocks: the same for flex.
+    """
 
     mask: Tensor
+    blocks: BlockMask
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "MaskReader":
+        def reads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return mask[q, k]
+
+        return cls(mask, create_block_mask(reads, None, None, *mask.shape, device=mask.device))
 
     @property
     def num_pairs(self) -> int:
@@ -32,7 +46,10 @@ class MaskReader(NamedTuple):
         impl: Impl = "auto",
     ) -> Attended:
         assert key_bias is None  # nothing is padded here
-        out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale)
+        if torch.compiler.is_compiling():
+            out = flex_attention(query, key, value, block_mask=self.blocks, scale=scale)
+        else:
+            out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale)
         return Attended(out, torch.full(out.shape[:-1], math.nan, device=out.device))
 
 
@@ -61,7 +78,7 @@ class Masked:
         mask = torch.ones(geometry.num_tokens, geometry.num_tokens, dtype=torch.bool)
         start, stop = geometry.image_spans[0]
         mask[start:stop, start:stop] = self._image_mask(geometry.grid)
-        return MaskReader(mask.to(device))
+        return MaskReader.of(mask.to(device))
 
     def _image_mask(self, grid: tuple[int, ...]) -> Tensor:
         tokens = torch.arange(math.prod(grid))

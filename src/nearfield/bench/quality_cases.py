@@ -79,7 +79,6 @@ _BOTH_ENDS = "first and last 2 steps dense"
 _THREE_STEPS = {"3 dense steps": 3, "last 3 steps dense": (0, 3), _BOTH_ENDS: (1, 2)}
 _STEPS = {
     "first step dense": 1,
-    "first 2 steps dense": 2,
     "first 3 steps dense": 3,
     "last 3 steps dense": (0, 3),
     _BOTH_ENDS: (1, 2),
@@ -135,24 +134,16 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     "far-layers": [
         _sparse(f"far 16, {words} dense", dense_layers=layers) for words, layers in _LAYERS.items()
     ],
-    "search": [
-        *(
-            _around(f"around, far 8, weighted, {words}", far=8, dense_steps=ends)
-            for words, ends in _THREE_STEPS.items()
-        ),
-        _around(f"around, far 16, weighted, {_BOTH_ENDS}", dense_steps=_THREE_STEPS[_BOTH_ENDS]),
-        _weighted(f"far 8, tiles by layer, weighted, {_BOTH_ENDS}", far=8, tiles=_TILES_BY_LAYER[8]),
-    ],
+    "search": [_around("around"), _around("around, 16 tiles, far 8", tiles=16, far=8)],
     "around": [
-        _around("around, far 16", summary="mean"),
-        _around("around, far 16, weighted"),
-        _around("around, far 8", far=8, summary="mean"),
-        _around("around, far 8, weighted", far=8),
-        _around("around, far 32, weighted", far=32),
-        *(_around(f"around, {tiles} tiles, far 16, weighted", tiles=tiles) for tiles in (8, 32)),
-        _around("around, centre, far 16, weighted", shared="centre"),
-        *(_around(f"around, {curve}, far 16, weighted", curve=curve) for curve in ("morton", "raster")),
+        _around("around, means", summary="mean"),
+        *(_around(f"around, far {window}", far=window) for window in (8, 32)),
         _around("around, nothing far", far=None, summary="mean"),
+        *(_around(f"around, {tiles} tiles", tiles=tiles) for tiles in (4, 16, 32)),
+        _around("around, 16 tiles, means", tiles=16, summary="mean"),
+        _around("around, centre", shared="centre"),
+        *(_around(f"around, {curve}", curve=curve) for curve in ("morton", "raster")),
+        *(_around(f"around, {words}", dense_steps=ends) for words, ends in _STEPS.items()),
     ],
     "three-steps": [
         *(
@@ -164,6 +155,7 @@ GROUPS: dict[str, Sequence[Pattern]] = {
         _weighted(f"far 8, weighted, {_BOTH_ENDS}", far=8),
     ],
     "far-tiles": [
+        _weighted(f"far 8, tiles by layer, weighted, {_BOTH_ENDS}", far=8, tiles=_TILES_BY_LAYER[8]),
         _weighted(f"far 16, tiles by layer, weighted, {_BOTH_ENDS}", tiles=_TILES_BY_LAYER[16]),
         _weighted(f"far 8, 12 tiles, weighted, {_BOTH_ENDS}", far=8, tiles=12),
     ],
@@ -181,8 +173,8 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     "steps": [_paper(f"{share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)],
     "layers": [_paper(f"{words} dense", dense_layers=layers) for words, layers in _LAYERS.items()],
     "rivals": [
-        *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12, 15)),
-        *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512, 600)),
+        *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12, 15, 16)),
+        *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512, 600, 800)),
     ],
     "chosen": [
         *(_chosen(f"LogLinear, top {topk}", "LogLinear", topk=topk) for topk in (8, 16)),
@@ -220,15 +212,16 @@ ALL_METHODS = ("tiles", "default", "far", "far-shared", "chosen", "merge", "peer
 
 BASE = "far 16"
 SECTIONS: dict[str, Sequence[str]] = {
-    "Fewer tiles": (BASE, "far 16, 4 tiles"),
     "Around in the place of tiles": (
         BASE,
         "far 16, weighted",
-        "around, far 16",
-        "around, far 16, weighted",
+        "around, means",
+        "around",
+        "around, 16 tiles, far 8",
     ),
+    "Fewer tiles": (BASE, "far 16, 4 tiles", "around", "around, 4 tiles"),
     "The curve": (BASE, "far 16, hilbert", "far 16, morton", "far 16, raster"),
-    "Sliding": (BASE, "far 16, cycle 1", "far 16, interleave"),
+    "Sliding": (BASE, "far 16, cycle 1"),
     "A shared region": (
         BASE,
         "far 16, centre, two-way",
@@ -236,13 +229,14 @@ SECTIONS: dict[str, Sequence[str]] = {
         "far 16, distributed, two-way",
         "far 16, distributed, keys",
     ),
-    "Dense steps": (BASE, *(f"far 16, {words}" for words in _STEPS)),
-    "Rivals at equal pairs": (BASE, "disc of radius 15", "band of 600"),
+    "Dense steps": ("around", *(f"around, {words}" for words in _STEPS)),
+    "Rivals at equal pairs": ("around", "disc of radius 16", "band of 800"),
     "Dense layers": (
         BASE,
         "far 16, every fourth layer dense",
         "far 16, last four dense",
         "far 16, first layer dense",
+        "far 16, interleave",
         "Hilbert()",
     ),
     "Without a far field, a centre shared: the paper's method": (BASE, "16 tiles", "4 tiles"),
@@ -254,8 +248,9 @@ SECTIONS: dict[str, Sequence[str]] = {
         "far 16, 32 tiles",
         "far 16, weighted",
         "far 8, weighted",
-        "around, far 8, weighted",
-        "around, far 32, weighted",
+        "around, far 8",
+        "around, far 32",
+        "around, centre",
         f"far 16, 8 tiles, weighted, {_BOTH_ENDS}",
     ),
     "Tiles by layer, at equal pairs": (
@@ -265,7 +260,7 @@ SECTIONS: dict[str, Sequence[str]] = {
     ),
 }
 """What readers ask for, by the names of patterns, the most important first: a table each. The curve of "far 16" is the
-closed Hilbert curve, and nothing of it is shared or dense."""
+closed Hilbert curve, and nothing of it is shared or dense; nor of "around", whose summaries are weighted."""
 
 
 def pattern_named(name: str) -> Pattern:

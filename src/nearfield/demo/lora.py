@@ -12,7 +12,6 @@ from nearfield import recipes
 from nearfield.demo.sampler import DemoPipeline
 from nearfield.demo.storage import BadFile, MissingExtra, read_tensors
 from nearfield.methods import Hilbert, Method
-from nearfield.methods.hilbert import DEFAULT_TILES
 
 _ADAPTER = "nearfield"
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
@@ -55,9 +54,9 @@ def suits(lora: Method | None, method: Method) -> bool:
 def _settled(method: Method) -> Any:
     """A method by what it reads in a sparse step."""
     settled = replace(cast(Any, method), dense_steps=0)
-    if isinstance(settled, Hilbert) and settled.tiles is None and settled.tile_size is None:
-        settled = replace(settled, tiles=DEFAULT_TILES)
     if isinstance(settled, Hilbert):
+        if isinstance(settled.tiles, int | None):
+            settled = replace(settled, tiles=settled.tiles_in(0))
         settled = replace(settled, cycle=settled.phases)  # of what does not slide it counts for nothing
     return settled
 

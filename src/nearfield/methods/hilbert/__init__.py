@@ -50,8 +50,9 @@ class Hilbert(DenseParts):
     """Attention inside sliding tiles of a curve, or around blocks of it.
 
     Args:
-        tiles: number of tiles per image; 16 unless `tile_size` is given. Several numbers are of the layers from the
-            first on, dense ones counted, too; the last is of all that follow.
+        tiles: number of tiles per image; 16 unless `tile_size` is given, or, around blocks, as many as make tiles of
+            512 tokens or more. Several numbers are of the layers from the first on, dense ones counted, too; the last
+            is of all that follow.
         tile_size: tokens per tile, instead of `tiles`.
         near: what a token reads exactly: the "tile" it is in; or what is "around" its block of queries, as many tokens
             as a tile holds, those nearest to the block in the image. Then nothing is cut, and nothing slides.
@@ -113,10 +114,11 @@ class Hilbert(DenseParts):
     # -- tiles by layer ------------------------------------------------------------------------------------------
 
     def tiles_in(self, layer: int) -> int | None:
-        """The number of tiles in a layer; None where `tile_size` says it."""
+        """The number of tiles in a layer; None where their size says it."""
         if isinstance(self.tiles, tuple):
             return self.tiles[min(layer, len(self.tiles) - 1)]
-        return DEFAULT_TILES if self.tiles is None and self.tile_size is None else self.tiles
+        is_by_size = self.tile_size is not None or self.near == "around"
+        return DEFAULT_TILES if self.tiles is None and not is_by_size else self.tiles
 
     @property
     def tile_changes(self) -> tuple[int, ...]:

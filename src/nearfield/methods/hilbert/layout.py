@@ -17,6 +17,10 @@ Share = Literal["two-way", "keys"]
 
 DEFAULT_TILES = 16
 
+_LEAST_AROUND = 512
+"""Tokens that are read around a block unless somebody says how many: four blocks of 128, which GPUs like best. Two such
+blocks would leave out much of what is next to the tokens at the edge."""
+
 
 class Pattern(NamedTuple):
     """The fields of the method that decide who reads whom: what is kept of a geometry is kept by these alone."""
@@ -68,12 +72,12 @@ def layout_of(pattern: Pattern, geometry: Geometry, q_block: int) -> Layout:
     unit = q_block if pattern.far is None else math.lcm(q_block, pattern.far)
     segments = segments_of(pattern, geometry)
     tiles = pattern.tiles or DEFAULT_TILES
-    if pattern.tile_size is not None:
-        whole = geometry.whole if isinstance(geometry, Shortened) else None
+    whole = _whole(geometry)
+    size = _tile_size(pattern, whole)
+    if size is not None:
         # Tiles of merged tokens cover as much of the image.
-        covered = segments if whole is None else layout_of(pattern, whole, q_block).segments
-        start, stop = covered[0].ring
-        tiles = max(1, round((stop - start) / pattern.tile_size))
+        start, stop = segments_of(pattern, whole)[0].ring
+        tiles = max(1, round((stop - start) / size))
     return Layout(segments, tiles, unit)
 
 
@@ -90,7 +94,7 @@ def block_sizes(
     could not slide.
 
     What is read around a block of queries must reach beyond it on all sides, so it holds at least three times as many
-    tokens, in sixteen blocks or more, unless it is smaller than blocks can be. No two blocks of queries read the same
+    tokens, in eight blocks or more, unless it is smaller than blocks can be. No two blocks of queries read the same
     there, so that small ones suit no device.
     """
     tile = _tile(pattern, geometry)
@@ -99,7 +103,8 @@ def block_sizes(
         largest = 128 if is_around or torch.device(device).type == "cuda" else 16
         q_block = _block_within(min(largest, tile / (3 if is_around else 1.5)))
     if k_block is None:
-        k_block = _block_within(min(64, tile / 16)) if is_around else q_block
+        # Runs of 32 are no squares, and those around a square are far from it with their other half.
+        k_block = _block_within(tile / 8, but=32) if is_around else q_block
     check_block("q_block", q_block)
     check_block("k_block", k_block)
     return q_block, k_block
@@ -107,13 +112,28 @@ def block_sizes(
 
 def _tile(pattern: Pattern, geometry: Geometry) -> float:
     """Tokens of a tile; of merged ones it covers as much of the image."""
-    count = math.prod(geometry.grid)
-    if pattern.tile_size is None:
+    count, whole = math.prod(geometry.grid), _whole(geometry)
+    size = _tile_size(pattern, whole)
+    if size is None:
         return count / (pattern.tiles or DEFAULT_TILES)
-    whole = geometry.whole if isinstance(geometry, Shortened) else None
-    return pattern.tile_size * (count / math.prod(whole.grid) if whole else 1.0)
+    return size * (count / math.prod(whole.grid))
 
 
-def _block_within(most: float) -> int:
+def _tile_size(pattern: Pattern, geometry: Geometry) -> float | None:
+    """Tokens of a tile, or around a block, where no number of tiles says it."""
+    if pattern.tile_size is not None:
+        return pattern.tile_size
+    if pattern.near == "tile" or pattern.tiles is not None:
+        return None
+    count = math.prod(geometry.grid)
+    return max(count / DEFAULT_TILES, min(_LEAST_AROUND, count / 4))
+
+
+def _whole(geometry: Geometry) -> Geometry:
+    """What there was before tokens were merged."""
+    return geometry.whole if isinstance(geometry, Shortened) else geometry
+
+
+def _block_within(most: float, but: int | None = None) -> int:
     """The largest block of at most so many tokens; at least 16."""
-    return max(block for block in (16, 32, 64, 128) if block <= max(16, most))
+    return max(block for block in (16, 32, 64, 128) if block <= max(16, most) and block != but)
