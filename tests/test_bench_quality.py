@@ -15,6 +15,7 @@ from PIL import Image
 from tests.cats import CATS, CONFIG, lively_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
 
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, apply, cli, quality
 from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
@@ -186,6 +187,42 @@ def test_a_mask_that_hides_nothing_is_dense() -> None:
         assert "window, pairs kept" in handle.summary()
 
 
+def test_masks_read_the_same_in_a_graph() -> None:
+    """There flex reads them, which skips blocks; here dense attention does, under the mask itself. Nothing is a whole
+    number of blocks, and what was compiled for one mask serves another."""
+    geometry = Geometry((24, 20), text=9)
+    inputs = tuple(torch.randn(2, 3, geometry.num_tokens, 16) for _ in range(3))
+
+    def attended(reader: masks.MaskReader) -> Tensor:
+        return reader.attend(*inputs, scale=0.3).out
+
+    graphs = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return compile_fx(graph, example)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attended, backend=backend, fullgraph=True)
+    dense = torch.nn.functional.scaled_dot_product_attention(*inputs, scale=0.3)
+    for method in (masks.Masked("window", radius=3), masks.Masked("band", width=40)):
+        reader = method.reader(geometry, 0, heads=3, device="cpu")
+        with torch.no_grad():
+            found, want = compiled(reader), attended(reader)
+        torch.testing.assert_close(found, want)
+        assert not torch.allclose(found, dense, rtol=1e-2, atol=1e-2)
+        # In blocks of 128: those are listed in which anybody reads anybody, and they are not all.
+        missing = 4 * 128 - geometry.num_tokens
+        padded = torch.nn.functional.pad(reader.mask, (0, missing, 0, missing))
+        read = padded.unflatten(0, (4, 128)).unflatten(2, (4, 128)).any(3).any(1)
+        assert torch.equal(reader.blocks.to_dense()[0, 0].bool(), read)
+        assert not read.all()
+    (graph,) = graphs
+    called = {node.target for node in graph.graph.nodes}
+    assert torch.ops.higher_order.flex_attention in called
+    assert torch.nn.functional.scaled_dot_product_attention not in called
+
+
 def test_a_lora_serves_its_pattern_alone(task: picture_runs.Task, tmp_path: Path) -> None:
     model = lively_model()
     method = Hilbert(**PATTERNS[0].fields | {"dense_layers": (0,)})
@@ -254,6 +291,7 @@ def test_compiled_pictures_are_the_same(two_blocks: picture_runs.Task, tmp_path:
         None,
         Pattern("far", FAR),
         Pattern("tuned", FAR | {"summary": "weighted", "dense_steps": 0}, lora=lora_file(tmp_path)),
+        PATTERNS[1],  # by a mask
     ]
     plain = [images for images, _ in pictures_of(two_blocks, patterns)]
     compiled = list(pictures_of(replace(two_blocks, compiled=True), patterns))
@@ -262,6 +300,17 @@ def test_compiled_pictures_are_the_same(two_blocks: picture_runs.Task, tmp_path:
         assert (images.int() - expected.int()).abs().max() <= 1  # rounded to whole numbers
         assert 0 < made[0] == made[1]
     assert len({images.sum().item() for images in plain}) == len(patterns)
+
+
+@pytest.mark.usefixtures("quick")
+def test_layers_with_masks_share_their_graphs(two_blocks: picture_runs.Task) -> None:
+    """Though each has a reader of its own."""
+    compiled, made = replace(two_blocks, num=1, compiled=True), []
+    for single_blocks in (2, 7):
+        save_model(two_blocks.weights, lively_model(replace(CONFIG, single_blocks=single_blocks)))
+        ((_, (graphs,)),) = pictures_of(compiled, PATTERNS[1:])
+        made.append(graphs)
+    assert 0 < made[0] == made[1]
 
 
 @pytest.mark.usefixtures("quick")

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Geometry, Hilbert, Merge, apply, hilbert_attention
 from nearfield.geometry import Shortened
+from nearfield.methods.hilbert.layout import block_sizes
 from nearfield.methods.hilbert.plans import near_plan
 from nearfield.quality import tile_borders
 
@@ -152,6 +153,45 @@ def test_blocks_and_tokens_of_the_usual_size():
     assert set(plan.to_mask()[0, 0, 64:, 64:].sum(1).tolist()) == {256}
 
 
+@pytest.mark.parametrize(
+    ("side", "fields", "tokens", "blocks"),
+    [
+        (128, {}, 1024, (128, 128)),
+        (64, {}, 512, (128, 64)),
+        (32, {}, 256, (64, 16)),
+        (16, {}, 64, (16, 16)),
+        (64, {"tiles": 16}, 256, (64, 16)),
+        (32, {"tiles": 4}, 256, (64, 16)),
+    ],
+)
+def test_tokens_and_blocks_unless_somebody_says_how_many(side, fields, tokens, blocks):
+    """512 tokens, of large images a sixteenth, of small ones a quarter; in blocks that are the same on every device."""
+    method, geometry = around(**fields), Geometry((side, side), text=512)
+    for device in ("cpu", "cuda"):
+        assert block_sizes(method, geometry, None, None, device) == blocks
+    plan = method.plan(geometry)
+    assert (plan.q_block, plan.k_block) == blocks
+    assert plan.num_pairs == 512 * geometry.num_tokens + side**2 * (512 + tokens)
+    words = f"around: {tokens} tokens, those nearest to each block of {blocks[0]} (asked for: {tokens})\n"
+    assert words in method.describe(geometry)
+    assert method.describe(geometry, device="cuda") == method.describe(geometry)
+
+
+def test_number_of_tiles_is_said_by_their_size_around_blocks():
+    assert around().tiles_in(0) is None
+    assert around(tiles=16).tiles_in(0) == 16
+    assert Hilbert().tiles_in(0) == 16
+    assert Hilbert(tile_size=64).tiles_in(0) is None
+
+
+@pytest.mark.parametrize("sides", [((64, 64), 512), ((48, 80), 512), ((8, 32, 32), 512), ((20, 30), 150)])
+def test_default_is_the_same_as_by_size(sides):
+    """Of oblong images, of videos, and of those whose tokens are no power of two."""
+    grid, size = sides
+    geometry = Geometry(grid, text=64)
+    assert around().reader(geometry).near == around(tile_size=size).reader(geometry).near
+
+
 def test_blocks_suit_the_tiles_of_merged_tokens():
     """A quarter is left: tiles of 256 tokens are of 64."""
     short = Shortened.of(Geometry((64, 64)), [(64, 16)] * 64)
@@ -159,6 +199,9 @@ def test_blocks_suit_the_tiles_of_merged_tokens():
         plan = method.plan(short)
         assert (plan.q_block, plan.k_block) == (16, 16)
         assert plan.to_mask()[0, 0].sum(1).unique().tolist() == [64]
+    plan = around().plan(short)  # of 512 tokens
+    assert (plan.q_block, plan.k_block) == (32, 16)
+    assert plan.to_mask()[0, 0].sum(1).unique().tolist() == [128]
 
 
 @given(cases(far=True).map(around_of), BLOCKS, BLOCKS)

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +36,8 @@ SETTINGS = (*SIZES.split(), *TUNING.split(), "compiled=no", "sections=Fewer tile
 AS_DEEP = replace(CONFIG, joint_blocks=2, single_blocks=10, heads=1)
 """A narrow model with as many layers as the embedded one has, for patterns that speak of each."""
 CANDIDATES = [pattern.name for pattern in GROUPS["search"]]
+WITH_DENSE_STEPS = ["around, first 3 steps dense", "around, last 3 steps dense"]
+"""Patterns that could be tuned in their place."""
 BEGIN, END = collected.marks("quality")
 
 # Python reads it where it starts: in the place of the network of FID, a few numbers that depend on everything.
@@ -53,6 +55,13 @@ class Features(torch.nn.Module):
         return torch.nn.functional.conv2d(images.float() / 255, self.weight, stride=8).abs().mean(dim=(2, 3))
 
 quality.load_inception = measure.load_inception = lambda *_: Features()
+"""
+
+# The same: other patterns that could be tuned; tables speak of those that can be.
+SEARCHED = """
+from nearfield.bench.quality_cases import GROUPS, pattern_named
+
+GROUPS |= {{"real": GROUPS["search"], "search": [pattern_named(name) for name in {names}]}}
 """
 
 
@@ -98,6 +107,15 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Carried:
 
 
 @pytest.fixture(scope="module")
+def with_dense_steps(tmp_path_factory: pytest.TempPathFactory) -> Carried:
+    """The same where all that could be tuned has dense steps, and differs in these alone."""
+    state = staged(tmp_path_factory.mktemp("dense-steps") / "state")
+    with (state / "tools" / "sitecustomize.py").open("a") as file:
+        file.write(SEARCHED.format(names=WITH_DENSE_STEPS))
+    return Carried(state, script("plan", state, 9, *SETTINGS))
+
+
+@pytest.fixture(scope="module")
 def archive(carried: Carried, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("collected")
     script("collect", carried.state, out, "rank-full-equal")
@@ -114,6 +132,21 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return plan_quality
 
 
+@pytest.fixture
+def searching(
+    planning: ModuleType, restoring: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Sequence[str]], None]:
+    """Makes other patterns those that could be tuned."""
+
+    def search(names: Sequence[str]) -> None:
+        monkeypatch.setitem(GROUPS, "real", GROUPS["search"])
+        monkeypatch.setitem(GROUPS, "search", [pattern_named(name) for name in names])
+        for module in (planning, restoring):
+            monkeypatch.setattr(module, "CANDIDATES", list(names))
+
+    return search
+
+
 def test_everything_is_done_in_order(carried: Carried) -> None:
     state, printed = carried
     assert printed.strip().endswith("all is done"), printed
@@ -121,19 +154,21 @@ def test_everything_is_done_in_order(carried: Carried) -> None:
     assert {part["status"] for part in parts.values()} == {"done"}, printed
     order = begun(printed)
     assert order[:2] == ["photographs", "dense-pictures"]
-    assert set(order[2:7]) == {f"pictures-{as_file_name(name)}-4" for name in CANDIDATES}
+    assert set(order[2:4]) == {f"pictures-{as_file_name(name)}-4" for name in CANDIDATES}
     chosen = chosen_in(state)
     of = as_file_name(without_dense_steps(pattern_named(chosen)).name)
-    assert order[7] == "pictures-dense-6"  # beside the last candidate
-    beside = order[8 : order.index(f"tune-rank-4-of-{of}")]
+    assert order[4] == "pictures-dense-6"  # beside the last candidate
+    beside = order[5 : order.index(f"tune-rank-4-of-{of}")]
     assert set(beside) <= {
         "pictures-far-16-4",
         "pictures-far-16-4-tiles-4",
+        "pictures-around-4-tiles-4",
     }  # what does not hang on the choice
     tuned = order.index(f"pictures-{as_file_name(chosen)}-tuned-lora-of-rank-4-2-steps-6")
     assert tuned > order.index(f"tune-rank-4-of-{of}")
     full = order.index(f"pictures-{as_file_name(chosen)}-tuned-all-weights-1-steps-4")
     assert full > order.index(f"tune-rank-full-equal-of-{of}")
+    assert len(set(order)) == len(order)
     fids = {name: read_rows(state / "quality" / f"{as_file_name(name)}.json")[0].fid for name in CANDIDATES}
     assert fids[chosen] == min(value for value in fids.values() if value is not None)
 
@@ -158,10 +193,35 @@ def test_rows_are_of_the_same_dense_pictures(carried: Carried) -> None:
     assert tuned[-1].pairs_kept == rows[-1].pairs_kept
     (full,) = rows_of(state, f"{chosen}, tuned: all weights, 1 steps")
     assert full.settings["tuning"] == "own weights"
-    sparse = without_dense_steps(pattern_named(chosen)).name
-    (all_sparse,) = rows_of(state, f"{sparse}, tuned: LoRA of rank 4, 2 steps")
-    assert all_sparse.pairs_kept < rows[-1].pairs_kept
+    # Every step is sparse: the same without dense ones has no rows of its own.
+    assert without_dense_steps(pattern_named(chosen)).name == chosen
     assert len(list((state / "kept").glob("dense-*"))) == 1
+
+
+def test_dense_steps_have_no_part_in_tuning(
+    with_dense_steps: Carried, planning: ModuleType, searching: Callable[[Sequence[str]], None]
+) -> None:
+    """One LoRA for the chosen pattern and for the same without dense steps, which has a row of its own."""
+    state, printed = with_dense_steps
+    assert printed.strip().endswith("all is done"), printed
+    order, chosen = begun(printed), chosen_in(state)
+    assert set(order[2:4]) == {f"pictures-{as_file_name(name)}-4" for name in WITH_DENSE_STEPS}
+    assert chosen in WITH_DENSE_STEPS
+    tunings = [name for name in order if name.startswith("tune-")]
+    assert tunings == ["tune-rank-4-of-around", "tune-rank-full-equal-of-around"]
+    for tuned in (
+        f"{as_file_name(chosen)}-tuned-lora-of-rank-4-2-steps-6",
+        "around-tuned-lora-of-rank-4-2-steps-4",
+    ):
+        assert order.index(f"pictures-{tuned}") > order.index(tunings[0])
+    rows = rows_of(state, chosen)
+    after = rows_of(state, f"{chosen}, tuned: LoRA of rank 4, 2 steps")
+    assert [row.samples for row in rows] == [row.samples for row in after] == [4, 6]
+    assert after[-1].pairs_kept == rows[-1].pairs_kept
+    (all_sparse,) = rows_of(state, "around, tuned: LoRA of rank 4, 2 steps")
+    assert all_sparse.pairs_kept < rows[-1].pairs_kept
+    searching(WITH_DENSE_STEPS)
+    assert not unsettled(planning.Plan(state, planning.Settings.read(SETTINGS), 0.0))
 
 
 def test_what_is_done_is_not_done_again(carried: Carried, tmp_path: Path, planning: ModuleType) -> None:
@@ -175,6 +235,7 @@ def test_what_is_done_is_not_done_again(carried: Carried, tmp_path: Path, planni
     plan.result(lora).unlink()
     (state / "quality" / f"{tuned}.json").unlink()
     again = [f"tune-{lora.name}", f"pictures-{tuned}-6", "pictures-far-16-4-tiles-4"]
+    again.append(f"pictures-{tuned}-4")  # with every step sparse, as they are anyway
     assert unsettled(plan) == again
     # Rows of another size are none of this plan's.
     path = state / "quality" / "dense.json"
@@ -224,21 +285,28 @@ def published(carried: Carried, tmp_path: Path) -> Path:
 
     "interleave" is left at its default by all patterns of the plan.
     """
-    document = quality_results.as_json(quality_results.read_folder(carried.state))
+    return published_from(carried.state, tmp_path / "published.json")
+
+
+def published_from(state: Path, path: Path) -> Path:
+    document = quality_results.as_json(quality_results.read_folder(state))
     for row in document["results"]:
         row |= {"commit": "0ld", "date": "2026-01-01"}
         row["settings"].get("fields", {}).pop("interleave", None)
-    path = tmp_path / "published.json"
     write_json(path, document)
     return path
 
 
 @pytest.fixture
 def state(carried: Carried, tmp_path: Path) -> Path:
+    return of_the_same_model(carried.state, tmp_path / "state")
+
+
+def of_the_same_model(state: Path, path: Path) -> Path:
     """A new machine's, with the same model: written anew, its file would have other bytes."""
     files = Path("files", "cats.safetensors")
-    new = staged(tmp_path / "state")
-    shutil.copy(carried.state / files, new / files)
+    new = staged(path)
+    shutil.copy(state / files, new / files)
     return new
 
 
@@ -281,7 +349,7 @@ def test_published_rows_are_not_measured_again(
     for name in ("results", "settings", "parts", "machine", "chosen"):
         assert again[name] == document[name]
     before = contents(state)
-    assert "0 rows restored; 14 were there, 0 are of other settings." in script("restore", state, published)
+    assert "0 rows restored; 11 were there, 0 are of other settings." in script("restore", state, published)
     assert contents(state) == before
 
 
@@ -304,8 +372,31 @@ def test_published_rows_are_known_where_they_are_measured(
 def test_a_published_lora_is_not_taken_for_one_that_is_there(
     carried: Carried, published: Path, state: Path, planning: ModuleType, restoring: ModuleType
 ) -> None:
+    """What it had learned after as many steps as others was not measured, and is not in such a file."""
     plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
     chosen = pattern_named(chosen_in(carried.state))
+    lora = plan.best(chosen)
+    on_its_way = plan.tuned(chosen, lora._replace(is_equal=True)).name
+    restoring.main([str(state), str(without_row(published, on_its_way))])
+    assert rows_of(state, plan.tuned(chosen, lora).name)
+    missing = [f"tune-{lora.name}", f"pictures-{as_file_name(on_its_way)}-4"]
+    assert unsettled(plan) == ["photographs", "dense-pictures", *missing]
+    assert not plan.is_tuned(lora)
+
+
+def test_a_published_lora_is_made_again_for_sparse_steps(
+    with_dense_steps: Carried,
+    tmp_path: Path,
+    planning: ModuleType,
+    restoring: ModuleType,
+    searching: Callable[[Sequence[str]], None],
+) -> None:
+    """Where the chosen pattern has dense ones, and the same without them was not measured."""
+    searching(WITH_DENSE_STEPS)
+    state = of_the_same_model(with_dense_steps.state, tmp_path / "state")
+    published = published_from(with_dense_steps.state, tmp_path / "published.json")
+    plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
+    chosen = pattern_named(chosen_in(with_dense_steps.state))
     lora = plan.best(chosen)
     sparse = plan.tuned(without_dense_steps(chosen), lora).name
     restoring.main([str(state), str(without_row(published, sparse))])
@@ -376,30 +467,49 @@ def test_a_file_that_does_not_fit_is_one_line(
     assert not (state / "quality").exists()
 
 
-def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: ModuleType) -> None:
+def option(words: Sequence[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+@pytest.mark.parametrize("tuned", [CANDIDATES[0], WITH_DENSE_STEPS[0]])
+def test_commands_of_the_whole_plan_are_understood(
+    tuned: str, tmp_path: Path, planning: ModuleType, searching: Callable[[Sequence[str]], None]
+) -> None:
     """Those of the real sizes, which are run on a GPU alone."""
     (staged(tmp_path / "state") / "kept").mkdir()
-    settings = planning.Settings.read(["tuned=around, far 8, weighted, 3 dense steps"])
+    searching(CANDIDATES if tuned in CANDIDATES else WITH_DENSE_STEPS)
+    settings = planning.Settings.read([f"tuned={tuned}"])
     plan = planning.Plan(tmp_path / "state", settings, 0.0)
     (parts,) = plan.groups()
     names = [part.name for part in parts]
     assert len(set(names)) == len(names)
-    wanted = {as_file_name(name) for section in SECTIONS.values() for name in section}
-    assert wanted <= {name.removeprefix("pictures-").removesuffix("-1500") for name in names}
     commands = {}
     for part in parts:
         for chain in part.chains(3.0):
             for words in chain:
                 cli._parser(words).parse_args(words)
         commands[part.name] = part.chains(3.0)[0][0]
-    of = "of-around-far-8-weighted"
-    lora = commands[f"tune-rank-4-{of}"]
+    counted = {
+        (Path(option(words, "--out")).stem, int(count))
+        for words in commands.values()
+        if "--num" in words
+        for count in option(words, "--num").split(",")
+    }
+    assert {(as_file_name(name), 1500) for section in SECTIONS.values() for name in section} <= counted
+    after = "tuned-lora-of-rank-4-400-steps"
+    assert {(f"{as_file_name(tuned)}-{after}", count) for count in (1500, 5000)} <= counted
+    assert (f"around-{after}", 1500) in counted  # with every step sparse
+    of = "of-around"
+    lora, native = commands[f"tune-rank-4-{of}"], commands[f"tune-rank-native-equal-{of}"]
     assert {"--compile", "--keep-steps"} <= set(lora)
-    assert lora[lora.index("--near") + 1] == "around"
+    assert option(lora, "--near") == option(native, "--near") == "around"
+    assert option(native, "--dense-steps") == "0"
     assert "--full" in commands[f"tune-rank-full-equal-{of}"]
     assert "--num 512,1500,5000" in " ".join(commands["pictures-dense-5000"])
     assert "--no-dense-row" not in commands["pictures-dense-5000"]
-    assert names.index(f"tune-rank-64-equal-{of}") > names.index("pictures-band-of-600-1500")
+    assert names.index(f"tune-rank-64-equal-{of}") > names.index("pictures-band-of-800-1500")
+    (other,) = {as_file_name(name) for name in planning.CANDIDATES} - {as_file_name(tuned)}
+    assert names.index(f"pictures-{other}-1500") < names.index("pictures-far-16-1500")
     (listed,) = json.loads(
         next((tmp_path / "state" / "patterns").glob("*-tuned-natively-sparse-200-steps.json")).read_text()
     )
@@ -410,9 +520,9 @@ def test_commands_of_the_whole_plan_are_understood(tmp_path: Path, planning: Mod
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("tuned=far 17", "`tuned` must be any of around, far 8, weighted, 3 dense steps;"),
+        ("tuned=far 17", "`tuned` must be any of around; around, 16 tiles, far 8; got 'far 17'."),
         ("ranks=4,none", "`ranks` must be any of numbers; full; native; got 'none'."),
-        ("sections=curve", "`sections` must be any of Fewer tiles;"),
+        ("sections=curve", "`sections` must be any of Around in the place of tiles; Fewer tiles;"),
     ],
 )
 def test_wrong_settings_are_named(word: str, message: str, planning: ModuleType) -> None:
@@ -429,10 +539,11 @@ def test_nothing_is_begun_before_what_it_needs(tmp_path: Path, planning: ModuleT
     chosen = pattern_named(CANDIDATES[0])
     lora = plan.best(chosen)
     names = [part.name for part in plan.parts()]
-    assert names[7:] == [
+    assert names[4:] == [
         "pictures-dense-6",
         "pictures-far-16-4",
         "pictures-far-16-4-tiles-4",
+        "pictures-around-4-tiles-4",
     ]  # nothing was chosen yet
     tuned = plan.pictures(plan.tuned(chosen, lora), 5, after=lora)
     plan.statistics().parent.mkdir()
@@ -464,12 +575,12 @@ def test_a_choice_among_other_patterns_is_made_anew(tmp_path: Path, planning: Mo
     for name in (CANDIDATES[0], "far 16, as it once was"):
         write_json(state / "chosen.json", {"name": name, "fields": {}})
         assert plan.chosen() is None  # the others were not looked at yet
-    named = planning.Plan(state, planning.Settings.read([*SETTINGS, f"tuned={CANDIDATES[2]}"]), 0.0)
-    assert named.chosen().name == chosen_in(state) == CANDIDATES[2]
+    named = planning.Plan(state, planning.Settings.read([*SETTINGS, f"tuned={CANDIDATES[1]}"]), 0.0)
+    assert named.chosen().name == chosen_in(state) == CANDIDATES[1]
     (state / "chosen.json").unlink()
     screened(state, dict.fromkeys(CANDIDATES, 40.0) | {CANDIDATES[1]: 39.0})
     assert plan.chosen().name == CANDIDATES[1]
-    screened(state, {CANDIDATES[2]: 1.0})
+    screened(state, {CANDIDATES[0]: 1.0})
     assert plan.chosen().name == CANDIDATES[1]  # it stays
 
 
@@ -487,27 +598,32 @@ def test_no_lane_is_idle_while_the_last_pattern_is_looked_at(tmp_path: Path, pla
         running = {1: planning.planned._Running(part, 0.0)}
         return [each.name for each in plan._startable(parts, running)]
 
-    assert begun_beside(plan.pictures(pattern_named(CANDIDATES[-1]), 4)) == [dense.name]
+    assert begun_beside(plan.pictures(pattern_named(CANDIDATES[-1]), 4)) == [dense.name, "pictures-far-16-4"]
     screened(state, {CANDIDATES[-1]: 39.0})
-    assert begun_beside(dense) == ["tune-rank-4-of-far-8-tiles-by-layer-weighted"]
+    chosen = "around-16-tiles-far-8"
+    assert begun_beside(dense) == [f"tune-rank-4-of-{chosen}", f"pictures-{chosen}-6"]
 
 
 def test_tunings_are_those_of_their_pattern(tmp_path: Path, planning: ModuleType) -> None:
     """A LoRA of before folders named patterns goes on where dense steps alone differ; another pattern has its own."""
     state = staged(tmp_path)
     plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
-    first, last, far_8 = (pattern_named(CANDIDATES[place]) for place in (0, 1, 3))
+    first, last = map(pattern_named, WITH_DENSE_STEPS)
+    sparse, own = map(pattern_named, CANDIDATES)
+    far_8 = pattern_named("far 8, weighted, first and last 2 steps dense")
     recipe = recipes.Recipe(method_of(first)).as_document()
     older = state / "tuned" / "rank-4"
     write_tensors(older / "pytorch_lora_weights.safetensors", {"a": torch.zeros(1)}, {"recipe": recipe})
     write_json(older / "last.json", {"step": 2})
-    assert not plan.is_tuned(plan.best(far_8))
-    assert older.exists()
+    for other in (far_8, own):
+        assert not plan.is_tuned(plan.best(other))
+        assert older.exists()
     assert plan.is_tuned(plan.best(last))
     assert not older.exists()
-    assert plan.best(last) == plan.best(first) != plan.best(far_8)
-    tuned = {plan.tuned(pattern, plan.best(pattern)).name for pattern in (first, last, far_8)}
-    assert len(tuned) == 3
+    assert plan.best(last) == plan.best(first) == plan.best(sparse)
+    assert len({plan.best(pattern).name for pattern in (first, own, far_8)}) == 3
+    tuned = {plan.tuned(pattern, plan.best(pattern)).name for pattern in (first, last, sparse, own, far_8)}
+    assert len(tuned) == 5
     older.mkdir()
     (older / "pytorch_lora_weights.safetensors").write_bytes(b"not whole")
     assert not plan.is_tuned(plan.best(far_8))
@@ -544,16 +660,15 @@ def test_training_runs_one_at_a_time(
     plan = planning.Plan(staged(tmp_path), planning.Settings(), planning.planned.time.monotonic() + 500)
     chosen = pattern_named(CANDIDATES[0])
     trainings = [plan.lora(chosen), plan.native(chosen, planning.Tuning(chosen, planning.NATIVE))]
-    others = [
-        part._replace(may_begin=lambda: True) for part in (plan.pictures(None, 5), plan.pictures(chosen, 5))
-    ]
+    patterns = None, chosen, pattern_named(CANDIDATES[1])
+    others = [plan.pictures(pattern, 5)._replace(may_begin=lambda: True) for pattern in patterns]
     names = [part.name for part in plan._startable([*trainings, *others], {})]
-    assert names == ["tune-rank-4-of-around-far-8-weighted", "pictures-dense-5"]
+    assert names == ["tune-rank-4-of-around", "pictures-dense-5", "pictures-around-5"]
     running = {1: planning.planned._Running(trainings[0], 0.0)}
-    assert plan._startable([*trainings, *others], running) == others[:1]
+    assert plan._startable([*trainings, *others], running) == others[:2]
     # Nor do two parts write rows of one pattern at a time.
     more = plan.pictures(chosen, 6)._replace(may_begin=lambda: True)
-    assert plan._startable([others[1], more], {}) == others[1:]
+    assert plan._startable([others[1], more], {}) == others[1:2]
 
 
 def test_a_child_that_cannot_use_the_gpu_starts_anew(
@@ -595,7 +710,7 @@ def test_results_become_tables_and_pictures(
     assert "](front.png)" in text
     assert "[quality-mine.json](../quality-mine.json)" in text
     rows = read_rows(out)
-    assert len(rows) == 2 + 2 + 4 + 2 + 2 + 1 + 1 + 1
+    assert len(rows) == 2 + 2 + 1 + 2 + 3 + 1 + 1
     document = json.loads(out.read_text())
     steps = {name.partition("-of-")[0]: last["step"] for name, last in document["tunings"].items()}
     assert steps == {"rank-4": 2, "rank-full-equal": 1}
@@ -697,6 +812,7 @@ def test_tables_begin_with_what_is_tuned(tmp_path: Path) -> None:
     assert [each.title for each in quality_results.sections(after)] == [
         "Ways of tuning",
         "Patterns that could be tuned",
+        "Around in the place of tiles",
     ]
     words = "Tuned with batch 32: rank-4-of-x unfinished, 487 of 600 steps, rank-64-equal-of-x 200 steps."
     assert words in quality_results.markdown(after).replace("\n", " ")
@@ -726,9 +842,22 @@ def test_all_commits_are_named(tmp_path: Path) -> None:
 
 
 def test_names_without_dense_steps() -> None:
-    names = {without_dense_steps(pattern).name for pattern in GROUPS["search"]}
-    assert names == {"around, far 8, weighted", "around, far 16, weighted", "far 8, tiles by layer, weighted"}
-    for group in ("search", "far-steps"):
+    """What has none stays as it is."""
+    for pattern in GROUPS["search"]:
+        assert without_dense_steps(pattern) == pattern
+    assert CANDIDATES == ["around", "around, 16 tiles, far 8"]
+    for group, names in {
+        "around": {"around"},
+        "three-steps": {"far 16, centre, interleave", "far 8, weighted"},
+        "far-tiles": {
+            "far 8, tiles by layer, weighted",
+            "far 16, tiles by layer, weighted",
+            "far 8, 12 tiles, weighted",
+        },
+    }.items():
+        dense = [pattern for pattern in GROUPS[group] if pattern.fields["dense_steps"]]
+        assert {without_dense_steps(pattern).name for pattern in dense} == names
+    for group in ("search", "around", "far-steps", "three-steps", "far-tiles"):
         for pattern in GROUPS[group]:
             assert without_dense_steps(pattern).fields["dense_steps"] == 0
             assert "step" not in without_dense_steps(pattern).name

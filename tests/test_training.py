@@ -420,6 +420,8 @@ def test_distillation_falls_resumes_and_loads(tmp_path: Path) -> None:
     assert suits(inside.method, replace(METHOD, dense_steps=3))
     assert suits(Hilbert(near="around"), Hilbert(near="around", cycle=2))
     assert not suits(Hilbert(near="around"), Hilbert())
+    assert not suits(Hilbert(near="around"), Hilbert(near="around", tiles=16))
+    assert suits(Hilbert(near="around", tiles=16), Hilbert(near="around", tiles=16, dense_steps=3))
     assert not suits(inside.method, replace(METHOD, tiles=3))
     assert suits(Hilbert(), Hilbert(tiles=16))
     assert not suits(Hilbert(tiles=(4, 16)), Hilbert(tiles=16))
