@@ -49,8 +49,10 @@ URGENT = 7
 """So many tables come before other ways of tuning."""
 TUNED = ", tuned: "
 """In a name, between a pattern and how the model was tuned for it."""
-FIXED = ("size", "steps", "pairs", "tuning_steps", "cool_down", "equal_steps", "tuning_batch", "weights")
-"""What rows and tunings of one STATE have in common, though their names do not say it."""
+FIXED = ("size", "steps", "pairs", "weights")
+"""What rows of one STATE have in common, though their names do not say it."""
+FIXED_TUNING = ("tuning_steps", "cool_down", "equal_steps", "tuning_batch")
+"""The same of tunings, once there is one."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ class Plan(planned.Plan):
         yield self.pictures(self.tuned(chosen, best), *counts, after=best)
         yield from (self.pictures(pattern, settings.num) for pattern in others)
         yield from self._of_sections(is_urgent=True)
-        yield self.pictures(self.tuned(without_dense_steps(chosen), best), settings.num, after=best)
+        if without_dense_steps(chosen) != chosen:
+            yield self.pictures(self.tuned(without_dense_steps(chosen), best), settings.num, after=best)
         yield from self.compared(chosen)
         yield from self._of_sections(is_urgent=False)
 
@@ -424,7 +427,8 @@ class Plan(planned.Plan):
         """Ends the program where a setting that must stay is another one than before."""
         known = (read_json(self.state / "plan.json") or {}).get("settings", {})
         now = asdict(self.settings) | self.facts()
-        for name in FIXED:
+        has_tunings = any(any(self.state.glob(files)) for files in ("tuned/*", "quality/*-tuned-*.json"))
+        for name in (*FIXED, *(FIXED_TUNING if has_tunings else ())):
             if known.get(name, now[name]) != now[name]:
                 sys.exit(
                     f"`{name}` must be {known[name]}, as in {self.state / 'plan.json'}: other figures do not compare;"

@@ -235,7 +235,6 @@ def test_what_is_done_is_not_done_again(carried: Carried, tmp_path: Path, planni
     plan.result(lora).unlink()
     (state / "quality" / f"{tuned}.json").unlink()
     again = [f"tune-{lora.name}", f"pictures-{tuned}-6", "pictures-far-16-4-tiles-4"]
-    again.append(f"pictures-{tuned}-4")  # with every step sparse, as they are anyway
     assert unsettled(plan) == again
     # Rows of another size are none of this plan's.
     path = state / "quality" / "dense.json"
@@ -507,7 +506,7 @@ def test_commands_of_the_whole_plan_are_understood(
     assert "--full" in commands[f"tune-rank-full-equal-{of}"]
     assert "--num 512,1500,5000" in " ".join(commands["pictures-dense-5000"])
     assert "--no-dense-row" not in commands["pictures-dense-5000"]
-    assert names.index(f"tune-rank-64-equal-{of}") > names.index("pictures-band-of-800-1500")
+    assert names.index(f"tune-rank-64-equal-{of}") > names.index("pictures-band-of-832-1500")
     (other,) = {as_file_name(name) for name in planning.CANDIDATES} - {as_file_name(tuned)}
     assert names.index(f"pictures-{other}-1500") < names.index("pictures-far-16-1500")
     (listed,) = json.loads(
@@ -758,7 +757,7 @@ def test_what_was_to_be_reached_is_told(tmp_path: Path) -> None:
     )
     assert "20% above dense (b; 35.0% of the pairs over all; 1,500 pictures)" in untuned
     assert untuned.endswith("**reached**.")
-    assert tuned.startswith("Tuned, 16 tiles: FID 20.5, 2% above dense")
+    assert tuned.startswith("Tuned: FID 20.5, 2% above dense")
     assert tuned.endswith("Seam energy 5.0% above dense. To reach: within 2%, **not reached**.")
     # Of many pictures it is not; those of few, in which "b" is nearer to dense, do not compare with them.
     many = made_up(tmp_path, {"dense": 10.0, "a": 13.5, "tuned": 10.2}, 5000)

@@ -29,7 +29,8 @@ class MaskReader(NamedTuple):
         def reads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return mask[q, k]
 
-        return cls(mask, create_block_mask(reads, None, None, *mask.shape, device=mask.device))
+        queries, keys = mask.shape
+        return cls(mask, create_block_mask(reads, None, None, queries, keys, device=mask.device))
 
     @property
     def num_pairs(self) -> int:

@@ -173,8 +173,8 @@ GROUPS: dict[str, Sequence[Pattern]] = {
     "steps": [_paper(f"{share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)],
     "layers": [_paper(f"{words} dense", dense_layers=layers) for words, layers in _LAYERS.items()],
     "rivals": [
-        *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12, 15, 16)),
-        *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512, 600, 800)),
+        *(Pattern(f"disc of radius {radius}", {"radius": radius}, "window") for radius in (4, 8, 12, 15, 18)),
+        *(Pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512, 600, 832)),
     ],
     "chosen": [
         *(_chosen(f"LogLinear, top {topk}", "LogLinear", topk=topk) for topk in (8, 16)),
@@ -230,7 +230,7 @@ SECTIONS: dict[str, Sequence[str]] = {
         "far 16, distributed, keys",
     ),
     "Dense steps": ("around", *(f"around, {words}" for words in _STEPS)),
-    "Rivals at equal pairs": ("around", "disc of radius 16", "band of 800"),
+    "Rivals at equal pairs": ("around", "disc of radius 18", "band of 832"),
     "Dense layers": (
         BASE,
         "far 16, every fourth layer dense",
@@ -264,8 +264,8 @@ closed Hilbert curve, and nothing of it is shared or dense; nor of "around", who
 
 
 def pattern_named(name: str) -> Pattern:
-    """One of the groups' patterns."""
-    return next(pattern for patterns in GROUPS.values() for pattern in patterns if pattern.name == name)
+    """One of the groups' patterns; raises KeyError where none is called so."""
+    return {pattern.name: pattern for patterns in GROUPS.values() for pattern in patterns}[name]
 
 
 def without_dense_steps(pattern: Pattern) -> Pattern:

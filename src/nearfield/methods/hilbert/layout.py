@@ -131,7 +131,9 @@ def _tile_size(pattern: Pattern, geometry: Geometry) -> float | None:
 
 def _whole(geometry: Geometry) -> Geometry:
     """What there was before tokens were merged."""
-    return geometry.whole if isinstance(geometry, Shortened) else geometry
+    if not isinstance(geometry, Shortened):
+        return geometry
+    return geometry.whole or geometry
 
 
 def _block_within(most: float, but: int | None = None) -> int:
