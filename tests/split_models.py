@@ -31,8 +31,12 @@ METHODS = {
     "far": paper(tiles=6, shared_tokens=16, far=4, dense_layers=0, dense_steps=0),
     "tiles by layer": paper(tiles=(2, 6, 4), shared_tokens=16, far=4, dense_layers=0, dense_steps=0),
     "around": paper(tiles=6, shared_tokens=16, far=4, near="around", dense_layers=0, dense_steps=0),
+    "weighted": paper(tiles=6, shared_tokens=16, far=4, summary="weighted", dense_layers=0, dense_steps=0),
+    "the default's": Hilbert(far=4, dense_steps=0),
     "around, merged": Merge(0.5, region_size=8, skip_blocks=(0, 1))
     | paper(tiles=4, shared_tokens=16, far=4, near="around", dense_layers=1, dense_steps=0),
+    "the default's, merged": Merge(0.5, region_size=8, skip_blocks=(0, 1))
+    | Hilbert(shared="centre", shared_tokens=16, far=4, dense_steps=0),
     "far, interleaved": paper(
         tiles=5, shared_tokens=16, share="keys", far=6, interleave=True, dense_layers=1, dense_steps=0
     ),
@@ -158,27 +162,66 @@ def gradients_of(model: Any, mesh: DeviceMesh | None) -> list[Tensor]:
 
 
 class Counted(NamedTuple):
-    """Bytes of one layer with a far field, and what was counted for them; how many summaries it has."""
+    """Bytes of one layer with a far field, forward and backward, and what was counted for them; how many summaries it
+    has; and what came of the tokens that a rank holds: output, `lse`, and gradients of query, key and value."""
 
-    sent: int
-    counted: int
+    sent: tuple[int, int]
+    counted: tuple[int, int]
     summaries: int
+    held: Tensor
+    results: list[Tensor]
 
 
-def summarised(mesh: DeviceMesh) -> Counted:
-    ranks = Ranks(mesh)
-    geometry, method = Geometry(GRID, text=7), METHODS["far"]
+HEADS = 4
+SUMMARISED = Geometry(GRID, text=7)
+
+
+def summarised(
+    mesh: DeviceMesh, name: str, key_heads: int = HEADS, dtype: torch.dtype = torch.float64
+) -> Counted:
+    """One rank's part of a layer. Rows that all hold belong to the loss of rank 0."""
+    ranks, method = Ranks(mesh), METHODS[name]
     assert isinstance(method, Hilbert)
-    model = SplitModel(even_split(method, geometry, ranks.size, 16), 16, ranks)
-    whole = method.reader(geometry, 1)
+    model = SplitModel(even_split(method, SUMMARISED, ranks.size, 16), 16, ranks)
+    whole = method.reader(SUMMARISED, 1)
     reader = model.reader(whole)
-    shapes = Shapes(2, 3, 3, 8, torch.float32)
-    query, key, value = torch.randn(3, 2, 3, model.split.num_held(ranks.index), 8, requires_grad=True)
-    reader.attend(query, key, value).out.sum().backward()
     assert whole.far is not None
     assert reader.num_pairs == whole.num_pairs
-    counted = sum(way[ranks.index] for way in reader.bytes_sent(shapes))
-    return Counted(ranks.bytes_sent, counted, len(whole.far.sizes))
+    held = model.split.held(ranks.index)
+    is_counted = (model.split.owners[held] == ranks.index) | (ranks.index == 0)
+    leaves, grads = _layer_inputs(key_heads, dtype)
+    leaves = [x[:, :, held].requires_grad_() for x in leaves]
+    grads = [grads[0][:, :, held] * is_counted[:, None], grads[1][:, :, held] * is_counted]
+    result = reader.attend(*leaves)
+    forward = ranks.bytes_sent
+    found = torch.autograd.grad(tuple(result), leaves, grads)
+    counted = reader.bytes_sent(Shapes(2, HEADS, key_heads, 8, dtype))
+    sent = forward, ranks.bytes_sent - forward
+    expected = counted.forward[ranks.index], counted.backward[ranks.index]
+    return Counted(sent, expected, len(whole.far.sizes), held, [*(x.detach() for x in result), *found])
+
+
+def summarised_by_one(name: str, key_heads: int = HEADS) -> list[Tensor]:
+    """The same of one process."""
+    leaves, grads = _layer_inputs(key_heads, torch.float64)
+    leaves = [x.requires_grad_() for x in leaves]
+    method = METHODS[name]
+    assert isinstance(method, Hilbert)
+    result = method.reader(SUMMARISED, 1).attend(*leaves)
+    return [*(x.detach() for x in result), *torch.autograd.grad(tuple(result), leaves, grads)]
+
+
+def _layer_inputs(key_heads: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Query, key and value of the whole sequence, and gradients of output and `lse`. Queries have a mean, and keys
+    differ, so that it matters which queries the summaries are weighted for."""
+    torch.manual_seed(0)
+    tokens = SUMMARISED.num_tokens
+    query = 1 + torch.randn(2, HEADS, tokens, 8)
+    query += torch.linspace(-1, 1, tokens)[:, None]
+    key, value = (2 * torch.randn(2, key_heads, tokens, 8) for _ in range(2))
+    grads = torch.randn(2, HEADS, tokens, 8), torch.randn(2, HEADS, tokens)
+    wide = torch.promote_types(dtype, torch.float32)
+    return [x.to(dtype) for x in (query, key, value)], [grads[0].to(dtype), grads[1].to(wide)]
 
 
 def disagreeing(mesh: DeviceMesh, about: str) -> None:
@@ -211,7 +254,6 @@ def refused(mesh: DeviceMesh) -> list[str]:
         (tiny_models.flux(), BipartiteMerge()),
         (tiny_models.flux(), Merge(region="global")),
         (tiny_models.flux(), Merge() | LogLinear()),
-        (tiny_models.flux(), Hilbert(summary="weighted")),
     ):
         try:
             apply(model, method, mesh=mesh)

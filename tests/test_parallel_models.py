@@ -11,7 +11,9 @@ from PIL import Image
 from tests.cats import lively_model
 from tests.split_models import (
     GRID,
+    HEADS,
     METHODS,
+    Counted,
     Ran,
     blocks_as_on_a_gpu,
     cached,
@@ -26,6 +28,7 @@ from tests.split_models import (
     run_kind,
     started_by_torchrun,
     summarised,
+    summarised_by_one,
 )
 from tests.tiles import paper
 from tests.worlds import CONTEXT, Failed, World, world_of
@@ -88,7 +91,10 @@ def test_maps_serve_for_several_steps_on_every_rank(world: World) -> None:
             assert torch.allclose(out, one, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "is_checkpointed"), [("two-way", False), ("two-way", True), ("far", False)])
+@pytest.mark.parametrize(
+    ("name", "is_checkpointed"),
+    [("two-way", False), ("two-way", True), ("far", False), ("weighted", True), ("the default's", False)],
+)
 def test_gradients_averaged_over_ranks_are_those_of_one_process(
     world: World, name: str, is_checkpointed: bool
 ) -> None:
@@ -116,10 +122,31 @@ def test_layers_may_differ_in_the_size_of_blocks(world: World) -> None:
             assert (mine - one).norm() <= torch.finfo(torch.float32).eps * one.norm()
 
 
-def test_summaries_travel_as_counted(world: World) -> None:
-    for counted in world.run(summarised):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["far", "weighted", "the default's"])
+def test_summaries_travel_as_counted(world: World, name: str, dtype: torch.dtype) -> None:
+    for counted in world.run(summarised, name, HEADS, dtype):
         assert counted.summaries >= 20
-        assert counted.sent == counted.counted > 0
+        assert counted.sent == counted.counted
+        assert min(counted.sent) > 0
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("name", ["far", "weighted", "the default's"])
+def test_summaries_are_those_of_one_process(world: World, name: str, key_heads: int) -> None:
+    """Also where heads share keys, and with them the mean query: results of each rank, and gradients added up."""
+    wanted = summarised_by_one(name, key_heads)
+    ranks: list[Counted] = world.run(summarised, name, key_heads)
+    for number, whole in enumerate(wanted):
+        total = torch.zeros_like(whole)
+        for one in ranks:
+            if number < 2:
+                torch.testing.assert_close(one.results[number], whole[:, :, one.held], rtol=1e-9, atol=1e-9)
+            total[:, :, one.held] += one.results[number]
+        if number >= 2:
+            torch.testing.assert_close(total, whole, rtol=1e-9, atol=1e-9)
+    for one in ranks:
+        assert one.sent == one.counted
 
 
 def test_every_rank_needs_a_summary() -> None:
@@ -128,7 +155,7 @@ def test_every_rank_needs_a_summary() -> None:
     far = method.reader(geometry).far
     assert far is not None
     with pytest.raises(ValueError, match=r"^`far` must leave every rank a summary; got 8, none on rank \d\."):
-        SplitFarField.of(far, split, 0)
+        SplitFarField.of(far, split, 0, "mean")
 
 
 def test_summary_tells_about_the_split(world: World) -> None:
@@ -185,6 +212,7 @@ SUMMARISED = [
     (Merge() | Hilbert(), Geometry((32, 48), text=64)),
     (Merge(0.75, region_size=16) | Hilbert(far=8), Geometry((32, 32), text=16, text_first=False)),
     (Merge(0.25) | Hilbert(shared="centre"), Geometry((40, 40), text=7, references=((32, 32),))),
+    (Merge() | paper(shared="none", far=16), Geometry((32, 48), text=64)),
 ]
 
 
@@ -195,10 +223,13 @@ def test_ranks_part_between_summaries_before_and_after_merging(
 ) -> None:
     split = split_between_regions(method, geometry, num_ranks, 16)
     for one, layout in ((split.whole, geometry), (split.merged, method.shortened(geometry))):
-        far = method.reader(layout, 1).far
-        numbers = [SplitFarField.of(far, one, rank).sizes.numel() for rank in range(num_ranks)]
+        reader = method.reader(layout, 1)
+        far = reader.far
+        parts = [SplitFarField.of(far, one, rank, reader.summary) for rank in range(num_ranks)]
+        numbers = [part.sizes.numel() for part in parts]
         assert sum(numbers) == len(far.sizes)
         assert min(numbers) > 0
+        assert {part.num_summarised for part in parts} == {sum(int(part.sizes.sum()) for part in parts)}
 
 
 def test_summaries_that_every_border_of_regions_would_tear_are_refused() -> None:
@@ -232,7 +263,6 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
         "`method` must merge inside runs or windows (Merge) to be split over ranks; got BipartiteMerge(",
         "`method` must merge inside runs or windows (Merge) to be split over ranks; got Merge(",
         "`method` must read what is known beforehand (Hilbert) to be split over ranks; got Merged(",
-        "`summary` must be \"mean\" where tokens are split over ranks; got 'weighted'.",
     ]
     for messages in world.run(refused):
         for message, beginning in zip(messages, expected, strict=True):

@@ -47,6 +47,7 @@ def weighted_windows(
     *,
     scale: float | None = None,
     impl: Impl = "auto",
+    moments: Tensor | None = None,
 ) -> WeightedWindows:
     """Keys, values and biases of windows that stand for their tokens to second order.
 
@@ -56,26 +57,43 @@ def weighted_windows(
     cannot weigh much more than its largest, so large values are damped.
 
     Queries of tokens in no window have no part in the mean. Heads that share keys share it.
+
+    Args:
+        moments: the means of all queries and of their squares, `[2, B, G, D]`, where these are not all of them.
     """
     # Autocast would round scores, and squares whose difference is wanted.
     with torch.autocast(query.device.type, enabled=False):
-        return _weighted(query, key, value, starts, sizes, window, scale, impl)
+        if moments is None:
+            moments = query_sums(query, starts, sizes, window, key.shape[1], impl) / sizes.sum()
+        return _weighted(query, key, value, moments, starts, sizes, window, scale, impl)
+
+
+def query_sums(
+    query: Tensor, starts: Tensor, sizes: Tensor, window: int, groups: int, impl: Impl = "auto"
+) -> Tensor:
+    """Sums of queries, and of their squares, over the tokens of all windows, averaged over the heads of each group:
+    `[2, B, groups, D]`, in float32 or more."""
+    with torch.autocast(query.device.type, enabled=False):
+        wide = torch.promote_types(query.dtype, torch.float32)
+        means = partial(window_means, starts=starts, sizes=sizes, window=window, impl=impl)
+        sums = [(means(x).to(wide) * sizes[:, None]).sum(dim=2) for x in (query, query.square())]
+        found: Tensor = torch.stack(sums).unflatten(2, (groups, -1)).mean(dim=3)
+        return found
 
 
 def _weighted(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    moments: Tensor,
     starts: Tensor,
     sizes: Tensor,
     window: int,
     scale: float | None,
     impl: Impl,
 ) -> WeightedWindows:
-    wide = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    means = partial(window_means, starts=starts, sizes=sizes, window=window, impl=impl)
-    centre, square = (_overall(means(x).to(wide), sizes, key.shape[1]) for x in (query, query.square()))
+    centre, square = moments.unbind()
     spread = (square - centre.square()).clamp(min=0)
     call = (key, value, centre, spread, starts, sizes, window, scale)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
@@ -85,13 +103,6 @@ def _weighted(
     else:
         keys, values, bias = torch.ops.nearfield.weighted_windows(*call, impl)
     return WeightedWindows(keys, values, bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1))
-
-
-def _overall(means: Tensor, sizes: Tensor, groups: int) -> Tensor:
-    """The mean over the tokens of all windows `[B, H, windows, D]`, and over heads of a group: `[B, groups, D]`."""
-    mean = (means * sizes[:, None]).sum(dim=2) / sizes.sum()
-    overall: Tensor = mean.unflatten(1, (groups, -1)).mean(dim=2)
-    return overall
 
 
 def _module(x: Tensor, impl: str) -> Any:

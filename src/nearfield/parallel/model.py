@@ -133,17 +133,19 @@ class SplitReader:
         near = attend(query, key, value, self.route, self.ranks, key_bias=key_bias, scale=scale, impl=impl)
         if self.far is None:
             return near
-        far = self.far
-        summaries = far.pooled(key), far.pooled(value)
-        read = attend(query, *summaries, far.route, self.ranks, key_bias=far.bias, scale=scale, impl=impl)
-        return merge(near, read)
+        keys, values, bias = self.far.summaries(query, key, value, scale, impl, self.ranks)
+        far = attend(query, keys, values, self.far.route, self.ranks, key_bias=bias, scale=scale, impl=impl)
+        return merge(near, far)
 
     def bytes_sent(self, shapes: Shapes) -> Sent:
         sent = bytes_sent(self.route.traffic, shapes)
         if self.far is None:
             return sent
         more = bytes_sent(self.far.route.traffic, shapes._replace(has_bias=True))
-        return Sent(*(tuple(map(sum, zip(*both, strict=True))) for both in zip(sent, more, strict=True)))
+        alike = self.far.bytes_summed(shapes, self.ranks.size)
+        return Sent(
+            *(tuple(map(sum, zip(*each, strict=True))) for each in zip(sent, more, alike, strict=True))
+        )
 
 
 class SplitModel:
@@ -169,7 +171,7 @@ class SplitModel:
         near = self._reader(reader.near)
         if reader.far is None:
             return near
-        return replace(near, far=SplitFarField.of(reader.far, self.split, self.ranks.index))
+        return replace(near, far=SplitFarField.of(reader.far, self.split, self.ranks.index, reader.summary))
 
     def dense_reader(self, device: torch.device) -> SplitReader:
         """What a dense layer reads: all."""
@@ -196,6 +198,3 @@ def check_splittable(method: object) -> None:
             return
     if not isinstance(attention, Hilbert):
         wrong_value("method", SPLITTABLE, method)
-    if attention.far is not None and attention.summary != "mean":
-        hint = "The mean query is known to no rank alone."
-        wrong_value("summary", 'be "mean" where tokens are split over ranks', repr(attention.summary), hint)
