@@ -26,9 +26,9 @@ def main() -> None:
     """The overview, the same for a grid of odd sides, the methods, and bars or lines for committed results."""
     demo.draw(IMAGES / "overview.png", demo.preset_for((64, 64)), tiles=16)
     demo.draw(IMAGES / "any-grid.png", demo.preset_for((45, 80)), tiles=9)
-    method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16), layers=range(4))
+    method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16, near="tile"), layers=range(4))
     show.draw(IMAGES / "hilbert.png", method)
-    around = show.examine(Geometry((64, 64), text=64), Hilbert(near="around"), layers=[0])
+    around = show.examine(Geometry((64, 64), text=64), Hilbert(), layers=[0])
     show.draw(IMAGES / "around.png", around)
     plan_pictures.write(IMAGES)
     bars = {"attend": attend_bars, "hilbert": hilbert_bars, "model": model_bars}

@@ -131,7 +131,7 @@ def choose(path: Path, scene: Tensor) -> None:
     tokens = _along_curve(scene)
     drawings = [
         _mask("Dense: everything", planning.full(1024, 1024, q_block=16, k_block=16)),
-        _mask("Hilbert: own tile", Hilbert(tiles=8, far=None).plan(_GEOMETRY, 1)),
+        _mask("Hilbert: own tile", Hilbert(tiles=8, near="tile", far=None).plan(_GEOMETRY, 1)),
         _mask("LogLinear: chosen blocks", _chosen(tokens).near),
         _mask("FineGrained: single keys", _fine_plan(tokens)),
     ]

@@ -45,9 +45,9 @@ def generate(pipe: FluxPipeline, call: dict) -> tuple[object, float]:
 pipe, call = load()
 dense, dense_time = generate(pipe, call)
 
-# Every token reads its tile of a Hilbert curve, the text, and the rest of the image in summary. The first layer and the
-# first fifth of the steps stay dense.
-with nearfield.apply(pipe, nearfield.Hilbert(tiles=16)) as handle:
+# Every token reads what is around it, the text, and the rest of the image in summary. The first 15 % of the steps stay
+# dense.
+with nearfield.apply(pipe, nearfield.Hilbert()) as handle:
     sparse, sparse_time = generate(pipe, call)
     print(handle.summary())
 print(f"dense {dense_time:.2f} s, sparse {sparse_time:.2f} s")

@@ -324,7 +324,7 @@ def test_a_timestep_that_tells_nothing_is_refused() -> None:
 
 
 SUMMARY = """\
-nearfield: Hilbert(tiles=4, far=None)
+nearfield: Hilbert(tiles=4, near='tile', far=None, summary='mean', dense_layers=1, dense_steps=0.2)
 FluxTransformer2DModel
   changed: 4 attention processors; tokens enter at hidden_states, img_ids, controlnet_block_samples, \
 controlnet_single_block_samples and leave at norm_out

@@ -119,10 +119,15 @@ def test_dense_steps_are_set_aside() -> None:
 
 def test_blocks_of_a_gpu() -> None:
     geometry = Geometry((32, 32), text=64)
-    own, gpu = Hilbert(tiles=4), errors.with_gpu_blocks(Hilbert(tiles=4))
+    own = Hilbert(tiles=4, near="tile")
+    gpu = errors.with_gpu_blocks(own)
     assert isinstance(gpu, GpuBlocks)
     assert (own.reader(geometry).near.q_block, gpu.reader(geometry).near.q_block) == (16, 128)
-    both = errors.with_gpu_blocks(Merge() | Hilbert(tiles=4))
+    around = errors.with_gpu_blocks(Hilbert(tiles=4))
+    assert (
+        around.reader(geometry).near == Hilbert(tiles=4).reader(geometry).near
+    )  # no device likes small ones there
+    both = errors.with_gpu_blocks(Merge() | own)
     assert (both.merge, both.attention) == (Merge(), gpu)
     assert errors.with_gpu_blocks(Merge()) == Merge()
 
@@ -130,7 +135,7 @@ def test_blocks_of_a_gpu() -> None:
 def test_blocks_of_a_gpu_are_what_is_measured() -> None:
     task = Task(pareto.TINY, num=1, steps=STEPS, size=128)
     chosen = errors.spread(pictures(CATS), 1)
-    pattern = Pattern("3 tiles", {"tiles": 3, **NOTHING_DENSE})
+    pattern = Pattern("3 tiles", {"tiles": 3, "near": "tile", **NOTHING_DENSE})
     rows = []
     for blocks in ("device", "gpu"):
         one = ErrorSweep(task, chosen, "cats", [2], blocks=blocks)

@@ -9,7 +9,7 @@ import torch
 from tests.tiles import paper
 from torch.nn.attention.flex_attention import flex_attention
 
-from nearfield import Geometry, attend, cli, kernels, planning
+from nearfield import Geometry, Hilbert, attend, cli, kernels, planning
 from nearfield._types import Attended
 from nearfield.bench import flex, hilbert, hilbert_report
 from nearfield.bench.attend import random_inputs
@@ -18,7 +18,7 @@ from nearfield.bench.hilbert import HilbertBench, HilbertResult, Options
 from nearfield.bench.hilbert_cases import CASES, ON_CPU, ON_CUDA, QUICK, HilbertCase
 from nearfield.bench.presets import Preset
 from nearfield.bench.timing import Effort, Timing
-from nearfield.methods.hilbert import HilbertReader
+from nearfield.methods.hilbert import HilbertReader, Summary
 
 CPU = torch.device("cpu")
 LITTLE = Effort(rounds=2, seconds=0.0, most=1)
@@ -59,15 +59,26 @@ def test_every_case_is_for_some_machine() -> None:
     assert set(ON_CUDA) | set(QUICK) == set(CASES)
     assert set(ON_CPU) <= set(ON_CUDA)
     assert str(CASES["2048-far"]) == "2048-far: 16 tiles, 1024 shared two-way, far 64"
+    assert str(CASES["1024-around"]) == "1024-around: a 16th around, 0 shared two-way, far 16"
+    assert str(CASES["1024-default"]) == "1024-default: what is around, 0 shared two-way, far 16"
+
+
+def test_what_is_called_default_is_the_default() -> None:
+    sparse = Hilbert(dense_layers=0, dense_steps=0)
+    for size in ("1024", "2048", "4096", "tiny"):
+        assert Hilbert(**CASES[f"{size}-default"].fields) == sparse
+    for size in ("1024", "2048", "4096"):
+        tiles = replace(sparse, tiles=16, near="tile", summary="mean")
+        assert Hilbert(**CASES[f"{size}-tiles"].fields) == tiles
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
 
 
-def far_call() -> tuple[tuple[torch.Tensor, ...], HilbertReader]:
+def far_call(summary: Summary = "mean") -> tuple[tuple[torch.Tensor, ...], HilbertReader]:
     geometry = Geometry(SMALL.grid, text=SMALL.text)
-    reader = paper(tiles=3, shared_tokens=12, far=16).reader(geometry, 1, q_block=16, k_block=16)
-    return random_inputs(SMALL, CPU, torch.float32), reader
+    method = paper(tiles=3, shared_tokens=12, far=16, summary=summary)
+    return random_inputs(SMALL, CPU, torch.float32), method.reader(geometry, 1, q_block=16, k_block=16)
 
 
 def test_the_far_field_is_checked() -> None:
@@ -76,6 +87,33 @@ def test_the_far_field_is_checked() -> None:
     assert check_forward(inputs, reader.near, out, lse, far=reader.far).passed
     without = attend(*inputs, reader.near)
     assert not check_forward(inputs, reader.near, *without, far=reader.far).passed
+
+
+@pytest.mark.parametrize("summary", ["mean", "weighted"])
+def test_summaries_of_another_kind_are_found(summary: Summary) -> None:
+    inputs, reader = far_call(summary)
+    call, options = (inputs, reader.near), {"far": reader.far, "summary": summary}
+    assert check_forward(*call, *reader.attend(*inputs), **options).passed
+    assert not check_forward(*call, *attend(*inputs, reader.near), **options).passed
+    other = reader._replace(summary="weighted" if summary == "mean" else "mean")
+    assert not check_forward(*call, *other.attend(*inputs), **options).passed
+
+
+@pytest.mark.parametrize("summary", ["mean", "weighted"])
+def test_a_case_is_judged_by_its_own_summaries(summary: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes the others gets no figure."""
+    exact = HilbertReader.attend
+    case = HilbertCase("case", SMALL, 3, "two-way", 0, far=16, near="around", summary=summary)
+    assert HilbertBench(SMALL, CPU, LITTLE, Options()).run(case).status == "ok"
+
+    def wrong(self: HilbertReader, *arguments, **options) -> Attended:
+        other = self._replace(summary="weighted" if self.summary == "mean" else "mean")
+        return exact(other, *arguments, **options)
+
+    monkeypatch.setattr(HilbertReader, "attend", wrong)
+    result = HilbertBench(SMALL, CPU, LITTLE, Options()).run(case)
+    assert result.status == "check failed"
+    assert result.speed_up is None
 
 
 def test_more_rows_are_checked_on_request() -> None:
@@ -242,7 +280,10 @@ def test_the_command_writes_json_and_a_picture(capsys: pytest.CaptureFixture[str
 
 def test_dry_run_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "hilbert", "--dry-run"]) == 0
-    assert "4 measurements on " in capsys.readouterr().out
+    first, *cases = capsys.readouterr().out.splitlines()
+    assert first.startswith("5 measurements on ")
+    assert cases == [f"  {CASES[name]}" for name in ON_CPU]
+    assert ON_CPU == ("1024-two-way", "1024-keys", "1024-default", "1024-tiles", "1024-around")
 
 
 BAD_CALLS = {

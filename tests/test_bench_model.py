@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_methods_suit_the_size(size: Size, fields: dict[str, object]) -> None:
     case = ModelCase("flux1", None, tiny=False, fields={})
-    paper = {"shared": "centre", "far": None}
+    paper = {"near": "tile", "shared": "centre", "far": None, "summary": "mean"}
     assert case.method_fields(size) == fields | paper | {"dense_layers": 0, "dense_steps": 0}
     assert Hilbert(**case.method_fields(size)).share == "keys"
     default = replace(case, fields={"shared": "none", "far": 16})
@@ -526,9 +526,11 @@ def test_the_command_measures_a_tiny_model(capsys: pytest.CaptureFixture[str], t
     (record,) = written["results"]
     assert record["status"] == "ok"
     assert record["method"] == {
+        "near": "tile",
         "shared": "centre",
         "share": "keys",
         "far": None,
+        "summary": "mean",
         "dense_layers": 0,
         "dense_steps": 0,
         "tiles": 4,

@@ -31,7 +31,9 @@ from nearfield.training.data import batches, pictures
 from nearfield.training.loop import Schedule
 
 PATTERNS = [
-    Pattern("2 tiles", {"tiles": 2, "shared": "none", "dense_layers": [0], "dense_steps": 0}),
+    Pattern(
+        "2 tiles", {"tiles": 2, "near": "tile", "summary": "mean", "dense_layers": [0], "dense_steps": 0}
+    ),
     Pattern("disc", {"radius": 2}, "window"),
 ]
 
@@ -94,6 +96,36 @@ def test_patterns_are_measured_once(
     for row in (tiles, disc):
         assert row.inception_distance is not None
         assert 0 < row.inception_distance < 1
+
+
+NOTHING_DENSE = {"dense_layers": 0, "dense_steps": 0}
+
+
+def _merged(fields: dict[str, Any]) -> Pattern:
+    parts = {"merge": {"method": "Merge", "fields": {}}, "attention": {"method": "Hilbert", "fields": fields}}
+    return Pattern("a", parts, "Merged")
+
+
+@pytest.mark.parametrize("made", [lambda fields: Pattern("a", fields), _merged], ids=["alone", "merged"])
+@pytest.mark.parametrize("lacking", [("near",), ("summary",), ("near", "summary")], ids=str)
+def test_rows_of_before_there_was_such_a_field_are_of_tiles(
+    made: Any, lacking: tuple[str, ...], task: picture_runs.Task
+) -> None:
+    """Not the default's, whatever that is today."""
+    default, tiles = made(NOTHING_DENSE), made(NOTHING_DENSE | {"near": "tile", "summary": "mean"})
+    settings = json.loads(json.dumps(task.settings(tiles)))
+    fields = settings["fields"].get("attention", settings)["fields"]
+    for name in lacking:
+        del fields[name]
+    rows = [quality.QualityRow("a", 0.5, 4, settings=settings)]
+    assert picture_runs.is_known(task.settings(tiles), rows)
+    assert not picture_runs.is_known(task.settings(default), rows)
+    for name, value in {"near": "around", "summary": "weighted"}.items():
+        other = made(NOTHING_DENSE | {"near": "tile", "summary": "mean", name: value})
+        assert not picture_runs.is_known(task.settings(other), rows)
+    today = [quality.QualityRow("a", 0.5, 4, settings=json.loads(json.dumps(task.settings(default))))]
+    assert picture_runs.is_known(task.settings(default), today)
+    assert not picture_runs.is_known(task.settings(tiles), today)
 
 
 def test_what_was_made_is_kept(task: picture_runs.Task, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def weights_of(given: recall.Sample) -> Tensor:
 @pytest.mark.parametrize("text", [0, 5])
 def test_runs_hold_what_their_mask_holds(text: int) -> None:
     given = sample(text)
-    method = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
+    method = Hilbert(tiles=4, near="tile", shared="none", dense_layers=0, dense_steps=0)
     found = recall.run_recall(given, recall.full_lse(given), 4)
     inverse = method.ordering(given.geometry).inverse
     place = torch.arange(given.geometry.num_tokens)

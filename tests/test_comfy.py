@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,6 +34,7 @@ FIELDS: dict[str, Any] = {
     "dense_steps": 0.0,
     "dense_layers": 1,
     "near": "tile",
+    "summary": "mean",
 }
 
 
@@ -64,6 +66,13 @@ def patched(model: Any, **fields: Any) -> Any:
     node = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"]()
     (result,) = getattr(node, node.FUNCTION)(model, **FIELDS | fields)
     return result
+
+
+def method_of(model: Any) -> Hilbert:
+    """What a patched model reads by."""
+    (wrapper,) = model.wrappers[standin.APPLY_MODEL]["nearfield"]
+    method: Hilbert = wrapper.method
+    return method
 
 
 class Case:
@@ -118,9 +127,10 @@ def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]()
 
 
-def test_model_reads_what_the_plans_say(case: Case) -> None:
-    sparse = case.run(patched(case.patcher))
-    masked = standin.Masked(paper(tiles=4), case.calls)
+@pytest.mark.parametrize("near", ["tile", "around"])
+def test_model_reads_what_the_plans_say(case: Case, near: str) -> None:
+    sparse = case.run(patched(case.patcher, near=near))
+    masked = standin.Masked(paper(tiles=4, near=near), case.calls)
     reference = case.patcher.clone()
     reference.model_options["transformer_options"]["optimized_attention_override"] = masked
     expected = case.run(reference)
@@ -152,10 +162,14 @@ def test_second_node_replaces_the_first() -> None:
     assert len(twice.wrappers[standin.APPLY_MODEL]["nearfield"]) == 1
 
 
-@pytest.mark.parametrize("fields", [{"far": 16}, {"share": "keys"}, {"shared": "distributed"}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"share": "keys"}, {"shared": "distributed"}, {"far": 0}, {"near": "around"}, {"summary": "weighted"}],
+)
 def test_fields_change_what_is_read(fields: dict[str, Any]) -> None:
     case = CASES["Wan"]()
-    assert not torch.allclose(case.run(patched(case.patcher, **fields)), case.run(patched(case.patcher)))
+    one, other = (patched(case.patcher, **{"far": 16} | change) for change in (fields, {}))
+    assert not torch.allclose(case.run(one), case.run(other))
 
 
 def test_first_steps_are_dense() -> None:
@@ -215,14 +229,17 @@ def test_masks_of_pairs_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [told]
 
 
+@pytest.mark.parametrize("fields", [{}, {"near": "around", "summary": "weighted"}], ids=["tile", "around"])
 @pytest.mark.parametrize("is_bool", [True, False])
-def test_masks_of_text_go_with_a_far_field(is_bool: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_masks_of_text_go_with_a_far_field(
+    is_bool: bool, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     mask = key_mask(2, hides_image=False)
     if not is_bool:
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
     case = CASES["FLUX"]()
     case.conditions["attention_mask"] = mask
-    model = patched(case.patcher, far=16, shared="none", dense_layers=0)
+    model = patched(case.patcher, far=16, shared="none", dense_layers=0, **fields)
     with caplog.at_level(logging.INFO, "nearfield.comfyui"):
         masked = case.run(model)
     assert "5 calls sparse" in caplog.messages[0]
@@ -337,22 +354,57 @@ def all_inputs(node: str) -> dict[str, Any]:
     return {**inputs["required"], **inputs["optional"]}
 
 
-def test_a_prompt_from_before_there_was_a_field_still_runs() -> None:
+@pytest.mark.parametrize("missing", [("near", "summary"), ("summary",), ("near",)])
+def test_a_prompt_from_before_there_was_a_field_means_what_was_read_then(missing: tuple[str, ...]) -> None:
+    """Tiles and means, whatever the defaults are by now."""
     case = CASES["FLUX"]()
-    older = {name: value for name, value in FIELDS.items() if name != "near"}
+    required = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"].INPUT_TYPES()["required"]
+    assert not {*missing} & {*required}, "ComfyUI would refuse the prompt"
+    saved = FIELDS | {"far": 16, "near": "around", "summary": "weighted"}
+    older = {name: value for name, value in saved.items() if name not in missing}
     node = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"]()
     (model,) = node.patch(case.patcher, **older)
-    assert torch.equal(case.run(model), case.run(patched(case.patcher)))
+    then = {name: value for name, value in {"near": "tile", "summary": "mean"}.items() if name in missing}
+    assert method_of(model) == paper(
+        **{"tiles": 4, "far": 16, "near": "around", "summary": "weighted", "dense_steps": 0.0} | then
+    )
+    assert torch.equal(case.run(model), case.run(patched(case.patcher, **saved | then)))
 
 
 def test_node_offers_the_fields_of_the_method() -> None:
     inputs = all_inputs("NearfieldHilbert")
     assert list(inputs) == ["model", *FIELDS]
-    for name in FIELDS:
-        default = inputs[name][1]["default"]
-        wanted = getattr(Hilbert(), name)
-        assert default == (wanted if wanted is not None else {"tiles": 16, "far": 0}[name])
     assert set(NODES.NODE_CLASS_MAPPINGS) == set(NODES.NODE_DISPLAY_NAME_MAPPINGS)
+    for name in ("shared", "share", "near", "summary"):
+        assert get_args(Hilbert.__annotations__[name]) == tuple(inputs[name][0])
+
+
+def test_a_new_node_is_the_default_of_the_method() -> None:
+    """What the page fills in for a node that somebody adds; 0 stands for None."""
+    inputs = all_inputs("NearfieldHilbert")
+    shown = {name: inputs[name][1]["default"] for name in FIELDS}
+    assert shown == {
+        name: 0 if value is None else value for name, value in asdict(Hilbert()).items() if name in FIELDS
+    }
+    assert shown["tiles"] == 0
+    for name in ("tiles", "far", "dense_layers", "dense_steps"):
+        assert inputs[name][1]["min"] <= shown[name] <= inputs[name][1]["max"]
+    assert all(shown[name] in inputs[name][0] for name in ("shared", "share", "near", "summary"))
+    case = CASES["FLUX"]()
+    model = patched(case.patcher, **shown)
+    assert method_of(model) == Hilbert()
+    sparse, dense = (case.run(each, step=4) for each in (model, case.patcher))
+    assert sparse.isfinite().all()
+    assert not torch.allclose(sparse, dense, rtol=0, atol=1e-6)
+    assert torch.equal(case.run(model), case.run(case.patcher)), "the first step of five is dense"
+
+
+def test_no_number_of_tiles_suits_the_size() -> None:
+    case = CASES["FLUX"]()
+    assert method_of(patched(case.patcher, tiles=0)).tiles is None
+    assert torch.equal(case.run(patched(case.patcher, tiles=0)), case.run(patched(case.patcher, tiles=16)))
+    around, quarter = (patched(case.patcher, tiles=tiles, near="around") for tiles in (0, 4))
+    assert torch.equal(case.run(around), case.run(quarter)), "a quarter of a small image"
 
 
 # -- the workflow --------------------------------------------------------------------------------------------------
@@ -372,9 +424,8 @@ def test_workflow_holds_together() -> None:
     inputs = all_inputs(ours["type"])
     assert [entry["name"] for entry in ours["inputs"]] == ["model"]
     fields = dict(zip(list(inputs)[1:], ours["widgets_values"], strict=True))
-    patched(CASES["FLUX"]().patcher, **fields)
-    assert all(fields[name] in inputs[name][0] for name in ("shared", "share"))
-    assert get_args(Hilbert.__annotations__["shared"]) == tuple(inputs["shared"][0])
+    assert method_of(patched(CASES["FLUX"]().patcher, **fields)) == Hilbert()
+    assert all(fields[name] in inputs[name][0] for name in ("shared", "share", "near", "summary"))
 
 
 # -- ComfyUI itself ------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_few_tokens_around_leave_some_neighbours_out():
         (Geometry((48, 80), text=512), 16, 0.1),
     ):
         apart = neighbours_apart(around(tiles=tiles), geometry)
-        assert 0 < apart < share * neighbours_apart(Hilbert(tiles=tiles), geometry)
+        assert 0 < apart < share * neighbours_apart(around(tiles=tiles, near="tile"), geometry)
 
 
 def test_blocks_and_tokens_of_the_usual_size():
@@ -180,8 +180,9 @@ def test_tokens_and_blocks_unless_somebody_says_how_many(side, fields, tokens, b
 def test_number_of_tiles_is_said_by_their_size_around_blocks():
     assert around().tiles_in(0) is None
     assert around(tiles=16).tiles_in(0) == 16
-    assert Hilbert().tiles_in(0) == 16
-    assert Hilbert(tile_size=64).tiles_in(0) is None
+    assert Hilbert().tiles_in(0) is None
+    assert Hilbert(near="tile").tiles_in(0) == 16
+    assert Hilbert(near="tile", tile_size=64).tiles_in(0) is None
 
 
 @pytest.mark.parametrize("sides", [((64, 64), 512), ((48, 80), 512), ((8, 32, 32), 512), ((20, 30), 150)])
@@ -232,7 +233,8 @@ def test_layers_read_alike_and_may_differ_in_their_number_of_tiles():
     assert plans[2] is plans[3]
     assert plans[2].num_pairs > plans[0].num_pairs
     assert method.phases == 1
-    assert Hilbert(cycle=3).phases == 3
+    assert Hilbert(cycle=3).phases == 1
+    assert Hilbert(near="tile", cycle=3).phases == 3
 
 
 def test_plans_are_the_same_whatever_torch_computes_in_by_default():
@@ -349,9 +351,13 @@ def test_borders_are_those_of_blocks_of_queries():
     ("fields", "message"),
     [
         ({"near": "ring"}, "`near` must be one of 'tile', 'around'; got 'ring'."),
-        (
-            {"near": "around", "interleave": True},
-            '`interleave` must be False where `near` is "around"; got True. Nothing slides there.',
+        *(
+            (
+                fields | {"interleave": True},
+                '`interleave` must be False where `near` is "around"; got True. '
+                'Nothing slides there; tiles do: near="tile".',
+            )
+            for fields in ({}, {"near": "around"})
         ),
     ],
 )

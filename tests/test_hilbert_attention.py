@@ -26,8 +26,12 @@ def test_attention_reads_the_plan_of_its_layer():
 def test_the_default_method_is_the_default():
     geometry = Geometry((16, 16), text=16)
     inputs = inputs_for(geometry)
-    expected = hilbert_attention(*inputs, geometry, 3, method=Hilbert(tiles=16, shared="none", far=16))
-    assert torch.equal(hilbert_attention(*inputs, geometry, 3), expected)
+    by_default = hilbert_attention(*inputs, geometry, 3)
+    fields = {"tile_size": 64, "near": "around", "shared": "none", "far": 16, "summary": "weighted"}
+    assert torch.equal(by_default, hilbert_attention(*inputs, geometry, 3, method=Hilbert(**fields)))
+    for change in ({"near": "tile"}, {"summary": "mean"}, {"tile_size": 32}, {"far": None}):
+        other = hilbert_attention(*inputs, geometry, 3, method=Hilbert(**fields | change))
+        assert not torch.allclose(by_default, other, rtol=1e-3, atol=1e-3), change
 
 
 def test_hidden_keys_are_as_if_they_were_not_there():

@@ -1,5 +1,6 @@
 """Fields of the Hilbert method: where it applies, what it says they come to, and what is refused."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,8 +8,38 @@ import torch
 from tests.hilbert_cases import inputs_for
 from tests.tiles import paper
 
-from nearfield import Geometry, HilbertAttention, hilbert_attention
+from nearfield import Geometry, Hilbert, HilbertAttention, hilbert_attention
 from nearfield.dense_parts import stays_dense
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+
+
+def test_defaults():
+    """Recipes, prompts and papers that do not name a field mean these."""
+    assert dataclasses.asdict(Hilbert()) == {
+        "tiles": None,
+        "tile_size": None,
+        "near": "around",
+        "cycle": 4,
+        "shared": "none",
+        "share": "two-way",
+        "shared_tokens": None,
+        "curve": "auto",
+        "far": 16,
+        "summary": "weighted",
+        "dense_layers": 0,
+        "dense_steps": 0.15,
+        "interleave": False,
+    }
+    assert [Hilbert().dense_ends(steps) for steps in (1, 4, 20, 28, 50)] == [
+        (1, 0),
+        (1, 0),
+        (3, 0),
+        (5, 0),
+        (8, 0),
+    ]
+    assert all(Hilbert().dense_layer_reason(layer, 57) is None for layer in range(57))
+
 
 # -- when it applies ---------------------------------------------------------------------------------------------------
 
@@ -84,6 +115,18 @@ def test_describe_says_what_the_fields_come_to():
         "    tiles: 16 of 128 to 256 tokens, shifted by 0, 0, 128, 128 in turn "
         "(exactly: 16 of 240, shifted by 60; cuts lie on multiples of 128)",
         "  pairs kept: 35.0% (at most 2.85x faster than dense)",
+    ]
+
+
+def test_describe_the_default():
+    words = Hilbert().describe(Geometry((64, 64), text=512)).split("\n")
+    assert words[0] == "512 text + 64x64: 4608 tokens"
+    assert words[1].startswith("  64x64 along generalised closed, locality 1.163 (lowest of: ")
+    assert words[2:] == [
+        "    shared: none",
+        "    around: 512 tokens, those nearest to each block of 128 (asked for: 512)",
+        "    far field: 256 summaries of 16 tokens, weighted",
+        "  pairs kept: 35.2% (at most 2.84x faster than dense)",
     ]
 
 

@@ -122,12 +122,16 @@ def test_numbers_for_more_layers_than_there_are(merge: Merge | None) -> None:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_show_takes_numbers_by_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = "show --grid 16x16 --text 0 --tiles 2,4,8 --layer 0..3 --json --out"
+@pytest.mark.parametrize("near", ["tile", "around"])
+def test_show_takes_numbers_by_layer(near: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = f"show --near {near} --grid 16x16 --text 0 --tiles 2,4,8 --layer 0..3 --json --out"
     assert cli.main([*words.split(), str(tmp_path / "show.png")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["method"]["tiles"] == [2, 4, 8]
-    assert [len(layer["tiles"]) for layer in report["layers"]] == [2, 4, 8, 8]
+    numbers = [2, 4, 8, 8] if near == "tile" else [0] * 4
+    assert [len(layer["tiles"]) for layer in report["layers"]] == numbers
+    first, second, third, last = (layer["density"] for layer in report["layers"])
+    assert first > second > third == last
 
 
 @pytest.mark.parametrize(

@@ -811,8 +811,11 @@ def test_tables_begin_with_what_is_tuned(tmp_path: Path) -> None:
     assert [each.title for each in quality_results.sections(after)] == [
         "Ways of tuning",
         "Patterns that could be tuned",
-        "Around in the place of tiles",
     ]
+    more = made_up(tmp_path, {"dense": 20.0, chosen: 30.0, other: 31.0, "tuned": 25.0, "around, means": 29.0})
+    last = quality_results.sections(more)[-1]
+    assert last.title == "Around in the place of tiles"
+    assert [row.pattern for row in last.rows] == ["dense", "around, means", chosen, other]
     words = "Tuned with batch 32: rank-4-of-x unfinished, 487 of 600 steps, rank-64-equal-of-x 200 steps."
     assert words in quality_results.markdown(after).replace("\n", " ")
 

@@ -2,8 +2,9 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +14,7 @@ from tests.tiles import paper
 from nearfield import Geometry, Hilbert, cli
 from nearfield.bench import show
 from nearfield.commands import arguments as choices
-from nearfield.methods.hilbert import Share, Summary
+from nearfield.methods.hilbert import Near, Share, Summary
 from nearfield.plots.cells import canvas_of, draw_curve_lines
 from nearfield.plots.method import draw_layer
 from nearfield.plots.style import SHARED, SHARED_KEYS, rgb
@@ -28,6 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_choices_are_those_of_the_method() -> None:
+    assert get_args(Near) == choices.NEAR
     assert get_args(Share) == choices.SHARES
     assert get_args(Shared) == choices.SHARED
     assert get_args(Summary) == choices.SUMMARIES
@@ -70,6 +72,45 @@ def test_more_tokens_are_drawn_in_larger_blocks_but_counted_in_fine_ones() -> No
     shown = show.examine(geometry, method, [1])
     assert shown.layers[1].near.k_block == 64
     assert shown.density[1] == pytest.approx(method.plan(geometry, 1, k_block=16).density)
+    for fields, blocks in (({"tiles": 400}, (16, 64)), ({}, (128, 128))):
+        method = Hilbert(**fields)
+        shown, reader = show.examine(geometry, method, [1]), method.reader(geometry, 1)
+        assert (reader.near.k_block, shown.layers[1].near.k_block) == blocks
+        assert shown.density[1] == reader.num_pairs / geometry.num_tokens**2
+
+
+@pytest.mark.parametrize("q_block", [None, 32])
+@pytest.mark.parametrize(
+    ("grid", "fields", "around"),
+    [
+        ((64, 64), {}, 512),
+        ((32, 32), {"far": None}, 256),
+        ((64, 64), {"tiles": 16, "shared": "centre", "summary": "mean"}, 256),
+        ((8, 24, 32), {"shared": "distributed", "share": "keys"}, 512),
+    ],
+)
+def test_what_is_shown_around_blocks_is_what_is_read(
+    grid: tuple[int, ...], fields: dict[str, Any], around: int, q_block: int | None
+) -> None:
+    """In blocks of keys of the method's own, since finer ones would have others around them."""
+    geometry, method = Geometry(grid, text=64), Hilbert(**fields)
+    shown = show.examine(geometry, method, [2], q_block)
+    reader = method.reader(geometry, 2, q_block=q_block)
+    assert shown.layers[2] == reader
+    assert shown.density[2] == reader.num_pairs / geometry.num_tokens**2
+    drawn = show.picture(shown)
+    assert (drawn.q_block, drawn.k_block) == (reader.near.q_block, reader.near.k_block)
+    assert drawn.tile_name == "Blocks of queries"
+    assert torch.equal(drawn.layers[0].reads, reader.near.block_counts()[0, 0] > 0)
+    assert f"{around} tokens around each block of {drawn.q_block}" in drawn.facts
+    assert f"around: {around} tokens, those nearest" in method.describe(geometry, q_block=q_block)
+    means = {"mean": "far field: means of 16 tokens", "weighted": "far field: weighted means of 16 tokens"}
+    assert [fact for fact in drawn.facts if "far" in fact] == [means[method.summary]] * bool(method.far)
+    # Every colour is of one block of queries.
+    block = shown.tile_of_cell(2)[method.ordering(geometry).order]
+    places = torch.arange(len(block)) + geometry.image_spans[0][0]
+    assert torch.equal(block, places // drawn.q_block - int(places[0]) // drawn.q_block)
+    assert int(block.max()) < drawn.num_tiles
 
 
 def test_frames_of_a_video_are_shown_side_by_side() -> None:
@@ -141,22 +182,36 @@ def test_masks_have_the_colours_of_text_shared_tokens_and_tiles() -> None:
 
 def test_picture_and_description(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "new" / "show.png"
-    text = run(
-        capsys, "--grid", "16x20", "--tiles", "4", "--layer", "0,2", "--text", "16", "--out", str(path)
-    )
-    described = Hilbert(tiles=4).describe(Geometry((16, 20), text=16), q_block=16)
+    arguments = "--grid 16x20 --near tile --tiles 4 --layer 0,2 --text 16 --out"
+    text = run(capsys, *arguments.split(), str(path))
+    described = Hilbert(near="tile", tiles=4).describe(Geometry((16, 20), text=16), q_block=16)
+    assert "tiles: 4 of" in described
     assert text == f"{described}\nwrote {path}\n"
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [entry.name for entry in path.parent.iterdir()] == ["show.png"]
+
+
+def test_picture_and_description_of_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "show.png"
+    text = run(capsys, "--grid", "32x32", "--text", "16", "--out", str(path))
+    described = Hilbert().describe(Geometry((32, 32), text=16))
+    assert text == f"{described}\nwrote {path}\n"
+    assert "around: 256 tokens, those nearest to each block of 64" in text
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         "--grid 9x13 --shared none --curve morton --text 0",
-        "--grid 12x16 --share keys --shared distributed --interleave --layer 5",
+        "--grid 9x13 --shared none --curve morton --text 0 --near tile",
+        "--grid 12x16 --share keys --shared distributed --interleave --layer 5 --near tile",
+        "--grid 12x16 --share keys --shared distributed --layer 5 --far 0",
         "--grid 5x6x8 --far 16 --layer 1..2 --shared centre --shared-tokens 32",
+        "--grid 5x6x8 --far 16 --layer 1..2 --shared centre --shared-tokens 32 --near tile",
         "--grid 3x2 --tiles 2 --text 1 --q-block 32",
+        "--grid 3x2 --tiles 2 --text 1 --q-block 32 --near tile",
+        "--grid 3x3 --text 5 --shared centre",
     ],
 )
 def test_everything_can_be_drawn_and_twice_alike(
@@ -171,8 +226,8 @@ def test_everything_can_be_drawn_and_twice_alike(
 
 def test_json_has_the_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "show.png"
-    arguments = ["--grid", "16x16", "--tiles", "4", "--layer", "0..3", "--share", "keys", "--json"]
-    report = json.loads(run(capsys, *arguments, "--text", "32", "--out", str(path)))
+    arguments = "--near tile --grid 16x16 --tiles 4 --layer 0..3 --share keys --json --text 32 --out"
+    report = json.loads(run(capsys, *arguments.split(), str(path)))
     assert report["picture"] == str(path)
     assert report["method"]["share"] == "keys"
     assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2, 3]
@@ -180,6 +235,18 @@ def test_json_has_the_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert sum(layer["tiles"]) + report["shared_tokens"] == 256
         assert 0 < layer["density"] < 1
     assert len({layer["shift"] for layer in report["layers"]}) == 4
+
+
+def test_json_of_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """No tiles, nothing that slides, and the pairs that the method reads."""
+    arguments = "--grid 32x32 --text 16 --layer 0..1 --json --out"
+    report = json.loads(run(capsys, *arguments.split(), str(tmp_path / "show.svg")))
+    assert report["method"] == asdict(Hilbert())
+    reader = Hilbert().reader(Geometry((32, 32), text=16))
+    assert report["q_block"] == reader.near.q_block == 64
+    density = reader.num_pairs / 1040**2
+    alike = {"shift": 0, "tiles": [], "density": density, "bound_over_dense": 1 / density}
+    assert report["layers"] == [{"layer": layer} | alike for layer in (0, 1)]
 
 
 def test_without_matplotlib_the_extra_is_named(
@@ -198,6 +265,8 @@ BAD_CALLS = {
     "--shared corner": "`--shared` must be one of centre, distributed, none; got 'corner'.",
     "--curve peano": "`--curve` must be one of auto, hilbert, hilbert-closed, morton, raster; got 'peano'.",
     "--out show.jpg": "`--out` must end in .png or .svg; got 'show.jpg'. Example: --out results.png",
+    "--interleave": '`interleave` must be False where `near` is "around"; got True. Nothing slides there; tiles do:'
+    ' near="tile".',
     "--shared none --shared-tokens 8": '`shared_tokens` must be left out where `shared` is "none"; got 8.',
 }
 

@@ -29,7 +29,7 @@ from nearfield.studio.server import is_loopback
 from nearfield.training.distill import save_lora
 
 CPU = torch.device("cpu")
-FEW_TILES = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
+FEW_TILES = Hilbert(tiles=4, near="tile", dense_layers=0, dense_steps=0)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,7 @@ def test_offered_fields_and_choices_are_the_methods(name: str) -> None:
     known = {field.name: field.default for field in dataclasses.fields(maker)}
     for field in offered:
         assert field.name in known
+        assert field.kind != "optional" or (field.value, known[field.name]) == ("", None)
         if field.kind == "choice":
             assert field.choices == typing.get_args(kinds[field.name])
             assert field.value == known[field.name]
@@ -63,9 +64,12 @@ def test_offered_fields_and_choices_are_the_methods(name: str) -> None:
 
 def test_fields_make_the_method() -> None:
     values = {field.name: field.value for field in fields.METHODS["hilbert"][1]}
-    assert fields.method_of("hilbert", values) == Hilbert(tiles=16)
-    values |= {"tiles": 9.0, "far": 64.0, "share": "keys", "dense_layers": "0,-1", "dense_steps": "2"}
+    assert fields.method_of("hilbert", values) == Hilbert()
+    values |= {"tiles": " 9 ", "far": 64.0, "share": "keys", "dense_layers": "0,-1", "dense_steps": "2"}
     wanted = Hilbert(tiles=9, far=64, share="keys", dense_layers=(0, -1), dense_steps=2)
+    assert fields.method_of("hilbert", values) == wanted
+    values |= {"tiles": "", "near": "tile", "summary": "mean", "interleave": True}
+    wanted = dataclasses.replace(wanted, tiles=None, near="tile", summary="mean", interleave=True)
     assert fields.method_of("hilbert", values) == wanted
 
 
@@ -76,7 +80,8 @@ def test_recipes_that_ship_fill_in_the_fields(name: str) -> None:
     assert set(values) == {field.name for field in fields.METHODS[method][1]}
     assert fields.method_of(method, values) == recipe.method
     words = page.recipe_words(recipe)
-    assert f"FID {recipe.measured['fid']:.1f} (dense 24.3)" in words
+    dense = {"cats-close": "22.2", "cats-fast": "19.4"}[name]
+    assert f"FID {recipe.measured['fid']:.1f} (dense {dense})" in words
     assert ("with the embedded LoRA" in words) == (recipe.lora == "embedded")
 
 
@@ -84,7 +89,11 @@ def test_recipes_that_ship_fill_in_the_fields(name: str) -> None:
     "method",
     [
         Hilbert(tiles=9, far=None, dense_layers=(3,), dense_steps=0.25),
-        Hilbert(tiles=4, shared="centre", shared_tokens=64, dense_layers=(0, -1), interleave=True),
+        Hilbert(
+            tiles=4, near="tile", shared="centre", shared_tokens=64, dense_layers=(0, -1), interleave=True
+        ),
+        Hilbert(near="tile", summary="mean"),
+        Hilbert(),
         Hilbert(dense_steps=(1, 0.1)),
         FineGrained(mass=0.8),
     ],
@@ -106,7 +115,8 @@ def test_methods_that_the_page_cannot_show_are_refused(method: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tiles": 0}, "`tiles` must be at least 1; got 0"),
+        ({"tiles": "0"}, "`tiles` must be an integer of at least 1; got '0'"),
+        ({"interleave": True}, '`interleave` must be False where `near` is "around"; got True.'),
         ({"far": 1}, "`far` must be at least 2; got 1"),
         (
             {"shared": "centre", "shared_tokens": "many"},
@@ -133,11 +143,16 @@ def test_picture_follows_fields_and_layer() -> None:
         made: bytes = drawing.method_picture(geometry, method, layer, CPU)[0].tobytes()
         return made
 
-    first = picture(Hilbert(tiles=4))
-    assert first == picture(Hilbert(tiles=4))
-    assert first != picture(Hilbert(tiles=8))
-    assert first != picture(Hilbert(tiles=4), layer=1)
-    assert "272 tokens" in drawing.method_picture(geometry, Hilbert(tiles=4), 0, CPU)[1]
+    tiles = Hilbert(near="tile", tiles=4)
+    first = picture(tiles)
+    assert first == picture(tiles)
+    assert first != picture(Hilbert(near="tile", tiles=8))
+    assert first != picture(tiles, layer=1)
+    assert "272 tokens" in drawing.method_picture(geometry, tiles, 0, CPU)[1]
+    around = picture(Hilbert())
+    assert around == picture(Hilbert())
+    assert around not in (first, picture(Hilbert(tiles=8)))
+    assert "around: 64 tokens" in drawing.method_picture(geometry, Hilbert(), 0, CPU)[1]
 
 
 def test_too_much_to_draw_is_refused() -> None:
@@ -187,8 +202,11 @@ def test_pictures_come_from_the_same_noise(model: PictureModel, weights: Path) -
     assert seen[-1] == (5, 6, "sparse")
 
 
-def test_figures_are_of_both(model: PictureModel) -> None:
-    made = jobs.make(model, jobs.Request(64, 64, 2, 0, FEW_TILES))
+@pytest.mark.parametrize(
+    "few", [FEW_TILES, dataclasses.replace(FEW_TILES, near="around")], ids=lambda few: few.near
+)
+def test_figures_are_of_both(few: Hilbert, model: PictureModel) -> None:
+    made = jobs.make(model, jobs.Request(64, 64, 2, 0, few))
     dense, sparse = (dict(zip(jobs.HEADINGS, row, strict=True)) for row in made.rows)
     assert dense[""] == "dense"
     assert dense["speed-up"] == "-"
@@ -196,7 +214,7 @@ def test_figures_are_of_both(model: PictureModel) -> None:
     first, second = (picture.permute(2, 0, 1)[None] for picture in (made.dense, made.sparse))
     assert sparse["PSNR to dense"] == f"{float(quality.psnr(first, second)):.1f} dB"
     assert sparse["LPIPS"] == f"{float(quality.load_lpips()(first, second)):.3f}"
-    borders = quality.tile_borders(FEW_TILES, model.geometry(64, 64), q_block=16)
+    borders = quality.tile_borders(few, model.geometry(64, 64), q_block=16)
     for picture, row in ((first, dense), (second, sparse)):
         energy = quality.seam_energy(quality.line_gradients(picture, borders))
         assert row["seam energy"] == f"{energy.value:.3f}"

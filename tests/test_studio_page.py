@@ -105,16 +105,14 @@ def source_of(browser: Browser, selector: str) -> str:
 
 
 def a_recipe_fills_in_the_fields(browser: Browser) -> None:
-    value = "document.querySelector('#hilbert-shared input').value"
-    assert browser.run(value) == "none"
+    steps = "document.querySelector('#hilbert-dense_steps input, #hilbert-dense_steps textarea').value"
+    assert browser.run("document.querySelector('#hilbert-near input').value") == "around"
+    assert browser.run(steps) == "0.15"
     browser.choose("#recipe", "cats-close")
-    browser.wait_for("document.querySelector('#recipe-words')?.innerText.includes('FID 35.8 (dense 24.3)')")
-    browser.wait_for(f"{value} == 'centre'")
-    browser.wait_for(
-        "document.querySelector('#hilbert-dense_steps input, #hilbert-dense_steps textarea').value == '0'"
-    )
+    browser.wait_for("document.querySelector('#recipe-words')?.innerText.includes('FID 23.2 (dense 22.2)')")
+    browser.wait_for(f"{steps} == '3'")
     browser.choose("#recipe", "cats-fast")
-    browser.wait_for(f"{value} == 'none'")
+    browser.wait_for(f"{steps} == '0'")
     browser.wait_for("document.querySelector('#recipe-words').innerText.includes('with the embedded LoRA')")
 
 
@@ -124,8 +122,10 @@ def fields_are_drawn(browser: Browser) -> None:
     browser.fill("#width input", 64)
     browser.wait_for("document.querySelector('#drawing-message').innerText.includes('8x8: 80 tokens')")
     before = source_of(browser, "#picture")
-    browser.fill("#hilbert-tiles input", 2)
+    browser.fill("#hilbert-tiles textarea, #hilbert-tiles input", 2)
     browser.wait_for(f"document.querySelector('#picture img').src != {before!r}")
+    browser.wait_for("document.querySelector('#drawing-message').innerText.includes('around: 32 tokens')")
+    browser.choose("#hilbert-near", "tile")
     browser.wait_for("document.querySelector('#drawing-message').innerText.includes('tiles: 2 of')")
     before = source_of(browser, "#picture")
     browser.fill("#hilbert-dense_layers textarea, #hilbert-dense_layers input", "some")

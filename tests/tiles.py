@@ -28,8 +28,10 @@ ORDERS = {
 
 
 def paper(**fields: Any) -> Hilbert:
-    """The method with the paper's parts and no other: a shared centre, and no far field."""
-    return Hilbert(**{"shared": "centre", "far": None} | fields)
+    """The method with the paper's parts and no other: tiles, a shared centre, and no far field. A layer and a fifth of
+    the steps stay dense."""
+    own = {"near": "tile", "shared": "centre", "far": None, "summary": "mean"}
+    return Hilbert(**own | {"dense_layers": 1, "dense_steps": 0.2} | fields)
 
 
 def has_closed_curve(grid: Sequence[int]) -> bool:
@@ -220,7 +222,7 @@ def tiles_are_squares_of_the_image(module: ModuleType) -> None:
     """What a token reads lies in a 16x16 box of the image around it, and every box is read whole."""
     geometry = Geometry((64, 64))
     for curve in ("hilbert", "hilbert-closed"):
-        method = module.Hilbert(tiles=16, far=None, curve=curve)
+        method = module.Hilbert(tiles=16, near="tile", far=None, curve=curve)
         places = image_places(method, geometry)
         reads = method.plan(geometry, 0, q_block=64, k_block=64).to_mask()[0, 0]
         boxes = set()
@@ -259,7 +261,7 @@ def plan_is_the_papers_pattern(module: ModuleType) -> None:
         for shared in (0, 64):
             region = {"shared": "centre", "shared_tokens": shared} if shared else {"shared": "none"}
             tiles = (256 - shared) // 32
-            method = module.Hilbert(**{"tiles": tiles, "cycle": 4, "shared": "centre", "far": None} | region)
+            method = module.Hilbert(**{"tiles": tiles, "near": "tile", "cycle": 4, "far": None} | region)
             for layer in range(9):
                 plan = method.plan(geometry, layer, q_block=8, k_block=8)
                 expected = paper_pattern(geometry, tiles, 4, layer, shared)
@@ -269,7 +271,9 @@ def plan_is_the_papers_pattern(module: ModuleType) -> None:
 def shared_tokens_read_their_own_tile(module: ModuleType) -> None:
     """With keys-only sharing a shared token reads the tile that the curve passes it in; all read it."""
     geometry = Geometry((12, 14), text=5)
-    method = module.Hilbert(tiles=5, shared="centre", share="keys", shared_tokens=20, cycle=3, far=None)
+    method = module.Hilbert(
+        tiles=5, near="tile", shared="centre", share="keys", shared_tokens=20, cycle=3, far=None
+    )
     for layer in range(3):
         plan = method.plan(geometry, layer, q_block=1, k_block=1)
         assert torch.equal(plan.to_mask()[0, 0], pattern(labels(method, geometry, layer, 1))), layer
@@ -301,7 +305,7 @@ def every_token_counts_once(module: ModuleType) -> None:
         Geometry((5, 6, 7), text=3, references=((5, 5, 5),)),
     ):
         for shared, share in (("none", "two-way"), ("centre", "two-way"), ("centre", "keys")):
-            method = module.Hilbert(tiles=5, shared=shared, share=share, far=8, cycle=3)
+            method = module.Hilbert(tiles=5, near="tile", shared=shared, share=share, far=8, cycle=3)
             for layer in range(3):
                 reader = method.reader(geometry, layer, q_block=4, k_block=4)
                 counted = times_counted(reader, geometry)
@@ -314,7 +318,7 @@ def every_token_counts_once(module: ModuleType) -> None:
 def far_field_is_its_formula(module: ModuleType) -> None:
     """Exact keys and means with the log of their size, in one softmax, in float64."""
     geometry = Geometry((9, 11), text=7, references=((6, 6),))
-    method = module.Hilbert(tiles=4, far=8, shared="none")
+    method = module.Hilbert(tiles=4, near="tile", far=8, summary="mean", shared="none")
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, 2, 2, geometry.num_tokens, 6, generator=generator, dtype=torch.float64)
     for layer in range(4):

@@ -24,6 +24,12 @@ LADDERS: dict[str, tuple[Any, ...]] = {
 }
 """Values of each field from gentle to bold. "dense" is the share of layers that stay dense, the touchiest first."""
 
+FIXED: Fields = {"near": "around", "summary": "weighted"}
+"""Of every trial: a file of trials says it, whatever the defaults are when it is read."""
+
+_BEFORE_FIXED: Fields = {"near": "tile", "summary": "mean"}
+"""Of trials that do not say it: nothing else was tried then."""
+
 MOST_GROUPS = 12
 
 
@@ -121,7 +127,7 @@ class Search:
             if not has_time():
                 return None
             others = tuple(layer for layer in range(self.num_layers) if layer not in group)
-            fields = {"tiles": 16, "dense_steps": 0, "dense_layers": others}
+            fields = FIXED | {"tiles": 16, "dense_steps": 0, "dense_layers": others}
             distances.append((self._trial(fields, purpose="layers").lpips, group))
         ranked = sorted(distances, key=lambda item: (-item[0], item[1]))
         return [layer for _, group in ranked for layer in group]
@@ -141,7 +147,7 @@ class Search:
     def _fields(self, places: Mapping[str, int]) -> Fields:
         chosen = {name: LADDERS[name][place] for name, place in places.items()}
         num_dense = round(chosen.pop("dense") * self.num_layers)
-        return chosen | {"dense_layers": tuple(sorted(self._touchiest[:num_dense]))}
+        return FIXED | chosen | {"dense_layers": tuple(sorted(self._touchiest[:num_dense]))}
 
     def _trial(self, fields: Fields, purpose: str = "search") -> Trial:
         for trial in self.trials:
@@ -173,7 +179,7 @@ def as_records(trials: Iterable[Trial]) -> list[dict[str, Any]]:
 
 
 def from_records(records: Iterable[Mapping[str, Any]]) -> list[Trial]:
-    return [Trial(**record) for record in records]
+    return [Trial(**{**record, "fields": _BEFORE_FIXED | record["fields"]}) for record in records]
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.methods.hilbert import FarField
+from nearfield.methods.hilbert import FarField, Summary
 from nearfield.plan import Plan
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -64,13 +64,14 @@ def check_forward(
     *,
     rows: Sequence[int] = (),
     far: FarField | None = None,
+    summary: Summary = "mean",
 ) -> Checked:
     """Compare several query blocks of several heads; every other value must at least be finite.
 
     Args:
         lse: None where it is not known.
         rows: query blocks to compare besides the first, the middle and the last.
-        far: summaries that are read, too.
+        far, summary: summaries that are read, too, and of which kind.
     """
     if not bool(torch.isfinite(out).all()):
         return Checked(float("nan"), 0.0, "out holds values that are not finite")
@@ -78,7 +79,8 @@ def check_forward(
     for head in _heads(inputs[0]):
         for row in sorted({*_picked(plan.num_rows), *rows}):
             exact, rough = (
-                _row_outputs(inputs, plan, head, row, dtype, far) for dtype in (torch.float64, out.dtype)
+                _row_outputs(inputs, plan, head, row, dtype, far, summary)
+                for dtype in (torch.float64, out.dtype)
             )
             for name, got, want, low in zip(("out", "lse"), (out, lse), exact, rough, strict=True):
                 if got is not None:
@@ -121,16 +123,32 @@ def _eager(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
 
 
 def _row_outputs(
-    inputs: Inputs, plan: Plan, head: Head, row: int, dtype: torch.dtype, far: FarField | None
+    inputs: Inputs,
+    plan: Plan,
+    head: Head,
+    row: int,
+    dtype: torch.dtype,
+    far: FarField | None,
+    summary: Summary,
 ) -> tuple[Tensor, Tensor]:
     """What one query block should give, computed in `dtype`."""
     query, key, value = (part.to(dtype) for part in _row_inputs(inputs, plan, head, row))
     if far is None:
         return _eager(query, key, value)
-    chosen = keys_of(far.plan, head, row)
-    summaries = [far.pooled(x.detach()[head][None, None].to(dtype))[0, 0, chosen] for x in inputs[1:]]
-    bias = torch.cat([far.bias.new_zeros(len(key)), far.bias[chosen]])
-    return _eager(query, torch.cat([key, summaries[0]]), torch.cat([value, summaries[1]]), bias)
+    far_key, far_value, far_bias = (
+        part[keys_of(far.plan, head, row)] for part in _summaries(inputs, head, dtype, far, summary)
+    )
+    bias = torch.cat([far_bias.new_zeros(len(key)), far_bias])
+    return _eager(query, torch.cat([key, far_key]), torch.cat([value, far_value]), bias)
+
+
+def _summaries(inputs: Inputs, head: Head, dtype: torch.dtype, far: FarField, summary: Summary) -> Inputs:
+    """Keys, values and biases of all windows of a head."""
+    query, key, value = (x.detach()[head][None, None].to(dtype) for x in inputs)
+    if summary == "mean":
+        return far.pooled(key)[0, 0], far.pooled(value)[0, 0], far.bias
+    keys, values, bias = far.weighted(query, key, value, None, "reference")
+    return keys[0, 0], values[0, 0], bias[0, 0]
 
 
 def _row_inputs(inputs: Inputs, plan: Plan, head: Head, row: int) -> Inputs:

@@ -195,7 +195,9 @@ class HilbertBench:
         rows = [min(row, near.num_rows - 1) for row in rows]
         with poisoned_memory():
             out, lse = call()
-        return check_forward(self.inputs, near, out, lse, rows=rows, far=call.reader.far)
+        return check_forward(
+            self.inputs, near, out, lse, rows=rows, far=call.reader.far, summary=call.reader.summary
+        )
 
     def _flex(self, call: _Call) -> tuple[dict[str, Function], str]:
         """flex_attention with the same pattern if asked for, once its answer was right, or why it has no figure."""

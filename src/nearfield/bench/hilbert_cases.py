@@ -14,33 +14,40 @@ class HilbertCase:
     """One line of the table.
 
     Args:
-        tiles, share, shared_tokens, far, interleave, near: fields of the method; with no `shared_tokens` nothing is
-            shared.
+        tiles, share, shared_tokens, far, interleave, near, summary: fields of the method; with no `shared_tokens`
+            nothing is shared.
         target: speed-up over the best dense attention to be reached on one H200; None where none was set.
     """
 
     name: str
     preset: Preset
-    tiles: int
+    tiles: int | None
     share: str
     shared_tokens: int
     far: int | None = None
     interleave: bool = False
     near: str = "tile"
+    summary: str = "mean"
     target: float | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
         """What to make the method from. Nothing is left dense: only the sparse call is timed."""
-        names = ("tiles", "share", "shared_tokens", "far", "interleave", "near")
+        names = ("tiles", "share", "shared_tokens", "far", "interleave", "near", "summary")
         region = {"shared": "centre"} if self.shared_tokens else {"shared": "none", "shared_tokens": None}
         return {name: getattr(self, name) for name in names} | region | {"dense_layers": 0, "dense_steps": 0}
 
     def __str__(self) -> str:
         more = f", far {self.far}" if self.far else ""
         more += ", interleaved" if self.interleave else ""
-        tiles = f"{self.tiles} tiles" if self.near == "tile" else f"a {self.tiles}th around"
+        around = "what is around" if self.tiles is None else f"a {self.tiles}th around"
+        tiles = f"{self.tiles} tiles" if self.near == "tile" else around
         return f"{self.name}: {tiles}, {self.shared_tokens} shared {self.share}{more}"
+
+
+def _default(name: str, preset: Preset) -> HilbertCase:
+    """What `Hilbert()` reads in a sparse call."""
+    return HilbertCase(name, preset, None, "two-way", 0, far=16, near="around", summary="weighted")
 
 
 def _table() -> tuple[HilbertCase, ...]:
@@ -54,9 +61,12 @@ def _table() -> tuple[HilbertCase, ...]:
         HilbertCase("2048-keys-256", middle, 16, "keys", 256, target=7.0),
         HilbertCase("4096-keys-256", large, 64, "keys", 256, target=25.0),
         HilbertCase("2048-far", middle, 16, "two-way", 1024, far=64),
-        HilbertCase("1024-default", small, 16, "two-way", 0, far=16),
-        HilbertCase("2048-default", middle, 16, "two-way", 0, far=16),
-        HilbertCase("4096-default", large, 16, "two-way", 0, far=16),
+        _default("1024-default", small),
+        _default("2048-default", middle),
+        _default("4096-default", large),
+        HilbertCase("1024-tiles", small, 16, "two-way", 0, far=16),
+        HilbertCase("2048-tiles", middle, 16, "two-way", 0, far=16),
+        HilbertCase("4096-tiles", large, 16, "two-way", 0, far=16),
         HilbertCase("4096-far-64", large, 64, "two-way", 0, far=64),
         HilbertCase("1024-around", small, 16, "two-way", 0, far=16, near="around"),
         HilbertCase("2048-around", middle, 16, "two-way", 0, far=16, near="around"),
@@ -66,6 +76,7 @@ def _table() -> tuple[HilbertCase, ...]:
         HilbertCase("tiny-two-way", tiny, 4, "two-way", 32),
         HilbertCase("tiny-keys", tiny, 4, "keys", 32),
         HilbertCase("tiny-far", tiny, 4, "two-way", 32, far=16),
+        _default("tiny-default", tiny),
         HilbertCase("tiny-around", tiny, 4, "two-way", 0, far=16, near="around"),
         HilbertCase("tiny-interleave", tiny, 4, "keys", 32, interleave=True),
     )

@@ -218,7 +218,7 @@ class ModelBench:
         if self.case.merges:
             merging_parts.check_choice(Merge(**self.case.merging_fields()), self._geometry(size), self.device)
             method = merging_parts.with_fixed_destinations(method)
-        every_tile = Hilbert(tiles=1, shared="none", far=None, dense_layers=0, dense_steps=0)
+        every_tile = Hilbert(tiles=1, near="tile", shared="none", far=None, dense_layers=0, dense_steps=0)
         return method, every_tile, "one tile that reads everything"
 
     def _lists(self, method: fine_parts.Fitted, arguments: dict[str, Tensor]) -> dict[int, Plan]:

@@ -217,7 +217,8 @@ class ModelCase:
         """Keys-only sharing with nothing left dense; where there are many tokens, more tiles and a smaller share."""
         if self.is_fine:
             return {"query_block": 16} | self.fine_fields if self.tiny else dict(self.fine_fields)
-        fields: dict[str, Any] = {"share": "keys", "far": None, "dense_layers": 0, "dense_steps": 0}
+        fields: dict[str, Any] = {"near": "tile", "share": "keys", "far": None, "summary": "mean"}
+        fields |= {"dense_layers": 0, "dense_steps": 0}
         if self.fields.get("shared") != "none":
             fields["shared"] = "centre"
         if size.tokens >= _MANY_TOKENS:

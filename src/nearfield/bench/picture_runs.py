@@ -294,11 +294,12 @@ def is_known(settings: Mapping[str, Any], rows: Sequence[Measured]) -> bool:
 
 
 def _completed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the fields that a method got since, at their defaults, as where an older recipe is read."""
+    """With the fields that a method got since, as where an older recipe is read."""
     if "fields" not in settings:
         return settings
     try:
-        fields = _all_fields(Pattern(settings["name"], settings["fields"], settings["method"]))
+        older = Pattern(settings["name"], settings["fields"], settings["method"])
+        fields = _all_fields(older, method_of(older, format=1))
     except (KeyError, TypeError, ValueError):  # of a method that is not what it was: equal to none of today's
         return settings
     return {**settings, "fields": fields}
@@ -314,18 +315,23 @@ def _as_json_returns(value: Any) -> Any:
 # -- methods ---------------------------------------------------------------------------------------------------------
 
 
-def method_of(pattern: Pattern) -> Any:
-    """What `apply` is given."""
+def method_of(pattern: Pattern, format: int = recipes.FORMAT) -> Any:
+    """What `apply` is given.
+
+    Args:
+        format: of a recipe with these fields, which says what is meant by those that are not there.
+    """
     if pattern.method in _MASKS:
         return Masked(pattern.method, **pattern.fields)
     name = "Hilbert" if pattern.method == "hilbert" else pattern.method
-    return recipes.read({"format": recipes.FORMAT, "method": name, "fields": pattern.fields}).method
+    return recipes.read({"format": format, "method": name, "fields": pattern.fields}).method
 
 
-def _all_fields(pattern: Pattern) -> Mapping[str, Any]:
+def _all_fields(pattern: Pattern, method: Any = None) -> Mapping[str, Any]:
+    """Those of a pattern's method, or of one that was made of it."""
     if pattern.method in _MASKS:
         return pattern.fields
-    fields: Mapping[str, Any] = recipes.Recipe(method_of(pattern)).as_document()["fields"]
+    fields: Mapping[str, Any] = recipes.Recipe(method or method_of(pattern)).as_document()["fields"]
     return fields
 
 

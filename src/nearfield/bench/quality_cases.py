@@ -36,8 +36,8 @@ class Pattern:
 
 
 def _sparse(name: str, **fields: Any) -> Pattern:
-    """With nothing dense, unless the fields say so: what the pattern itself does."""
-    return Pattern(name, {"dense_layers": 0, "dense_steps": 0} | fields)
+    """Tiles with nothing dense, unless the fields say so: what the pattern itself does."""
+    return Pattern(name, {"near": "tile", "summary": "mean", "dense_layers": 0, "dense_steps": 0} | fields)
 
 
 def _paper(name: str, **fields: Any) -> Pattern:

@@ -146,7 +146,9 @@ def sections(collected: Collected) -> list[Section]:
         at = collected.at(count)
         rows = [at[name] for name in dict.fromkeys((DENSE, *names)) if name in at]
         # What stands beside dense in another table is none to compare by itself.
-        known = {DENSE} if title == _TUNING else {DENSE, BASE, collected.chosen, *_repeated(title, candidates)}
+        known = (
+            {DENSE} if title == _TUNING else {DENSE, BASE, collected.chosen, *_repeated(title, candidates)}
+        )
         if any(row.pattern not in known for row in rows):
             found.append(Section(title, count, rows))
     return found

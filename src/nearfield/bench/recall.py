@@ -181,7 +181,7 @@ def full_lse(sample: Sample) -> Tensor:
 
 def run_recall(sample: Sample, lse: Tensor, tiles: int) -> Recall:
     """Of the runs of a curve: the sum over what a plan lists is known from its `lse`."""
-    method = Hilbert(tiles=tiles, shared="none", far=None, dense_layers=0, dense_steps=0)
+    method = Hilbert(tiles=tiles, near="tile", far=None)
     ordering = method.ordering(sample.geometry, device=sample.query.device)
     query, key, full = (_ordered(x, sample.geometry, ordering) for x in (sample.query, sample.key, lse))
     reader = method.reader(sample.geometry, 0, heads=query.shape[1], device=query.device)

@@ -48,7 +48,8 @@ class ScalingCase:
     @property
     def fields(self) -> dict[str, Any]:
         region = {"shared": "centre", "share": self.share, "shared_tokens": self.shared_tokens}
-        return {"tiles": self.tiles, "far": self.far} | (region if self.shared_tokens else {"shared": "none"})
+        tiles = {"tiles": self.tiles, "near": "tile", "far": self.far, "summary": "mean"}
+        return tiles | (region if self.shared_tokens else {"shared": "none"})
 
     def __str__(self) -> str:
         sides = "x".join(map(str, self.grid))

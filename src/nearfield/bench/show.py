@@ -30,7 +30,7 @@ class Shown(NamedTuple):
 
     def tiles(self, layer: int) -> int:
         number = self.method.tiles_in(layer)
-        assert number is not None  # `tile_size` is not offered
+        assert number is not None  # `tile_size` is not offered, and around blocks nobody asks
         return number
 
     @property
@@ -65,18 +65,22 @@ class Shown(NamedTuple):
 def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block: int | None = None) -> Shown:
     """Plans and tiles of the chosen layers. The tiles are cut by the functions that the method cuts them with.
 
+    What is around a block depends on the blocks of keys: there they are the method's own, not finer ones.
+
     Args:
         q_block: by default what the method chooses on a CPU for the first of the layers.
     """
-    q_block = q_block or method.plan(geometry, layers[0], heads=method.phases).q_block
+    first = method.plan(geometry, layers[0], heads=method.phases, q_block=q_block)
+    q_block, is_around = first.q_block, method.near == "around"
     unit = q_block if method.far is None else math.lcm(q_block, method.far)
     (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
     coarse = _FINE if geometry.num_tokens <= _FINE_TOKENS else _COARSE
+    k_blocks = (None, max(first.k_block, coarse)) if is_around else (_FINE, coarse)
     readers, density = {}, {}
     for layer in layers:
         fine, readers[layer] = (
             method.reader(geometry, layer, heads=method.phases, q_block=q_block, k_block=k_block)
-            for k_block in (_FINE, coarse)
+            for k_block in k_blocks
         )
         density[layer] = fine.num_pairs / geometry.num_tokens**2
     return Shown(geometry, method, segment, unit, q_block, readers, density)
@@ -135,10 +139,19 @@ def _sizes(shown: Shown, layer: int) -> list[int]:
     return [size for size in found if size]
 
 
+def _num_around(shown: Shown) -> int:
+    """Tokens of the ring that the block in its middle reads in the first of the layers."""
+    near = next(iter(shown.layers.values())).near
+    start, stop = shown.segment.ring
+    begins = torch.arange(near.num_columns) * near.k_block
+    inside = ((begins + near.k_block).clamp(max=stop) - begins.clamp(min=start)).clamp(min=0)
+    row = min((start + stop) // 2 // near.q_block, near.num_rows - 1)
+    return int(inside[near.block_counts()[0, 0, row] > 0].sum())
+
+
 def _tile_fact(shown: Shown) -> str:
     if not shown.has_tiles:
-        exact = (shown.segment.ring[1] - shown.segment.ring[0]) / shown.tiles(next(iter(shown.layers)))
-        return f"about {exact:g} tokens around each block of {shown.q_block}"
+        return f"{_num_around(shown):,} tokens around each block of {shown.q_block}"
     sizes = [size for layer in shown.layers for size in _sizes(shown, layer)]
     span = f"{min(sizes)} to {max(sizes)}" if len(set(sizes)) > 1 else f"{max(sizes, default=0)}"
     return f"{len(_sizes(shown, next(iter(shown.layers))))} tiles of {span} tokens"
@@ -155,7 +168,8 @@ def _facts(shown: Shown) -> list[str]:
         manner = "read and are read by all" if shown.method.share == "two-way" else "are read by all"
         facts.append(f"{shown.segment.num_shared} shared tokens {manner}")
     if shown.method.far is not None:
-        facts.append(f"far field: means of {shown.method.far} tokens")
+        weighted = "weighted " if shown.method.summary == "weighted" else ""
+        facts.append(f"far field: {weighted}means of {shown.method.far} tokens")
     return [*facts, f"{density:.1%} of the pairs: at most {1 / density:.2f}x"]
 
 

@@ -58,14 +58,14 @@ def add_method(parser: argparse.ArgumentParser, default: str) -> None:
         "--dense-layers",
         type=dense_layers,
         metavar="N",
-        help="how many first layers stay dense, or which: 0,4,-1 (default 1; a comma makes it a list: 4,)",
+        help="how many first layers stay dense, or which: 0,4,-1 (default 0; a comma makes it a list: 4,)",
     )
     parser.add_argument(
         "--dense-steps",
         type=dense_steps,
         metavar="N",
-        help="how many first steps stay dense, or, below 1, which share of them (default 0.2); two numbers, 1,2: of the"
-        " first and of the last steps",
+        help="how many first steps stay dense, or, below 1, which share of them (default 0.15); two numbers, 1,2: of"
+        " the first and of the last steps",
     )
 
 

@@ -81,14 +81,14 @@ def add_method_fields(
         "--near",
         type=member("--near", NEAR),
         metavar="WHAT",
-        help="what a token reads exactly: the tile it is in, or as many tokens around its block (default tile)",
+        help="what a token reads exactly: the tokens around its block, or the tile it is in (default around)",
     )
     several = "; several numbers, 4,4,16: of the layers from the first on, the last of all that follow"
     parser.add_argument(
         "--tiles",
         type=tile_counts("--tiles", most_tiles) if by_layer else integer("--tiles", 1, most_tiles),
         metavar="N",
-        help=f"tiles per image (default 16){several if by_layer else ''}",
+        help=f"tiles per image (default 16; around blocks: of 512 tokens or more){several if by_layer else ''}",
     )
     parser.add_argument(
         "--share",
@@ -121,7 +121,7 @@ def add_method_fields(
         "--summary",
         type=member("--summary", SUMMARIES),
         metavar="HOW",
-        help="of a window: its mean, or weighted by what its tokens are to the mean query (default mean)",
+        help="of a window: its mean, or weighted by what its tokens are to the mean query (default weighted)",
     )
     parser.add_argument(
         "--interleave", action="store_const", const=True, help="tiles differ between heads, too"

@@ -41,17 +41,17 @@ METHODS: dict[str, tuple[type[Any], tuple[Field, ...]]] = {
     "hilbert": (
         Hilbert,
         (
-            Field("near", "choice", "tile", "read exactly: its tile, or as much around its block", NEAR),
-            Field("tiles", "integer", 16, "tiles per image"),
+            Field("near", "choice", "around", "read exactly: what is around its block, or its tile", NEAR),
+            Field("tiles", "optional", "", "tiles per image; empty: as many as suit the size"),
             Field("cycle", "integer", 4, "layers after which the tiles are back"),
             Field("curve", "choice", "auto", "through the tokens", CURVES),
             Field("shared", "choice", "none", "image tokens that everyone reads", SHARED),
             Field("share", "choice", "two-way", "whether shared tokens read everything, too", SHARES),
             Field("shared_tokens", "optional", "", "how many of them; empty: as many as suit the size"),
             Field("far", "integer", 16, "tokens per summary of the other tiles; 0: they are not read"),
-            Field("summary", "choice", "mean", "of the tokens of another tile", SUMMARIES),
+            Field("summary", "choice", "weighted", "of the tokens of another tile", SUMMARIES),
             Field("interleave", "flag", False, "tiles differ between heads, too"),
-            *_dense("1", "0.2"),
+            *_dense("0", "0.15"),
         ),
     ),
     "blocks": (

@@ -1,15 +1,15 @@
-"""HilbertA (arXiv 2509.26538): attention inside the tiles of a space-filling curve that slide from layer to layer.
+"""HilbertA (arXiv 2509.26538), attention inside runs of a space-filling curve, and what goes beyond it.
 
-Image tokens are ordered along a Hilbert curve, so a run of the sequence is a compact patch of the image. Every token
-reads the tile it is in. Tiles slide by a fraction of a tile per layer, so what two tiles could not exchange in one
-layer they exchange in the next. The text is read by all, and reads all. So does a small shared region of the image,
-where one is wanted (with `share="keys"` it reads only its tile).
+Image tokens are ordered along a Hilbert curve, so a run of the sequence is a compact patch of the image. In the paper
+every token reads the tile it is in, a long run. Tiles slide by a fraction of a tile per layer, so what two tiles could
+not exchange in one layer they exchange in the next. The text is read by all, and reads all. So does a small shared
+region of the image, where one is wanted (with `share="keys"` it reads only its tile).
 
-Beyond the paper: a far field, which reads what lies outside the tile in summary. It keeps far more of the pictures than
-a shared region of as many pairs (docs/quality.md), so it is the default; `Hilbert(shared="centre", far=None)` is the
-paper's method. `near="around"` has no tiles: each block of queries reads what is nearest to it in the image. Also
-grids of any size and of three sides, closed curves, shared regions spread over the image, and tiles that differ between
-heads.
+Beyond the paper: each block of queries reads what is nearest to it in the image, in the place of a tile, so that
+nothing is cut; and a far field, which reads all the rest in summary. With as many pairs both keep far more of the
+pictures (docs/quality.md), so they are the default; `Hilbert(near="tile", shared="centre", far=None)` is the paper's
+method. Also grids of any size and of three sides, closed curves, shared regions spread over the image, and tiles that
+differ between heads.
 """
 
 import math
@@ -47,15 +47,15 @@ __all__ = ["DEFAULT_TILES", "FarField", "Hilbert", "HilbertReader", "Near", "Sha
 
 @dataclass(frozen=True)
 class Hilbert(DenseParts):
-    """Attention inside sliding tiles of a curve, or around blocks of it.
+    """Attention around blocks of a curve, or inside sliding tiles of it.
 
     Args:
         tiles: number of tiles per image; 16 unless `tile_size` is given, or, around blocks, as many as make tiles of
             512 tokens or more. Several numbers are of the layers from the first on, dense ones counted, too; the last
             is of all that follow.
         tile_size: tokens per tile, instead of `tiles`.
-        near: what a token reads exactly: the "tile" it is in; or what is "around" its block of queries, as many tokens
-            as a tile holds, those nearest to the block in the image. Then nothing is cut, and nothing slides.
+        near: what a token reads exactly: what is "around" its block of queries, as many tokens as a tile holds, those
+            nearest to the block in the image; then nothing is cut, and nothing slides. Or the "tile" it is in.
         cycle: layers after which the tiles are back where they started; 1 means they do not slide.
         shared: image tokens that everyone reads: "none", the "centre" of the image, or small regions "distributed"
             over it.
@@ -77,16 +77,16 @@ class Hilbert(DenseParts):
 
     tiles: int | tuple[int, ...] | None = None
     tile_size: int | None = None
-    near: Near = "tile"
+    near: Near = "around"
     cycle: int = 4
     shared: Shared = "none"
     share: Share = "two-way"
     shared_tokens: int | None = None
     curve: Curve = "auto"
     far: int | None = 16
-    summary: Summary = "mean"
-    dense_layers: int | tuple[int, ...] = 1
-    dense_steps: DenseSteps = 0.2
+    summary: Summary = "weighted"
+    dense_layers: int | tuple[int, ...] = 0
+    dense_steps: DenseSteps = 0.15
     interleave: bool = False
 
     def __post_init__(self) -> None:
@@ -108,7 +108,8 @@ class Hilbert(DenseParts):
             wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
         check_bool("interleave", self.interleave)
         if self.interleave and self.near == "around":
-            wrong_value("interleave", 'be False where `near` is "around"', True, "Nothing slides there.")
+            hint = 'Nothing slides there; tiles do: near="tile".'
+            wrong_value("interleave", 'be False where `near` is "around"', True, hint)
         self.check_dense_parts()
 
     # -- tiles by layer ------------------------------------------------------------------------------------------
