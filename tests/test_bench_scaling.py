@@ -26,7 +26,9 @@ def test_measured_times_are_those_of_the_results() -> None:
         assert case.measured is not None
         (call,) = (call for call in calls if call["case"] == f"{size}-keys-256")
         (step,) = (step for step in steps if step["pixels"] == size)
-        measured = {"shared": "centre"} | call["method"]  # the default of its day
+        measured = {"shared": "centre", "near": "tile", "summary": "mean"} | call[
+            "method"
+        ]  # the defaults of its day
         assert case.fields == {name: measured[name] for name in case.fields}
         assert case.measured.sparse == call["milliseconds"]
         assert case.measured.dense == call["dense_milliseconds"]["cudnn"]["median"]
@@ -55,8 +57,24 @@ def test_a_far_field_sends_its_summaries_to_all() -> None:
     most = 7 * (256 * 256 // 64 // 8) * 24 * (2 * 128 * 2 + 4)
     assert 0.9 * most < both.sent - near.sent < 1.3 * most
     assert both.exchanges == near.exchanges + 1  # text reads no summaries: nothing returns
-    method = Hilbert()
-    assert CASES["flux-4096-default"].fields == {"tiles": 16, "far": method.far, "shared": method.shared}
+
+
+def test_ranks_tell_each_other_the_mean_query_where_summaries_are_weighted() -> None:
+    weighted = replace(CASES["flux-4096-far-64"], summary="weighted")
+    means, both = (scaling.count(case, 8) for case in (CASES["flux-4096-far-64"], weighted))
+    assert (
+        both.sent - means.sent == 7 * 2 * 24 * 128 * 4
+    )  # two sums for each channel, in float32, to 7 others
+    assert both.exchanges == means.exchanges + 1
+    without = scaling.count(replace(weighted, far=None), 8)
+    assert without == scaling.count(replace(CASES["flux-4096-far-64"], far=None), 8)
+
+
+def test_the_default_is_counted() -> None:
+    assert Hilbert(**CASES["flux-4096-default"].fields) == Hilbert()
+    tiles = replace(Hilbert(), tiles=16, near="tile", summary="mean")
+    assert Hilbert(**CASES["flux-4096-tiles"].fields) == tiles
+    assert str(CASES["flux-4096-default"]).endswith("what is around, nothing shared, a far field of 16")
 
 
 def test_committed_results_are_counted_and_hold_the_target() -> None:

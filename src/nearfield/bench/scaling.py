@@ -21,7 +21,7 @@ from nearfield.bench import report
 from nearfield.bench.scaling_cases import CASES, LATENCY, LINKS, Measured, ScalingCase
 from nearfield.methods.hilbert import HilbertReader
 from nearfield.parallel import Ranks, Shapes, Split, Traffic, attend, bytes_sent
-from nearfield.parallel.far import summary_split
+from nearfield.parallel.far import bytes_summed, summary_split
 
 _BLOCK = 128  # of plans on a GPU
 _SMALL_BLOCK = 16
@@ -66,11 +66,16 @@ def run_all(
 def count(case: ScalingCase, num_ranks: int) -> ScalingResult:
     split = split_of(case, num_ranks, _BLOCK)
     shapes = Shapes(1, case.heads, case.heads, case.head_dim, torch.bfloat16)
-    layers = [_traffics(reader, split) for reader in _readers(case, _BLOCK)]
-    sent = [max(_per_rank(layer, lambda one: _forward(one, shapes, split))) for layer in layers]
+    readers = _readers(case, _BLOCK)
+    layers = [_traffics(reader, split) for reader in readers]
+    sent = [
+        max(_per_rank(layer, lambda one: _forward(one, shapes, split))) + _summed(reader, shapes, num_ranks)
+        for layer, reader in zip(layers, readers, strict=True)
+    ]
     busiest = [max(_per_rank(layer, Traffic.pairs_per_rank)) for layer in layers]
     whole = [sum(traffic.plan.num_pairs for traffic in layer) for layer in layers]
     exchanges = sum(1 + traffic.has_returns + traffic.has_everyones for traffic in layers[0])
+    exchanges += _summed(readers[0], shapes, num_ranks) > 0
     tokens = max(split.num_held(rank) for rank in range(num_ranks)) / split.num_tokens
     share = sum(busiest) / sum(whole)
     wide = 2 * case.heads * case.head_dim
@@ -106,6 +111,11 @@ def _traffics(reader: HilbertReader, split: Split) -> list[Traffic]:
 def _forward(traffic: Traffic, shapes: Shapes, tokens: Split) -> Sequence[int]:
     """Bytes of each rank; summaries have a bias."""
     return bytes_sent(traffic, shapes._replace(has_bias=traffic.keys is not tokens)).forward
+
+
+def _summed(reader: HilbertReader, shapes: Shapes, num_ranks: int) -> int:
+    """Bytes that each rank sends so that all know the mean query."""
+    return 0 if reader.far is None else bytes_summed(reader.summary, shapes, num_ranks).forward[0]
 
 
 def _per_rank(layer: Sequence[Traffic], count: Callable[[Traffic], Sequence[int]]) -> list[int]:

@@ -27,7 +27,7 @@ class ScalingCase:
 
     Args:
         grid, text, heads, head_dim, layers: of the model.
-        tiles, share, shared_tokens, far: fields of the method; no `shared_tokens`, nothing is shared.
+        tiles, share, shared_tokens, far, near, summary: fields of the method; no `shared_tokens`, nothing is shared.
         measured: None where nothing was measured.
         like: the case whose measured times are scaled by pairs and tokens, where there are none of its own.
     """
@@ -37,10 +37,12 @@ class ScalingCase:
     text: int
     heads: int
     layers: int
-    tiles: int
+    tiles: int | None
     share: str = "keys"
     shared_tokens: int | None = 256
     far: int | None = None
+    near: str = "tile"
+    summary: str = "mean"
     head_dim: int = 128
     measured: Measured | None = None
     like: str | None = None
@@ -48,13 +50,14 @@ class ScalingCase:
     @property
     def fields(self) -> dict[str, Any]:
         region = {"shared": "centre", "share": self.share, "shared_tokens": self.shared_tokens}
-        tiles = {"tiles": self.tiles, "near": "tile", "far": self.far, "summary": "mean"}
-        return tiles | (region if self.shared_tokens else {"shared": "none"})
+        read = {"tiles": self.tiles, "near": self.near, "far": self.far, "summary": self.summary}
+        return read | (region if self.shared_tokens else {"shared": "none"})
 
     def __str__(self) -> str:
         sides = "x".join(map(str, self.grid))
         shared = f"{self.shared_tokens} shared {self.share}" if self.shared_tokens else "nothing shared"
-        return f"{self.name}: {sides} tokens, {self.tiles} tiles, {shared}" + (
+        tiles = f"{self.tiles} tiles" if self.near == "tile" else "what is around"
+        return f"{self.name}: {sides} tokens, {tiles}, {shared}" + (
             f", a far field of {self.far}" if self.far else ""
         )
 
@@ -66,8 +69,20 @@ _TABLE = (
     ScalingCase("flux-2048", (128, 128), 512, 24, 57, 16, measured=_2048),
     ScalingCase("flux-4096", (256, 256), 512, 24, 57, 64, measured=_4096),
     ScalingCase("flux-4096-two-way", (256, 256), 512, 24, 57, 64, share="two-way"),
-    # The defaults of `Hilbert`, and coarser summaries beside smaller tiles.
-    ScalingCase("flux-4096-default", (256, 256), 512, 24, 57, 16, shared_tokens=None, far=16),
+    # The defaults of `Hilbert`; tiles of as many tokens; and smaller tiles beside coarser summaries.
+    ScalingCase(
+        "flux-4096-default",
+        (256, 256),
+        512,
+        24,
+        57,
+        tiles=None,
+        shared_tokens=None,
+        far=16,
+        near="around",
+        summary="weighted",
+    ),
+    ScalingCase("flux-4096-tiles", (256, 256), 512, 24, 57, 16, shared_tokens=None, far=16),
     ScalingCase("flux-4096-far-64", (256, 256), 512, 24, 57, 64, shared_tokens=None, far=64),
     ScalingCase("flux-8192", (512, 512), 512, 24, 57, 256, like="flux-4096"),
     ScalingCase("wan-720p", (21, 45, 80), 0, 40, 40, 64),

@@ -61,14 +61,15 @@ class SplitFarField:
         moments = sums / self.num_summarised
         return weighted_windows(query, key, value, *windows, scale=scale, impl=impl, moments=moments)
 
-    def bytes_summed(self, shapes: Shapes, num_ranks: int) -> Sent:
-        """What ranks send so that each knows the mean query, and backward as much."""
-        if self.summary == "mean":
-            return Sent((0,) * num_ranks, (0,) * num_ranks)
-        dtype = torch.promote_types(shapes.dtype, torch.float32)
-        parcel = Parcel((2, shapes.batch, shapes.key_heads, shapes.head_dim), dtype)
-        each = (parcel.num_bytes * (num_ranks - 1),) * num_ranks
-        return Sent(each, each)
+
+def bytes_summed(summary: Summary, shapes: Shapes, num_ranks: int) -> Sent:
+    """What ranks send so that each knows the mean query, where summaries need it, and backward as much."""
+    if summary == "mean":
+        return Sent((0,) * num_ranks, (0,) * num_ranks)
+    dtype = torch.promote_types(shapes.dtype, torch.float32)
+    parcel = Parcel((2, shapes.batch, shapes.key_heads, shapes.head_dim), dtype)
+    each = (parcel.num_bytes * (num_ranks - 1),) * num_ranks
+    return Sent(each, each)
 
 
 def summed(x: Tensor, ranks: Ranks) -> Tensor:

@@ -19,7 +19,7 @@ from nearfield.geometry import Geometry
 from nearfield.methods.hilbert import Hilbert, HilbertReader
 from nearfield.methods.merging import Merge, Merged
 from nearfield.parallel.attention import attend
-from nearfield.parallel.far import SplitFarField
+from nearfield.parallel.far import SplitFarField, bytes_summed
 from nearfield.parallel.messages import Sent, Shapes, bytes_sent
 from nearfield.parallel.ranks import Parcel, Ranks
 from nearfield.parallel.route import Route, Traffic, traffic
@@ -142,7 +142,7 @@ class SplitReader:
         if self.far is None:
             return sent
         more = bytes_sent(self.far.route.traffic, shapes._replace(has_bias=True))
-        alike = self.far.bytes_summed(shapes, self.ranks.size)
+        alike = bytes_summed(self.far.summary, shapes, self.ranks.size)
         return Sent(
             *(tuple(map(sum, zip(*each, strict=True))) for each in zip(sent, more, alike, strict=True))
         )
