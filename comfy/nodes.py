@@ -45,8 +45,9 @@ class NearfieldHilbert:
             "dense_steps": ("FLOAT", {"default": 0.15, "min": 0.0, "max": 0.95, "step": 0.05}),
             "dense_layers": ("INT", {"default": 0, "min": 0, "max": 1000}),
         }
-        # Not required: prompts that were saved before there were such fields do not name them, and mean what was read
-        # then, the defaults of `patch`.
+        # Not required: prompts for the API that were saved before there were such fields do not name them, and mean
+        # what was read then, the defaults of `patch`. Workflows of the page hold values by position; it fills in the
+        # rest with what is here.
         later = {
             "near": (list(get_args(Near)), {"default": "around"}),
             "summary": (list(get_args(Summary)), {"default": "weighted"}),

@@ -160,6 +160,8 @@ def test_methods_suit_the_size(size: Size, fields: dict[str, object]) -> None:
     assert Hilbert(**default.method_fields(size)).far == 16
     asked = replace(case, fields={"share": "two-way", "tiles": 4})
     assert asked.method_fields(size)["tiles"] == 4
+    around = replace(case, fields={"near": "around"})
+    assert Hilbert(**around.method_fields(size)) == Hilbert(dense_steps=0)
 
 
 def test_targets_are_for_the_whole_model_as_it_comes() -> None:

@@ -239,12 +239,17 @@ def test_the_whole_chain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     printed = run(capsys, *distill, "--steps", 2, "--batch", 2)
     assert "wrote " + str(lora / "pytorch_lora_weights.safetensors") in printed
     picture = tmp_path / "cats.png"
-    printed = run(
-        *(capsys, "generate", "--weights", model, "--lora", lora / "pytorch_lora_weights.safetensors"),
-        *("--tiles", 2, "--steps", 2, "--num", 1, "--compare", "--out", picture),
-    )
-    assert "x as fast" in printed
+    tuned = ["--lora", lora / "pytorch_lora_weights.safetensors", "--steps", 2, "--num", 1, "--out", picture]
+    words = [str(word) for word in ("generate", "--weights", model, *tuned)]
+    assert cli.main([*words, "--tiles", "2", "--compare"]) == 0
+    printed = capsys.readouterr()
+    assert "x as fast" in printed.out
+    assert "was distilled for" not in printed.err
     assert picture.exists()
+    assert cli.main([*words, "--tiles", "2", "--near", "tile"]) == 0
+    assert f"note: {tuned[1]} was distilled for Hilbert(tiles=2, tile_size=None, near='around', " in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_training_that_ends_badly_says_so(

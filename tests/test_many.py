@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.cats import lively_model
 
-from nearfield import cli
+from nearfield import Hilbert, cli
 from nearfield.commands import many
 from nearfield.commands.folders import runs_of
 from nearfield.demo import generate
@@ -176,12 +176,23 @@ def test_a_folder_holds_pictures_of_one_kind(
     assert cli.main(words) == 0
     folder = tmp_path / "made" / "hilbert"
     rule = "nearfield: error: `--images` must hold pictures of the same settings, or none; got"
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["method"] == repr(
+        Hilbert(tiles=4, dense_steps=0)
+    )  # also the fields that are at their defaults
     for name, value, other in (("steps", 1, 2), ("seed", 0, 1), ("size", 32, 40)):
         capsys.readouterr()
         assert cli.main([*words, f"--{name}", str(other)]) == 2
         assert capsys.readouterr().err.startswith(
             f"{rule} {folder}, made with {name} = {value} instead of {other}."
         )
+    weights = Path(words[words.index("--weights") + 1])
+    other_weights = tmp_path / "other" / weights.name
+    other_weights.parent.mkdir()
+    save_model(other_weights, lively_model(), packing="int8")
+    capsys.readouterr()
+    assert cli.main([*words, "--weights", str(other_weights)]) == 2
+    assert f"{rule} {folder}, made with weights = {weights.name}, sha256 " in capsys.readouterr().err
     (folder / "settings.json").unlink()
     assert cli.main(words) == 2
     assert "whose pictures do not say how they were made" in capsys.readouterr().err

@@ -297,10 +297,19 @@ def test_the_lora_for_tiles_is_used_for_tiles_alone(
     embedded, plain = PictureModel(CPU), PictureModel(CPU, weights)
     tiles, blocks = (jobs.Request(64, 64, 2, 0, method) for method in (FEW_TILES, BlockTopK(keep=0.5)))
     others = jobs.Request(64, 64, 2, 0, dataclasses.replace(FEW_TILES, tiles=2))
-    for request, is_changed in ((tiles, True), (blocks, False), (others, False), (tiles, True)):
+    without = tiles._replace(with_lora=False)
+    for request, is_changed in (
+        (tiles, True),
+        (blocks, False),
+        (others, False),
+        (without, False),
+        (tiles, True),
+    ):
         here, there = jobs.make(embedded, request), jobs.make(plain, request)
         assert torch.equal(here.dense, there.dense)
         assert torch.equal(here.sparse, there.sparse) is not is_changed
+        assert ("note: with the embedded LoRA\n" in here.summary) is is_changed
+        assert "LoRA" not in there.summary
 
 
 def test_a_pipeline_is_not_opened_to_be_drawn() -> None:

@@ -111,9 +111,11 @@ def a_recipe_fills_in_the_fields(browser: Browser) -> None:
     browser.choose("#recipe", "cats-close")
     browser.wait_for("document.querySelector('#recipe-words')?.innerText.includes('FID 23.2 (dense 22.2)')")
     browser.wait_for(f"{steps} == '3'")
+    browser.wait_for("document.querySelector('#lora input').checked == false")
     browser.choose("#recipe", "cats-fast")
     browser.wait_for(f"{steps} == '0'")
     browser.wait_for("document.querySelector('#recipe-words').innerText.includes('with the embedded LoRA')")
+    browser.wait_for("document.querySelector('#lora input').checked == true")
 
 
 def fields_are_drawn(browser: Browser) -> None:

@@ -24,8 +24,10 @@ from nearfield.methods import (
 )
 
 FORMAT = 2
-_SINCE: dict[int, dict[str, dict[str, Any]]] = {1: {"Hilbert": {"near": "tile", "summary": "mean"}}}
-"""Fields that methods got while a format lasted, with what was read before there were any; formats that can be read."""
+_OLDER: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"Hilbert": {"near": "tile", "summary": "mean", "dense_layers": 1, "dense_steps": 0.2}}
+}
+"""Formats that can be read, too, and what fields are there that a file does not name."""
 SHIPPED = Path(__file__).parent / "demo" / "recipes"
 Lora = Literal["", "none", "embedded"]
 _METHODS: dict[str, Any] = {
@@ -79,12 +81,12 @@ def read(source: str | Path | Mapping[str, Any]) -> Recipe:
             as `./name`.
     """
     document = source if isinstance(source, Mapping) else _loaded(_path_of(source))
-    known = isinstance(document, Mapping) and document.get("format") in (FORMAT, *_SINCE)
-    if not known or "method" not in document:
-        hint = "`nearfield tune` writes recipes."
-        wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
+    version = document.get("format") if isinstance(document, Mapping) else None
+    if type(version) is not int or version not in (FORMAT, *_OLDER) or "method" not in document:
+        formats, hint = " or ".join(map(str, sorted((FORMAT, *_OLDER)))), "`nearfield tune` writes recipes."
+        wrong_value("recipe", f"be a nearfield recipe of format {formats}", _words(document), hint)
     facts = str(document.get("model", "")), document.get("measured", {}), document.get("lora", "")
-    return Recipe(_method_in(document, _SINCE.get(document["format"], {})), *facts)
+    return Recipe(_method_in(document, _OLDER.get(version, {})), *facts)
 
 
 def recipe_of(value: Any) -> Recipe:
@@ -112,7 +114,7 @@ def _document_of(method: Any) -> dict[str, Any]:
     return {"method": type(method).__name__, "fields": nested}
 
 
-def _method_in(document: Mapping[str, Any], since: Mapping[str, Mapping[str, Any]]) -> Any:
+def _method_in(document: Mapping[str, Any], older: Mapping[str, Mapping[str, Any]]) -> Any:
     name, given = document["method"], document.get("fields", {})
     if name not in _METHODS:
         wrong_value("recipe", f"name a method of {', '.join(_METHODS)}", repr(name))
@@ -120,13 +122,13 @@ def _method_in(document: Mapping[str, Any], since: Mapping[str, Mapping[str, Any
     unknown = sorted(set(given) - known)
     if unknown:
         wrong_value("recipe", f"hold fields of {name} ({', '.join(sorted(known))})", ", ".join(unknown))
-    given = {**since.get(name, {}), **given}
-    return _METHODS[name](**{key: _value_in(value, since) for key, value in given.items()})
+    given = {**older.get(name, {}), **given}
+    return _METHODS[name](**{key: _value_in(value, older) for key, value in given.items()})
 
 
-def _value_in(value: Any, since: Mapping[str, Mapping[str, Any]]) -> Any:
+def _value_in(value: Any, older: Mapping[str, Mapping[str, Any]]) -> Any:
     if isinstance(value, Mapping) and "method" in value:
-        return _method_in(value, since)
+        return _method_in(value, older)
     return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and no method has lists
 
 

@@ -214,9 +214,12 @@ class ModelCase:
         return Size(height, width, self.architecture.tiny_frames if self.tiny else self.architecture.frames)
 
     def method_fields(self, size: Size) -> dict[str, Any]:
-        """Keys-only sharing with nothing left dense; where there are many tokens, more tiles and a smaller share."""
+        """Nothing is left dense. Tiles: keys-only sharing; where there are many tokens, more tiles and a smaller share.
+        Around blocks: what else is by default."""
         if self.is_fine:
             return {"query_block": 16} | self.fine_fields if self.tiny else dict(self.fine_fields)
+        if self.fields.get("near") == "around":
+            return {"dense_layers": 0, "dense_steps": 0} | self.fields
         fields: dict[str, Any] = {"near": "tile", "share": "keys", "far": None, "summary": "mean"}
         fields |= {"dense_layers": 0, "dense_steps": 0}
         if self.fields.get("shared") != "none":

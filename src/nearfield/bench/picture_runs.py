@@ -299,7 +299,7 @@ def _completed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         return settings
     try:
         older = Pattern(settings["name"], settings["fields"], settings["method"])
-        fields = _all_fields(older, method_of(older, format=1))
+        fields = _all_fields(older, method_of(older, version=1))
     except (KeyError, TypeError, ValueError):  # of a method that is not what it was: equal to none of today's
         return settings
     return {**settings, "fields": fields}
@@ -315,16 +315,16 @@ def _as_json_returns(value: Any) -> Any:
 # -- methods ---------------------------------------------------------------------------------------------------------
 
 
-def method_of(pattern: Pattern, format: int = recipes.FORMAT) -> Any:
+def method_of(pattern: Pattern, version: int = recipes.FORMAT) -> Any:
     """What `apply` is given.
 
     Args:
-        format: of a recipe with these fields, which says what is meant by those that are not there.
+        version: the format of a recipe with these fields, which says what is meant by those that are not there.
     """
     if pattern.method in _MASKS:
         return Masked(pattern.method, **pattern.fields)
     name = "Hilbert" if pattern.method == "hilbert" else pattern.method
-    return recipes.read({"format": format, "method": name, "fields": pattern.fields}).method
+    return recipes.read({"format": version, "method": name, "fields": pattern.fields}).method
 
 
 def _all_fields(pattern: Pattern, method: Any = None) -> Mapping[str, Any]:

@@ -239,12 +239,16 @@ def _lora(arguments: argparse.Namespace, recipe: "Recipe | None") -> Path | None
     """The LoRA to use: the one that was named, what the recipe says, or the embedded one if it is for the method."""
     if recipe is None or arguments.lora == _LORA_OFF:
         return None
+    from nearfield.demo.lora import method_of_lora, suits
+    from nearfield.demo.model import EMBEDDED_LORA
+
     if arguments.lora:
+        made_for = method_of_lora(Path(arguments.lora))
+        if made_for is not None and not suits(made_for, recipe.method):
+            print(f"note: {arguments.lora} was distilled for {made_for}", file=sys.stderr)
         return Path(arguments.lora)
     if recipe.lora == _LORA_OFF:
         return None
-    from nearfield.demo.lora import method_of_lora, suits
-    from nearfield.demo.model import EMBEDDED_LORA
 
     if not _is_embedded(arguments) or not EMBEDDED_LORA.exists():
         if recipe.lora:

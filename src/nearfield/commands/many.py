@@ -5,6 +5,7 @@ all, whatever workers die meanwhile, and on clusters without a shared file syste
 """
 
 import argparse
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -202,18 +203,22 @@ def _portable(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _settings(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path | None) -> dict[str, Any]:
-    """All that a picture depends on besides its number."""
-    from nearfield.demo.generate import name_of
-
+    """All that a picture depends on besides its number. A method by all of its fields: defaults may change."""
     settings: dict[str, Any] = {
-        "method": name_of(recipe.method) if recipe is not None else "dense",
-        "lora": lora.name if lora else None,
+        "method": repr(recipe.method) if recipe is not None else "dense",
+        "lora": _identity(lora),
         **{name: getattr(arguments, name) for name in ("model", "prompt", "size", "steps")},
     }
     if arguments.model:
         return settings
-    weights = arguments.weights.name if arguments.weights else None
-    return settings | {"weights": weights, "seed": arguments.seed}
+    return settings | {"weights": _identity(arguments.weights), "seed": arguments.seed}
+
+
+def _identity(file: Path | None) -> str | None:
+    """A file by its name and by what is in it."""
+    if file is None:
+        return None
+    return f"{file.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
 
 
 def _document(arguments: argparse.Namespace, settings: dict[str, Any], tally: _Tally) -> dict[str, Any]:

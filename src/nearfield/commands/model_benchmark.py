@@ -37,6 +37,15 @@ _MERGE_FIELDS = ("ratio", "region_size", "placement")
 _FINE_FIELDS = ("query_block", "grain")
 
 
+_DEFAULTS = {
+    "near": "tile; with around, all that follows is by default what the method's own is",
+    "tiles": "16; 64 of large images",
+    "shared": "centre, keys only",
+    "far": "0",
+    "summary": "mean",
+}
+
+
 def add_command(benchmarks: Any) -> None:
     parser = command(
         benchmarks,
@@ -106,7 +115,8 @@ def add_command(benchmarks: Any) -> None:
         metavar="N",
         help="keys that are kept or skipped together (default 4)",
     )
-    add_method_fields(parser, by_layer=False)  # a row tells the pairs of one layer
+    # A row tells the pairs of one layer.
+    add_method_fields(parser, by_layer=False, defaults=_DEFAULTS)
     add_impl(parser)
     add_integer(parser, "--rounds", 5, "turns in which everything is timed", least=2, most=1000)
     add_json(parser)

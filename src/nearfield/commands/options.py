@@ -1,7 +1,7 @@
 """Options that several commands have, each added by one call."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +67,44 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 METHOD_FIELDS = ("near", "tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
+METHOD_DEFAULTS = {
+    "near": "around",
+    "tiles": "16; around blocks: of 512 tokens or more",
+    "shared": "none",
+    "far": "16",
+    "summary": "weighted",
+}
 
 
 def add_method_fields(
-    parser: argparse.ArgumentParser, most_tiles: int = 2**24, *, by_layer: bool = True
+    parser: argparse.ArgumentParser,
+    most_tiles: int = 2**24,
+    *,
+    by_layer: bool = True,
+    defaults: Mapping[str, str] = METHOD_DEFAULTS,
 ) -> None:
     """Fields of the Hilbert method; what is not given is left to the method or the size.
 
     Args:
         by_layer: whether layers may differ in their number of tiles.
+        defaults: what is said of fields that are not given.
     """
+
+    def words(name: str) -> str:
+        return f" (default {defaults[name]})" if name in defaults else ""
+
     parser.add_argument(
         "--near",
         type=member("--near", NEAR),
         metavar="WHAT",
-        help="what a token reads exactly: the tokens around its block, or the tile it is in (default around)",
+        help="what a token reads exactly: the tokens around its block, or the tile it is in" + words("near"),
     )
     several = "; several numbers, 4,4,16: of the layers from the first on, the last of all that follow"
     parser.add_argument(
         "--tiles",
         type=tile_counts("--tiles", most_tiles) if by_layer else integer("--tiles", 1, most_tiles),
         metavar="N",
-        help=f"tiles per image (default 16; around blocks: of 512 tokens or more){several if by_layer else ''}",
+        help=f"tiles per image{words('tiles')}{several if by_layer else ''}",
     )
     parser.add_argument(
         "--share",
@@ -103,13 +119,13 @@ def add_method_fields(
         "--far",
         type=integer("--far", 0),
         metavar="N",
-        help="tokens per summary of what lies outside the tile; 0: it is not read (default 16)",
+        help="tokens per summary of what lies outside the tile; 0: it is not read" + words("far"),
     )
     parser.add_argument(
         "--shared",
         type=member("--shared", SHARED),
         metavar="WHERE",
-        help=f"image tokens that everyone reads: {', '.join(SHARED)} (default none)",
+        help=f"image tokens that everyone reads: {', '.join(SHARED)}" + words("shared"),
     )
     parser.add_argument(
         "--curve",
@@ -121,7 +137,7 @@ def add_method_fields(
         "--summary",
         type=member("--summary", SUMMARIES),
         metavar="HOW",
-        help="of a window: its mean, or weighted by what its tokens are to the mean query (default weighted)",
+        help="of a window: its mean, or weighted by what its tokens are to the mean query" + words("summary"),
     )
     parser.add_argument(
         "--interleave", action="store_const", const=True, help="tiles differ between heads, too"

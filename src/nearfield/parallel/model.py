@@ -141,10 +141,10 @@ class SplitReader:
         sent = bytes_sent(self.route.traffic, shapes)
         if self.far is None:
             return sent
-        more = bytes_sent(self.far.route.traffic, shapes._replace(has_bias=True))
-        alike = bytes_summed(self.far.summary, shapes, self.ranks.size)
+        far = bytes_sent(self.far.route.traffic, shapes._replace(has_bias=True))
+        queries = bytes_summed(self.far.summary, shapes, self.ranks.size)
         return Sent(
-            *(tuple(map(sum, zip(*each, strict=True))) for each in zip(sent, more, alike, strict=True))
+            *(tuple(map(sum, zip(*each, strict=True))) for each in zip(sent, far, queries, strict=True))
         )
 
 

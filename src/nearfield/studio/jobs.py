@@ -25,7 +25,7 @@ OnProgress = Callable[[int, int, str], None]
 
 
 class Request(NamedTuple):
-    """What to make."""
+    """What to make; `with_lora`: by the model's LoRA, where it has one that was made for the method."""
 
     height: int
     width: int
@@ -33,6 +33,7 @@ class Request(NamedTuple):
     seed: int
     method: Method
     prompt: str = ""
+    with_lora: bool = True
 
 
 class Outcome(NamedTuple):
@@ -102,12 +103,12 @@ def make(
     dense = generate.run_dense(sample)
     doing = "sparse"
     caution = getattr(request.method, "caution", None)
-    with warnings.catch_warnings(), model.tuned_for(request.method) as lora:
+    with warnings.catch_warnings(), model.tuned_for(request.method, request.with_lora) as lora:
         if caution:  # said on the page instead
             warnings.filterwarnings("ignore", re.escape(caution))
         sparse = generate.run_sparse(sample, pipeline, request.method, lora=lora)
-    if caution:
-        sparse = sparse._replace(summary=f"note: {caution}\n{sparse.summary}")
+    notes = [f"note: {words}\n" for words in (caution, "with the embedded LoRA" if lora else "") if words]
+    sparse = sparse._replace(summary="".join(notes) + sparse.summary)
     return _outcome(model, request.method, dense, sparse)
 
 

@@ -94,10 +94,10 @@ class PictureModel:
         )
 
     @contextmanager
-    def tuned_for(self, method: Method) -> Iterator[FusedLora | None]:
-        """With the embedded model's LoRA, where it was made for the method."""
-        lora = self._lora if self._lora and suits(self._lora.method, method) else None
-        if lora is None:
+    def tuned_for(self, method: Method, is_wanted: bool = True) -> Iterator[FusedLora | None]:
+        """With the embedded model's LoRA, where it was made for the method and is wanted."""
+        lora = self._lora
+        if lora is None or not is_wanted or not suits(lora.method, method):
             yield None
             return
         lora.switch(True)

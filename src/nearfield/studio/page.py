@@ -108,6 +108,12 @@ class _Inputs:
                     self._names.append((method, field.name))
                     self._boxes.append(_box(gr, method, field))
             self.groups.append(group)
+        self.lora = gr.Checkbox(
+            value=True,
+            label="LoRA",
+            info="the embedded one, where it was made for the method",
+            elem_id="lora",
+        )
         self.layer = gr.Slider(0, 63, value=0, step=1, label="first layer drawn", elem_id="layer")
 
     @property
@@ -121,33 +127,34 @@ class _Inputs:
             self.prompt,
             self.method,
             self.layer,
+            self.lora,
         ]
         return [*fixed, *self._boxes]
 
     @property
     def filled(self) -> list[Any]:
         """What a recipe sets."""
-        return [self.recipe_words, self.method, *self._boxes]
+        return [self.recipe_words, self.method, self.lora, *self._boxes]
 
     def fill(self, gr: Any, name: str) -> list[Any]:
         """The fields of a recipe, and what was measured with them, in the places of `filled`."""
         if name == _OWN_FIELDS:
-            return [gr.update(visible=False)] + [gr.skip()] * (1 + len(self._boxes))
+            return [gr.update(visible=False)] + [gr.skip()] * (2 + len(self._boxes))
         recipe = recipes.read(name)
         method, values = fields.filled_in(recipe.method)
         boxes = [values[field] if owner == method else gr.skip() for owner, field in self._names]
-        return [gr.update(value=recipe_words(recipe), visible=True), method, *boxes]
+        return [gr.update(value=recipe_words(recipe), visible=True), method, recipe.lora != "none", *boxes]
 
     def read(self, values: Sequence[Any]) -> tuple[PictureModel, jobs.Request, int]:
         """The model, the request and the first layer to draw; raises one of `TOLD`."""
-        model, height, width, steps, seed, prompt, method, layer = values[:8]
+        model, height, width, steps, seed, prompt, method, layer, with_lora = values[:9]
         given = {
             name: value
-            for (owner, name), value in zip(self._names, values[8:], strict=True)
+            for (owner, name), value in zip(self._names, values[9:], strict=True)
             if owner == method
         }
         made = fields.method_of(method, given)
-        request = jobs.Request(height, width, steps, seed, made, prompt or "")
+        request = jobs.Request(height, width, steps, seed, made, prompt or "", with_lora)
         jobs.check_request(self._models[model], request)
         return self._models[model], request, int(layer)
 
