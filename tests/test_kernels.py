@@ -154,6 +154,53 @@ def test_weighted_windows(
         assert_budget(what, *each)
 
 
+@pytest.mark.parametrize("is_learned", [False, True], ids=["without gradients", "with gradients"])
+@pytest.mark.parametrize(("sizes", "gap", "window"), WINDOWS)
+def test_weighted_windows_window_by_window(sizes: list[int], gap: int, window: int, is_learned: bool) -> None:
+    """The formula written out, where windows follow each other and where they do not; what is in none is not read."""
+    starts, counts = windows_of(sizes, gap)
+    spans = [slice(start, start + size) for start, size in zip(starts.tolist(), sizes, strict=True)]
+    query, key, value = torch.randn(3, 1, 2, spans[-1].stop + gap, 6, dtype=torch.float64)
+    inside = torch.cat([query[0, :, span] for span in spans], dim=1)
+    covered = torch.zeros(query.shape[2], dtype=torch.bool)
+    for span in spans:
+        covered[span] = True
+    for x in (query, key, value):
+        x[:, :, ~covered] = math.nan
+    found = weighted_windows(query.requires_grad_(is_learned), key, value, starts, counts, window, scale=0.5)
+    for head in range(2):
+        centre, spread = inside[head].mean(0), inside[head].var(0, correction=0)
+        for number, span in enumerate(spans):
+            keys, values = key[0, head, span], value[0, head, span]
+            scores = 0.5 * keys @ centre
+            weights = scores.softmax(0)
+            mean = weights @ keys
+            rest = 0.5**2 / 2 * (weights @ (keys - mean).square()) @ spread
+            bias = scores.logsumexp(0) - 0.5 * mean @ centre + 2 * torch.log1p(rest / 2)
+            for one, wanted in zip(found, (mean, weights @ values, bias), strict=True):
+                torch.testing.assert_close(one[0, head, number].detach(), wanted)
+
+
+def test_squares_of_queries_may_be_beyond_float16(device: torch.device) -> None:
+    """Summaries of queries with a channel far from zero are as near to exact ones in float16 as in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 64, 16, generator=generator, dtype=torch.float64)
+    query[..., 3] += 300
+    starts = torch.arange(0, 64, 8, device=device)
+    places = starts, torch.full_like(starts, 8, dtype=torch.int32), 8
+    errors = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        rounded = [x.to(device, dtype) for x in (query, key, value)]
+        exact = weighted_windows(*(x.double() for x in rounded), *places, impl="reference")
+        found = weighted_windows(*rounded, *places)
+        errors[dtype] = [
+            float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)
+        ]
+    assert all(
+        half <= brain for half, brain in zip(errors[torch.float16], errors[torch.bfloat16], strict=True)
+    )
+
+
 def test_weighted_windows_without_gradients_are_those_with_them(device: torch.device) -> None:
     """By the operator, around it, and as one that is differentiated; heads of a group share a mean query."""
     generator = torch.Generator().manual_seed(0)

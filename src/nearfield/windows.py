@@ -76,7 +76,9 @@ def query_sums(
     with torch.autocast(query.device.type, enabled=False):
         wide = torch.promote_types(query.dtype, torch.float32)
         means = partial(window_means, starts=starts, sizes=sizes, window=window, impl=impl)
-        sums = [(means(x).to(wide) * sizes[:, None]).sum(dim=2) for x in (query, query.square())]
+        # Squares of queries that float16 can hold may be beyond it.
+        squares = (query.to(wide) if query.dtype == torch.float16 else query).square()
+        sums = [(means(x).to(wide) * sizes[:, None]).sum(dim=2) for x in (query, squares)]
         found: Tensor = torch.stack(sums).unflatten(2, (groups, -1)).mean(dim=3)
         return found
 

@@ -12,9 +12,7 @@ def window_means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) 
         sizes: `[windows]`, how many tokens each holds, from 1 to `window`.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    place, exists = _places(starts, sizes, window)
-    rows = x.index_select(2, place.clamp(max=x.shape[2] - 1).flatten()).unflatten(2, place.shape)
-    total = rows.masked_fill(~exists[:, :, None], 0).sum(dim=3, dtype=wide)
+    total = _tokens(x, starts, sizes, window).sum(dim=3, dtype=wide)
     means: Tensor = total / sizes[:, None]
     return means.to(x.dtype)
 
@@ -45,14 +43,8 @@ def weighted_windows_forward(
     Args:
         centre, spread: `[B, G, D]`, the mean and the variance of the queries, channel by channel.
     """
-    place, exists = _places(starts, sizes, window)
-
-    def rows(x: Tensor) -> Tensor:
-        found = x.index_select(2, place.clamp(max=x.shape[2] - 1).flatten()).unflatten(2, place.shape)
-        wide: Tensor = found.to(centre.dtype).masked_fill(~exists[:, :, None], 0)
-        return wide
-
-    keys, values = rows(key), rows(value)
+    keys, values = (_tokens(x, starts, sizes, window).to(centre.dtype) for x in (key, value))
+    _, exists = _places(starts, sizes, window)
     scores = scale * torch.einsum("bgwnd,bgd->bgwn", keys, centre)
     scores = scores.masked_fill(~exists, float("-inf"))
     weights = scores.softmax(dim=3)
@@ -63,6 +55,26 @@ def weighted_windows_forward(
     rest = scale**2 / 2 * variance.sum(dim=3)
     bias = scores.logsumexp(dim=3) - scale * torch.einsum("bgwd,bgd->bgw", mean_key, centre)
     return mean_key.to(key.dtype), mean_value.to(value.dtype), bias + 2 * torch.log1p(rest / 2)
+
+
+def _tokens(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
+    """The tokens of each window, `[B, H, windows, window, D]`; zeros where there are none."""
+    if _are_whole(starts, sizes, window):
+        whole: Tensor = x.narrow(2, int(starts[0]), len(starts) * window).unflatten(2, (-1, window))
+        return whole
+    place, exists = _places(starts, sizes, window)
+    found: Tensor = x.index_select(2, place.clamp(max=x.shape[2] - 1).flatten()).unflatten(2, place.shape)
+    return found.masked_fill(~exists[:, :, None], 0)
+
+
+def _are_whole(starts: Tensor, sizes: Tensor, window: int) -> bool:
+    """Whether windows are full and follow each other, so that nothing need be copied.
+
+    Asked on a CPU alone: elsewhere it would wait for the device, and a graph that is traced must hold for all windows.
+    """
+    if starts.device.type != "cpu" or type(starts) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return bool((sizes == window).all()) and bool((starts.diff() == window).all())
 
 
 def _places(starts: Tensor, sizes: Tensor, window: int) -> tuple[Tensor, Tensor]:
