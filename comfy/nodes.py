@@ -27,7 +27,7 @@ class NearfieldHilbert:
         "tiles": "Tiles per image: more are faster and see less; 0: as many as suit the size.",
         "shared": "Image tokens that everyone reads: the centre, small regions all over the image, or none.",
         "share": "two-way: shared tokens also read everything. keys: they are read only, which is faster.",
-        "far": "Tokens per summary of what lies outside a tile; 0 leaves that out.",
+        "far": "Tokens per summary of what is not read exactly; 0 leaves that out.",
         "dense_steps": "Share of the first denoising steps that read everything; they decide the composition.",
         "dense_layers": "How many of the first layers read everything.",
         "near": "around: a token reads those nearest to its block of tokens. tile: as many, those of its tile.",

@@ -24,6 +24,7 @@ from nearfield.adapters.grids import image_grids
 
 EVERYTHING = paper(tiles=1, dense_layers=0, dense_steps=0)
 SPARSE = paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)
+DEFAULT = Hilbert(dense_steps=0)
 # Rotary tables are float32 in every precision, so a difference of the last bit in float64 can become one of float32.
 TOLERANCE = 1e-6
 
@@ -60,14 +61,40 @@ def geometries(name: str, grid: Grid, batch: int, references: References) -> dic
     return {layout.num_tokens: layout for layout in layouts}
 
 
-def raster_mask(method: Hilbert, geometry: Geometry, layer: int, heads: int) -> Tensor:
-    """Who reads whom among tokens in raster order, `[1, heads or 1, N, N]`."""
+def raster_places(method: Hilbert, geometry: Geometry) -> Tensor:
+    """Where each token in raster order stands in the method's, `[N]`; the text stays."""
     inverse = method.ordering(geometry).inverse
     place = torch.arange(geometry.num_tokens)
     start = geometry.image_spans[0][0]
     place[start : start + len(inverse)] = start + inverse
+    return place
+
+
+def raster_mask(method: Hilbert, geometry: Geometry, layer: int, heads: int) -> Tensor:
+    """Who reads whom among tokens in raster order, `[1, heads or 1, N, N]`."""
+    place = raster_places(method, geometry)
     mask = method.plan(geometry, layer, heads=heads).to_mask()
     return mask[:, :, place][:, :, :, place]
+
+
+def summarised_attention(method: Hilbert, layouts: dict[int, Geometry]) -> Callable[..., Tensor]:
+    """Tokens in raster order are put in the method's, read, and put back. What a far field is, others test."""
+    dense_attention = functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+        geometry = layouts.get(query.shape[2])
+        if geometry is None or key.shape[2] != query.shape[2]:
+            return dense_attention(query, key, value, attn_mask, **kwargs)
+        place, bias = raster_places(method, geometry), None
+        order = place.argsort()
+        if attn_mask is not None:
+            assert attn_mask.shape[1:3] == (1, 1)
+            bias = torch.where(attn_mask[:, :, 0], 0.0, -torch.inf)[:, :, order]
+        moved = [x[:, :, order] for x in (query, key, value)]
+        found = method.reader(geometry).attend(*moved, key_bias=bias, scale=kwargs.get("scale"))
+        return found.out[:, :, place]
+
+    return attention
 
 
 def masked_attention(
@@ -143,6 +170,24 @@ def test_sparse_is_the_masked_stock_model(
         found = run(model, inputs)
     assert_same(found, expected)
     assert_differ(found, run(model, inputs))
+
+
+@pytest.mark.parametrize(("grid", "batch"), SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_is_read_in_its_order(
+    name: str, grid: Grid, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, inputs_of = MODELS[name]
+    model, inputs = make().double(), double(inputs_of(grid, batch))
+    stock = run(model, inputs)
+    with monkeypatch.context() as patch:
+        attention = summarised_attention(DEFAULT, geometries(name, grid, batch, ()))
+        patch.setattr(functional, "scaled_dot_product_attention", attention)
+        expected = run(model, inputs)
+    with nearfield.apply(model, DEFAULT):
+        assert_same(run(model, inputs), expected)
+    assert_differ(expected, stock)
+    assert torch.equal(run(model, inputs), stock)
 
 
 @pytest.mark.parametrize("name", ["flux", "flux2", "qwen"])
@@ -235,8 +280,9 @@ def test_small_and_thin_images_with_default_fields(name: str, grid: Grid) -> Non
     stock = run(model, inputs)
     with nearfield.apply(model, EVERYTHING):
         assert_same(run(model, inputs), stock)
-    with nearfield.apply(model, paper()):
-        assert run(model, inputs).isfinite().all()
+    for method in (paper(), Hilbert(), DEFAULT):
+        with nearfield.apply(model, method):
+            assert run(model, inputs).isfinite().all()
 
 
 def test_dense_layers_are_stock(oracle: Callable[..., Tensor]) -> None:
@@ -256,6 +302,7 @@ def test_dense_layers_are_stock(oracle: Callable[..., Tensor]) -> None:
         paper(tiles=4, shared="centre", share="keys", dense_layers=0, dense_steps=0),
         paper(tiles=4, interleave=True, dense_layers=0, dense_steps=0),
         paper(tiles=4, shared="distributed", cycle=3, curve="morton", dense_layers=0, dense_steps=0),
+        paper(tiles=4, near="around", dense_layers=0, dense_steps=0),
     ],
 )
 def test_any_fields_of_the_method(method: Hilbert, oracle: Callable[..., Tensor]) -> None:

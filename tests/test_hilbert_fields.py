@@ -15,7 +15,7 @@ from nearfield.dense_parts import stays_dense
 
 
 def test_defaults():
-    """Recipes, prompts and papers that do not name a field mean these."""
+    """What is measured and told of `Hilbert()` is of these."""
     assert dataclasses.asdict(Hilbert()) == {
         "tiles": None,
         "tile_size": None,

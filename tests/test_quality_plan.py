@@ -820,14 +820,6 @@ def test_tables_begin_with_what_is_tuned(tmp_path: Path) -> None:
     assert words in quality_results.markdown(after).replace("\n", " ")
 
 
-def test_what_a_name_does_not_say_is_told(tmp_path: Path) -> None:
-    write_json(tmp_path / "chosen.json", {"name": CANDIDATES[0]})
-    default = {"method": "hilbert", "steps": 16, "fields": {"dense_steps": 0.2, "dense_layers": 1}}
-    found = made_up(tmp_path, {"dense": 20.0, "Hilbert()": 30.0}, own={"Hilbert()": {"settings": default}})
-    text = quality_results.markdown(found).replace("\n", " ")
-    assert "`Hilbert()` has `dense_layers=1`, and 4 of 16 steps are dense." in text
-
-
 def test_all_commits_are_named(tmp_path: Path) -> None:
     runs = {
         "far 16": {"commit": "bbb", "date": "2026-02"},

@@ -191,6 +191,18 @@ def test_picture_and_description(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert [entry.name for entry in path.parent.iterdir()] == ["show.png"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [("", [0]), ("--near tile", [0, 1, 2, 3]), ("--tiles 2,4", [0, 1, 2, 3]), ("--layer 2,5", [2, 5])],
+)
+def test_layers_that_read_alike_are_drawn_once(
+    fields: str, layers: list[int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = f"--grid 16x16 --text 0 --json {fields} --out {tmp_path / 'show.png'}"
+    report = json.loads(run(capsys, *arguments.split()))
+    assert [layer["layer"] for layer in report["layers"]] == layers
+
+
 def test_picture_and_description_of_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "show.png"
     text = run(capsys, "--grid", "32x32", "--text", "16", "--out", str(path))

@@ -237,7 +237,6 @@ SECTIONS: dict[str, Sequence[str]] = {
         "far 16, last four dense",
         "far 16, first layer dense",
         "far 16, interleave",
-        "Hilbert()",
     ),
     "Without a far field, a centre shared: the paper's method": (BASE, "16 tiles", "4 tiles"),
     "Summaries": (

@@ -224,7 +224,6 @@ def _circumstances(collected: Collected, source: str | None) -> str:
         "FID, KID, precision and recall: against all photographs; only rows of equally many pictures compare.",
         f"LPIPS, PSNR and seam energy: the first {settings['pairs']:,} pictures beside the dense ones.",
         "Nothing is dense, shared or tuned unless a row or its table says so.",
-        _default_words(shown),
     ]
     if collected.tunings and collected.tuned:
         words = [_tuning_words(settings, *each) for each in sorted(collected.tunings.items())]
@@ -238,16 +237,6 @@ def _commits(rows: Sequence[QualityRow]) -> list[str]:
     """Of all rows, the oldest first."""
     dated = sorted((row.date or "", row.commit) for row in rows if row.commit)
     return list(dict.fromkeys(commit for _, commit in dated))
-
-
-def _default_words(rows: Sequence[QualityRow]) -> str:
-    """What the name of the default does not say."""
-    row = next((row for row in rows if row.pattern == "Hilbert()"), None)
-    if row is None:
-        return ""
-    fields, steps = row.settings["fields"], row.settings["steps"]
-    dense = sum(Hilbert(dense_steps=fields["dense_steps"]).dense_ends(steps))
-    return f"`Hilbert()` has `dense_layers={fields['dense_layers']}`, and {dense} of {steps} steps are dense."
 
 
 def _tuning_words(settings: Mapping[str, Any], name: str, last: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ from nearfield.commands.reports import picture_path
 # What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
 _MOST_BLOCKS, _MOST_IDS = 2**29, 2**26
 _MOST_DRAWN, _MOST_LAYERS, _MOST_TILES = 2**16, 8, 2**12
+_FIRST_LAYERS = [0, 1, 2, 3]
 
 
 def add_commands(commands: Any) -> None:
@@ -96,9 +97,9 @@ def _show(arguments: argparse.Namespace) -> int:
 
     try:
         geometry = Geometry(arguments.grid, text=arguments.text)
-        shown = show.examine(
-            geometry, Hilbert(**given(arguments, METHOD_FIELDS)), arguments.layer, arguments.q_block
-        )
+        method = Hilbert(**given(arguments, METHOD_FIELDS))
+        layers = arguments.layer or ([0] if method.reads_alike else _FIRST_LAYERS)
+        shown = show.examine(geometry, method, layers, arguments.q_block)
         report = show.record(shown)
     except ValueError as error:  # fields that do not go together, or not with this grid
         raise UsageError(str(error)) from None
@@ -117,7 +118,7 @@ def _require_drawable(arguments: argparse.Namespace) -> None:
         wrong("--grid", "have two or three sides to be drawn", grid_name(grid), "Example: --grid 64x64")
     if tokens > _MOST_DRAWN:
         wrong("--grid", f"hold at most {_MOST_DRAWN:,} tokens to be drawn", f"{tokens:,}")
-    if len(arguments.layer) > _MOST_LAYERS:
+    if len(arguments.layer or ()) > _MOST_LAYERS:
         wrong("--layer", f"name at most {_MOST_LAYERS} layers to be drawn", len(arguments.layer))
 
 
@@ -192,10 +193,10 @@ def _add_show(commands: Any) -> None:
         commands,
         "show",
         _show,
-        "draw the Hilbert method on an image: the curve, the tiles of some layers, what is shared, who reads whom",
-        "  nearfield show\n  nearfield show --grid 64x64 --tiles 16 --layer 0..3 --share keys\n"
+        "draw the Hilbert method on an image: the curve, blocks or tiles of layers, what is shared, who reads whom",
+        "  nearfield show\n  nearfield show --grid 64x64 --near tile --layer 0..3 --shared centre --share keys\n"
         "  nearfield show --grid 21x30x52 --text 0 --shared distributed --out video.svg\n"
-        "  nearfield show --grid 45x80 --tiles 9 --far 64 --q-block 64 --json",
+        "  nearfield show --grid 45x80 --near tile --tiles 9 --far 64 --q-block 64 --json",
     )
     parser.add_argument(
         "--grid",
@@ -208,9 +209,8 @@ def _add_show(commands: Any) -> None:
     parser.add_argument(
         "--layer",
         type=layer_numbers("--layer"),
-        default=[0, 1, 2, 3],
         metavar="N..N",
-        help="layers to draw: 2, 0,2 or 0..3 (default 0..3)",
+        help="layers to draw: 2, 0,2 or 0..3 (default 0..3, or 0 where all layers read alike)",
     )
     add_method_fields(parser, _MOST_TILES)
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Ranks: the processes that share one sequence, and what they say to each other.
 
-Everything that travels is packed into one buffer of bytes per exchange, so a layer costs three collectives at most,
-whatever types and tensors it sends. The bytes are counted where they are sent.
+Everything that travels is packed into one buffer of bytes per exchange, so reading over one plan costs three
+collectives at most, whatever types and tensors it sends. The bytes are counted where they are sent.
 """
 
 import platform

@@ -29,7 +29,7 @@ _EXAMPLES = """examples:
   nearfield quality samples/ photographs.tar --num 1500 --size 256
   nearfield quality photographs.tar --size 512 --save photographs.safetensors
   nearfield quality samples/ photographs.safetensors --metrics fid,kid --json quality.json
-  nearfield quality sparse/ dense/ --pairs --seam-method tiles=16,share=keys,text=8,pixels=8
+  nearfield quality sparse/ dense/ --pairs --seam-method near=tile,shared=centre,share=keys,text=8,pixels=8
 
 exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 interrupted"""
 

@@ -212,7 +212,9 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
                 pair = gr.ImageSlider(
                     label="dense | sparse, same noise", elem_id="pair", interactive=False, format="png"
                 )
-                seams = gr.Image(label="gradient difference, tile borders", elem_id="seams", **_shown())
+                seams = gr.Image(
+                    label="gradient difference, borders of blocks or tiles", elem_id="seams", **_shown()
+                )
             summary = gr.Textbox(label="handle.summary()", lines=8, elem_id="summary", interactive=False)
 
     def draw(*values: Any) -> tuple[Any, str]:

@@ -5,11 +5,11 @@ every token reads the tile it is in, a long run. Tiles slide by a fraction of a 
 not exchange in one layer they exchange in the next. The text is read by all, and reads all. So does a small shared
 region of the image, where one is wanted (with `share="keys"` it reads only its tile).
 
-Beyond the paper: each block of queries reads what is nearest to it in the image, in the place of a tile, so that
-nothing is cut; and a far field, which reads all the rest in summary. With as many pairs both keep far more of the
-pictures (docs/quality.md), so they are the default; `Hilbert(near="tile", shared="centre", far=None)` is the paper's
-method. Also grids of any size and of three sides, closed curves, shared regions spread over the image, and tiles that
-differ between heads.
+Beyond the paper: each block of queries reads what is nearest to it in the image, in the place of a tile, so that few
+neighbours are parted; and a far field, which reads all the rest in summary. With as many pairs both keep far more of
+the pictures (docs/quality.md), so they are the default; `Hilbert(near="tile", shared="centre", far=None)` is the
+paper's method. Also grids of any size and of three sides, closed curves, shared regions spread over the image, and
+tiles that differ between heads.
 """
 
 import math
@@ -55,7 +55,7 @@ class Hilbert(DenseParts):
             is of all that follow.
         tile_size: tokens per tile, instead of `tiles`.
         near: what a token reads exactly: what is "around" its block of queries, as many tokens as a tile holds, those
-            nearest to the block in the image; then nothing is cut, and nothing slides. Or the "tile" it is in.
+            nearest to the block in the image; then there are no tiles, and nothing slides. Or the "tile" it is in.
         cycle: layers after which the tiles are back where they started; 1 means they do not slide.
         shared: image tokens that everyone reads: "none", the "centre" of the image, or small regions "distributed"
             over it.
@@ -131,6 +131,11 @@ class Hilbert(DenseParts):
     def phases(self) -> int:
         """How many layers with one number of tiles differ in who reads whom."""
         return 1 if self.near == "around" else self.cycle
+
+    @property
+    def reads_alike(self) -> bool:
+        """Whether all sparse layers read the same."""
+        return self.phases == 1 and not isinstance(self.tiles, tuple)
 
     # -- who reads whom ------------------------------------------------------------------------------------------
 

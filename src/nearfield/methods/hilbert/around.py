@@ -1,4 +1,4 @@
-"""What lies around the tokens of a row in the image: which stretches of a curve are read exactly, where nothing is cut.
+"""What lies around the tokens of a row in the image: which stretches of a curve are read exactly, without tiles.
 
 A row is a run of the curve, hence a patch of the image. It reads the stretches of the ring that are nearest to it in
 the image, as many tokens as a tile would hold; those that touch it first. So a token at the edge of its row reads
