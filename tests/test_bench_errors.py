@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nearfield import Geometry, Hilbert, Merge, apply, cli
 from nearfield.bench import errors, pareto
-from nearfield.bench.errors import ErrorRow, ErrorSweep, GpuBlocks, StepError
+from nearfield.bench.errors import ErrorRow, ErrorSweep, OtherBlocks, StepError
 from nearfield.bench.picture_runs import Task, method_of
 from nearfield.bench.quality_cases import GROUPS, Pattern
 from nearfield.demo.sampler import noise
@@ -120,16 +120,25 @@ def test_dense_steps_are_set_aside() -> None:
 def test_blocks_of_a_gpu() -> None:
     geometry = Geometry((32, 32), text=64)
     own = Hilbert(tiles=4, near="tile")
-    gpu = errors.with_gpu_blocks(own)
-    assert isinstance(gpu, GpuBlocks)
+    gpu = errors.with_blocks(own, "gpu")
+    assert isinstance(gpu, OtherBlocks)
     assert (own.reader(geometry).near.q_block, gpu.reader(geometry).near.q_block) == (16, 128)
-    around = errors.with_gpu_blocks(Hilbert(tiles=4))
+    around = errors.with_blocks(Hilbert(tiles=4), "gpu")
     assert (
         around.reader(geometry).near == Hilbert(tiles=4).reader(geometry).near
     )  # no device likes small ones there
-    both = errors.with_gpu_blocks(Merge() | own)
+    both = errors.with_blocks(Merge() | own, "gpu")
     assert (both.merge, both.attention) == (Merge(), gpu)
-    assert errors.with_gpu_blocks(Merge()) == Merge()
+    assert errors.with_blocks(Merge(), "gpu") == Merge()
+    assert errors.with_blocks(own, "device") is own
+
+
+def test_blocks_of_given_sizes() -> None:
+    geometry = Geometry((32, 32), text=64)
+    reader = errors.with_blocks(Hilbert(), "32x16").reader(geometry, 1)
+    assert reader.near == Hilbert().reader(geometry, 1, q_block=32, k_block=16).near
+    assert (reader.near.q_block, reader.near.k_block) == (32, 16)
+    assert errors.with_blocks(Hilbert(), "32x16") != errors.with_blocks(Hilbert(), "32x32")
 
 
 def test_blocks_of_a_gpu_are_what_is_measured() -> None:
@@ -137,14 +146,13 @@ def test_blocks_of_a_gpu_are_what_is_measured() -> None:
     chosen = errors.spread(pictures(CATS), 1)
     pattern = Pattern("3 tiles", {"tiles": 3, "near": "tile", **NOTHING_DENSE})
     rows = []
-    for blocks in ("device", "gpu"):
+    for blocks in ("device", "gpu", "128x32"):
         one = ErrorSweep(task, chosen, "cats", [2], blocks=blocks)
         assert one.run([pattern])
         rows += one.rows
-    own, gpu = rows
-    assert (own.settings["blocks"], gpu.settings["blocks"]) == ("device", "gpu")
-    assert own.pairs_kept != gpu.pairs_kept
-    assert own.steps[0].error != gpu.steps[0].error
+    assert [row.settings["blocks"] for row in rows] == ["device", "gpu", "128x32"]
+    assert len({row.pairs_kept for row in rows}) == 3
+    assert len({row.steps[0].error for row in rows}) == 3
 
 
 # -- what is measured once -------------------------------------------------------------------------------------------
@@ -259,7 +267,11 @@ def bad_calls(folder: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "both": (command("--weights", "x"), "`--weights` must be left out with `--tiny`; got 'x'"),
         "size": (command("--size", "68"), "`--size` must be a multiple of 8 pixels; got 68"),
-        "blocks": (command("--blocks", "cpu"), "`--blocks` must be one of device, gpu; got 'cpu'."),
+        "blocks": (
+            command("--blocks", "cpu"),
+            "`--blocks` must be device or gpu, or sizes of queries (16, 32, 64, 128, 192) and keys (1, 2, 4, 8, 16, "
+            "32, 64, 128, 192); got 'cpu'. Example: --blocks 128x64",
+        ),
         "json": (
             command("--json", str(folder / "x.json")),
             "`--json` must name a new file or one of these results.",

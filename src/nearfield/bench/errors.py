@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from nearfield.methods.merging import Merged
 from nearfield.training.data import Picture, decoded, fingerprint
 
 FORMAT = 1
-Blocks = Literal["device", "gpu"]
+DEVICE, GPU = "device", "gpu"
 _ABOUT = "velocities of the embedded model in one denoising step, beside the dense ones"
 _EVERY_STEP = "every step sparse"
 
@@ -150,8 +150,16 @@ def of_a_step(pattern: Pattern) -> Pattern:
     return replace(bare, name=bare.name or _EVERY_STEP)
 
 
-class GpuBlocks(Hilbert):
-    """Hilbert with the blocks that it would have on a GPU: tiles are rounded to blocks, so errors depend on them."""
+@dataclass(frozen=True)
+class OtherBlocks(Hilbert):
+    """Hilbert with the blocks that it would have on a GPU, or of given sizes: what is read is rounded to blocks, so
+    errors depend on them.
+
+    Args:
+        blocks: "gpu", or queries and keys, "128x64".
+    """
+
+    blocks: str = GPU
 
     def reader(
         self,
@@ -163,17 +171,19 @@ class GpuBlocks(Hilbert):
         k_block: int | None = None,
         device: torch.device | str = "cpu",
     ) -> HilbertReader:
+        if self.blocks != GPU:
+            q_block, k_block = map(int, self.blocks.split("x"))
         q_block, k_block = block_sizes(self._pattern(layer), geometry, q_block, k_block, "cuda")
         return super().reader(geometry, layer, heads=heads, q_block=q_block, k_block=k_block, device=device)
 
 
-def with_gpu_blocks(method: Any) -> Any:
-    """The same method with a GPU's blocks, where it is Hilbert's or has one inside; others have no such blocks."""
+def with_blocks(method: Any, blocks: str) -> Any:
+    """The same method with other blocks, where it is Hilbert's or has one inside; others have no such blocks."""
     if isinstance(method, Merged):
-        return replace(method, attention=with_gpu_blocks(method.attention))
-    if not isinstance(method, Hilbert):
+        return replace(method, attention=with_blocks(method.attention, blocks))
+    if not isinstance(method, Hilbert) or blocks == DEVICE:
         return method
-    return GpuBlocks(**{each.name: getattr(method, each.name) for each in fields(method)})
+    return OtherBlocks(**{each.name: getattr(method, each.name) for each in fields(method)}, blocks=blocks)
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
@@ -204,7 +214,7 @@ class ErrorSweep:
         source: the name of what they come from.
         at: numbers of the steps.
         out: a file with results; what stands there already is not measured again.
-        blocks: "gpu": Hilbert's are those of a GPU, whatever the device.
+        blocks: Hilbert's: those of the "device", of a "gpu" on any device, or sizes of queries and keys, "128x64".
         on_step: called with the number of steps computed, what of, and the number of all.
     """
 
@@ -216,7 +226,7 @@ class ErrorSweep:
         at: Sequence[int],
         *,
         out: Path | None = None,
-        blocks: Blocks = "device",
+        blocks: str = DEVICE,
         device: torch.device | str = "cpu",
         on_step: Callable[[int, str, int], None] | None = None,
     ) -> None:
@@ -281,8 +291,7 @@ class ErrorSweep:
         return self.task.settings(pattern) | own | {"device": machine.device_name(self.device)}
 
     def _method(self, pattern: Pattern) -> Any:
-        method = picture_runs.method_of(pattern)
-        return with_gpu_blocks(method) if self.blocks == "gpu" else method
+        return with_blocks(picture_runs.method_of(pattern), self.blocks)
 
     def _dense_samples(self) -> list[Sample]:
         """Noisy latents by photograph and step."""

@@ -2,11 +2,22 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench import quality_cases
-from nearfield.commands.arguments import FAILED, OK, UsageError, comma_list, command, integer, member, wrong
+from nearfield.commands.arguments import (
+    FAILED,
+    GRAINS,
+    OK,
+    QUERY_BLOCKS,
+    UsageError,
+    comma_list,
+    command,
+    integer,
+    wrong,
+)
 from nearfield.commands.generating import chosen_device, missing_extras_told
 from nearfield.commands.options import add_device, add_integer, add_json, add_number, add_weights
 from nearfield.commands.pareto_benchmark import check_model
@@ -18,7 +29,7 @@ if TYPE_CHECKING:
     from nearfield.bench.errors import ErrorSweep
     from nearfield.training.data import Picture
 
-_BLOCKS = ("device", "gpu")
+_BLOCKS = ("device", "gpu")  # or sizes
 
 
 def add_command(benchmarks: Any) -> None:
@@ -60,16 +71,29 @@ def add_command(benchmarks: Any) -> None:
     add_integer(parser, "--seed", 0, "of the noise", least=0)
     parser.add_argument(
         "--blocks",
-        type=member("--blocks", _BLOCKS),
+        type=_blocks,
         default="device",
         metavar="WHOSE",
-        help="blocks that tiles of the Hilbert method are rounded to: the device's own, or those of a gpu on any device"
-        " (default device)",
+        help="blocks that the Hilbert method reads by: the device's own, those of a gpu on any device, or sizes of"
+        " queries and keys, 128x64 (default device)",
     )
     add_number(parser, "--minutes", None, "begin no further pattern after this time", is_above=True)
     add_device(parser)
     add_json(parser, "write results and machine facts; what stands there already is not measured again")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured")
+
+
+def _blocks(text: str) -> str:
+    """As they are kept in results: a name, or two sizes."""
+    queries, _, keys = text.partition("x")
+    if text in _BLOCKS or (queries in map(str, QUERY_BLOCKS) and keys in map(str, GRAINS)):
+        return text
+    rule = f"be {' or '.join(_BLOCKS)}, or sizes of queries ({_listed(QUERY_BLOCKS)}) and keys ({_listed(GRAINS)})"
+    wrong("--blocks", rule, repr(text), "Example: --blocks 128x64")
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _bench_errors(arguments: argparse.Namespace) -> int:
