@@ -23,8 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> None:
-    """The overview, the same for a grid of odd sides, the methods, and bars or lines for committed results."""
-    demo.draw(IMAGES / "overview.png", demo.preset_for((64, 64)), tiles=16)
+    """Tiles on a grid of odd sides, the methods, and bars or lines for committed results."""
     demo.draw(IMAGES / "any-grid.png", demo.preset_for((45, 80)), tiles=9)
     method = show.examine(Geometry((64, 64), text=512), Hilbert(tiles=16, near="tile"), layers=range(4))
     show.draw(IMAGES / "hilbert.png", method)

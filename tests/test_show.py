@@ -106,6 +106,25 @@ def test_what_is_shown_around_blocks_is_what_is_read(
     assert f"around: {around} tokens, those nearest" in method.describe(geometry, q_block=q_block)
     means = {"mean": "far field: means of 16 tokens", "weighted": "far field: weighted means of 16 tokens"}
     assert [fact for fact in drawn.facts if "far" in fact] == [means[method.summary]] * bool(method.far)
+    # The blocks that are shown apart: what they read exactly and in summary is what the plans list.
+    order = method.ordering(geometry).order
+    start = geometry.image_spans[0][0]
+    near = reader.near.to_mask()[0, 0]
+    assert 1 <= len(drawn.readings) <= 2
+    for reading in drawn.readings:
+        own = (drawn.layers[0].tile == reading.block).nonzero().flatten()
+        place = int((order == int(own[0])).nonzero()) + start
+        exactly = near[place, start : start + len(order)]
+        assert torch.equal(reading.exactly[order], exactly)
+        assert bool(reading.exactly[own].all())
+        counted = (reading.summary >= 0) if reader.far else torch.zeros_like(exactly)
+        if reader.far:
+            shares = reader.far.pooled(torch.eye(geometry.num_tokens)[None, None])[0, 0] > 0
+            read = reader.far.plan.to_mask()[0, 0, place]
+            assert torch.equal(counted[order], shares[read][:, start : start + len(order)].any(0))
+            assert len(reading.summary[counted].unique()) == int(read.sum())
+            assert bool((counted ^ reading.exactly).all()), "every token once"
+        assert not bool((counted & reading.exactly).any())
     # Every colour is of one block of queries.
     block = shown.tile_of_cell(2)[method.ordering(geometry).order]
     places = torch.arange(len(block)) + geometry.image_spans[0][0]

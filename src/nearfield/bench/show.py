@@ -10,7 +10,8 @@ import torch
 
 from nearfield import Geometry, Hilbert, curves, tiling
 from nearfield.methods.hilbert import HilbertReader
-from nearfield.plots.method import LayerPicture, MethodPicture, method_overview
+from nearfield.plots.cells import canvas_of
+from nearfield.plots.method import LayerPicture, MethodPicture, Reading, method_overview
 from nearfield.tiling import Segment
 
 _FINE, _COARSE, _FINE_TOKENS = 16, 64, 20_000
@@ -108,6 +109,7 @@ def picture(shown: Shown) -> MethodPicture:
         k_block=next(iter(shown.layers.values())).near.k_block,
         layers=[_layer_picture(shown, layer) for layer in shown.layers],
         facts=_facts(shown),
+        readings=[] if shown.has_tiles else _readings(shown),
     )
 
 
@@ -122,6 +124,39 @@ def _layer_picture(shown: Shown, layer: int) -> LayerPicture:
         far.plan.block_counts()[0, 0] > 0 if far is not None else None,
         f"{head}{slid}{shown.density[layer]:.1%} of the pairs",
     )
+
+
+def _readings(shown: Shown) -> list[Reading]:
+    """What the block in the middle of the picture reads in the first of the layers, and the one in its first corner."""
+    cells = canvas_of(shown.geometry.grid).cells
+    middle = cells[cells.shape[0] // 2].roll(-(cells.shape[1] // 2)).tolist()
+    shared = {-1, *shown.segment.order[: shown.segment.num_shared].tolist()}
+    cell = next((cell for cell in middle if cell not in shared), int(cells[0, 0]))
+    first, corner = _reading(shown, cell), _reading(shown, int(cells[0, 0]))
+    pictures = [first._replace(title="What a block reads")]
+    if corner.block != first.block:
+        pictures.append(corner._replace(subtitle=f"in the corner: {corner.subtitle}"))
+    return pictures
+
+
+def _reading(shown: Shown, cell: int) -> Reading:
+    """Of the block that a token is in, by its raster index."""
+    layer, reader = next(iter(shown.layers.items()))
+    near, far, order = reader.near, reader.far, shown.segment.order
+    tokens = torch.arange(len(order)) + shown.segment.start
+    place = torch.empty_like(order).scatter_(0, order, tokens)  # in the sequence, of tokens in raster order
+    row = int(place[cell]) // near.q_block
+    exactly = near.block_counts()[0, 0, row] > 0
+    summary, words = torch.full_like(place, -1), ""
+    if far is not None:
+        is_read = far.plan.block_counts()[0, 0, row] > 0
+        window = (torch.searchsorted(far.starts, place, right=True) - 1).clamp(min=0)
+        inside = (place >= far.starts[window]) & (place < (far.starts + far.sizes)[window])
+        summary = torch.where(inside & is_read[window], window, -1)
+        words = f", {int(is_read.sum()):,} summaries"
+    exactly = exactly[place // near.k_block]
+    words = f"{int(exactly.sum()):,} tokens exactly{words}"
+    return Reading(int(shown.tile_of_cell(layer)[cell]), exactly, summary, "", words)
 
 
 def _curve_name(shown: Shown) -> str:

@@ -68,11 +68,11 @@ def draw_curve_lines(axis: Any, order: Tensor, canvas: Canvas) -> bool:
     return closes
 
 
-def draw_cells(axis: Any, colours: Tensor, label: Tensor, canvas: Canvas) -> None:
+def draw_cells(axis: Any, colours: Tensor, label: Tensor, canvas: Canvas, linewidth: float = 1.4) -> None:
     """Cells in colours given in raster order, with white lines where labels differ; gaps stay white."""
     drawn = torch.where(canvas.shown[..., None], canvas.of(colours), 1.0)
     axis.imshow(drawn.numpy(), interpolation="nearest", aspect="equal")
-    _draw_borders(axis, torch.where(canvas.shown, canvas.of(label), -1), colors="white", linewidths=1.4)
+    _draw_borders(axis, torch.where(canvas.shown, canvas.of(label), -1), colors="white", linewidths=linewidth)
     picture_frame(axis, *canvas.cells.shape)
 
 

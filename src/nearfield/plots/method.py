@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield.plots.cells import canvas_of, draw_cells, draw_curve_lines, outline, picture_frame, shade
+from nearfield.plots.cells import (
+    Canvas,
+    canvas_of,
+    draw_cells,
+    draw_curve_lines,
+    outline,
+    picture_frame,
+    shade,
+)
 from nearfield.plots.figures import save, two_rows_of_axes
 from nearfield.plots.masks import mask_frame, paint
 from nearfield.plots.style import FAR, MUTED, SHARED, SHARED_KEYS, heading, rgb, swatches, tile_colours
@@ -30,6 +38,23 @@ class LayerPicture(NamedTuple):
     subtitle: str
 
 
+class Reading(NamedTuple):
+    """What one block of queries reads of the image; all in raster order.
+
+    Args:
+        block: its number, as in `LayerPicture.tile`.
+        exactly: `[n]` bool, which tokens.
+        summary: `[n]` int64, the summary that each other token is read in, -1 for none.
+        title, subtitle: what to say above it.
+    """
+
+    block: int
+    exactly: Tensor
+    summary: Tensor
+    title: str
+    subtitle: str
+
+
 class MethodPicture(NamedTuple):
     """A method on one image, ready to be drawn.
 
@@ -41,6 +66,7 @@ class MethodPicture(NamedTuple):
         tile_name: what tiles are called; where there are none, what is coloured in their place.
         q_block, k_block: tokens per row and column of the masks.
         facts: lines to print beside the masks.
+        readings: of up to two blocks of the first layer, where there are no tiles that show what is read.
     """
 
     grid: tuple[int, ...]
@@ -56,26 +82,47 @@ class MethodPicture(NamedTuple):
     k_block: int
     layers: Sequence[LayerPicture]
     facts: Sequence[str]
+    readings: Sequence[Reading] = ()
 
 
 def method_overview(path: Path, picture: MethodPicture) -> None:
-    """The curve and the tiles of each layer above, who reads whom in each layer below."""
+    """The curve and the tiles of each layer above, who reads whom in each layer below; beside them what blocks read."""
     canvas = canvas_of(picture.grid)
     height, width = canvas.cells.shape
-    figure, above, below = two_rows_of_axes(width / height, 1 + len(picture.layers))
+    figure, above, below = two_rows_of_axes(width / height, 1 + len(picture.layers) + bool(picture.readings))
     shade(above[0], canvas, picture.is_shared)
     draw_curve_lines(above[0], picture.curve, canvas)
     picture_frame(above[0], height, width)
     slices = f"; frames {', '.join(map(str, canvas.frames))}" if len(picture.grid) == 3 else ""
     heading(above[0], picture.curve_name, "x".join(map(str, picture.grid)) + slices)
     _write_facts(below[0], picture)
-    for layer, tiles_axis, mask_axis in zip(picture.layers, above[1:], below[1:], strict=True):
+    for axis, reading in zip((above[-1], below[-1]), picture.readings, strict=False):
+        _draw_reading(axis, picture, reading, canvas)
+    for layer, tiles_axis, mask_axis in zip(picture.layers, above[1:], below[1:], strict=False):
         label = torch.where(picture.is_shared & picture.shared_reads_all, -2, layer.tile)
         draw_cells(tiles_axis, _cell_colours(picture, layer), label, canvas)
         outline(tiles_axis, canvas, picture.is_shared)
         heading(tiles_axis, f"{picture.tile_name} of layer {layer.layer}", layer.subtitle)
         draw_layer(mask_axis, picture, layer)
     save(figure, path)
+
+
+def _draw_reading(axis: Any, picture: MethodPicture, reading: Reading, canvas: Canvas) -> None:
+    """The block in its colour, what else it reads exactly in a lighter one, summaries as patches, the rest white."""
+    own = picture.layers[0].tile == reading.block
+    colour = tile_colours(picture.num_tiles)[reading.block]
+    colours = torch.where(reading.summary[:, None] >= 0, _lighter(rgb(FAR), 0.35), 1.0)
+    colours[reading.exactly] = _lighter(colour, 0.5)
+    colours[reading.exactly & picture.is_shared] = rgb(SHARED_KEYS)
+    colours[own] = colour
+    label = torch.where(reading.exactly, -2, reading.summary)
+    draw_cells(axis, colours, torch.where(own, -3, label), canvas, linewidth=0.8)
+    heading(axis, reading.title, reading.subtitle)
+
+
+def _lighter(colour: Tensor, share: float) -> Tensor:
+    """So much of a colour, and white."""
+    return 1 - share * (1 - colour)
 
 
 def _cell_colours(picture: MethodPicture, layer: LayerPicture) -> Tensor:

@@ -35,10 +35,11 @@ def drawn(draw: Callable[[Path], None]) -> Any:
 def method_picture(
     geometry: Geometry, method: Hilbert, first_layer: int, device: torch.device
 ) -> tuple[Any, str]:
-    """The curve, the tiles of two consecutive layers and their masks; and what the fields come to, in words."""
+    """The curve, the tiles of two consecutive layers and their masks, of one where layers read alike, with what blocks
+    read; and what the fields come to, in words."""
     if geometry.num_tokens > _MOST_DRAWN:
         wrong_value("size", f"hold at most {_MOST_DRAWN:,} tokens to be drawn", f"{geometry.num_tokens:,}")
-    layers = first_layer, first_layer + 1
+    layers = range(first_layer, first_layer + (1 if method.reads_alike else 2))
     if max(method.tiles_in(layer) or 0 for layer in layers) > _MOST_TILES:
         wrong_value("tiles", f"be at most {_MOST_TILES:,} to be drawn", method.tiles)
     q_block = method.plan(geometry, first_layer, heads=method.phases, device=device).q_block
