@@ -1,5 +1,7 @@
 """The CPU path: how it groups, what it copies, and that pieces do not show in the result."""
 
+import math
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import nearfield
 from nearfield import Positions, grouped, planning
+from nearfield.attend import Part, attend_together, merge
 
 CPU = torch.device("cpu")
 
@@ -125,14 +128,113 @@ def test_equal_lengths_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_store_copies_only_what_changed() -> None:
     store, x = grouped._Store(), torch.randn(1, 2, 64, 4)
-    first = store.gather(x, [(0, 8), (16, 24)])
+    first = store.gather([x], [((0, 8), (16, 24))])
     torch.testing.assert_close(first, torch.cat([x[:, :, :8], x[:, :, 16:24]], 2))
     x[:, :, :8] = 0
-    second = store.gather(x, [(0, 8), (40, 48)])
+    second = store.gather([x], [((0, 8), (40, 48))])
     assert bool(second[:, :, :8].any()), "the shared run was copied again"
     torch.testing.assert_close(second[:, :, 8:], x[:, :, 40:48])
-    third = store.gather(x, [(40, 48), (0, 8), (0, 8)])
+    third = store.gather([x], [((40, 48), (0, 8), (0, 8))])
     torch.testing.assert_close(third, torch.cat([x[:, :, 40:48], x[:, :, :8], x[:, :, :8]], 2))
+
+
+def test_store_tells_tensors_apart() -> None:
+    """The same run of another tensor is another one."""
+    store, x, y = grouped._Store(), torch.randn(1, 2, 64, 4), torch.randn(1, 2, 8, 4)
+    for runs in ((((0, 8),), ((0, 4),)), ((), ((0, 8),)), (((0, 4),), ((0, 8),)), (((0, 8), (16, 24)), ())):
+        wanted = [
+            tensor[:, :, start:stop]
+            for tensor, some in zip((x, y), runs, strict=True)
+            for start, stop in some
+        ]
+        assert torch.equal(store.gather([x, y], runs), torch.cat(wanted, 2))
+
+
+@st.composite
+def several_parts(draw: st.DrawFn) -> tuple[Tensor, list[Part]]:
+    """Of one softmax, each with one set of lists, and rows of one size."""
+    key_heads, repeats, batch = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    heads, num_queries, q_block = (
+        key_heads * repeats,
+        draw(st.integers(1, 40)),
+        draw(st.sampled_from([8, 16])),
+    )
+    query, parts = None, []
+    for number in range(draw(st.integers(1, 3))):
+        num_keys, seed = draw(st.integers(1, 40)), 10 * number + draw(st.integers(0, 9))
+        inputs = random_inputs(
+            batch, heads, num_queries, num_keys, 4, key_heads=key_heads, dtype=torch.float64, seed=seed
+        )
+        plan = random_plan(
+            num_queries,
+            num_keys,
+            q_block=q_block,
+            k_block=draw(st.sampled_from([1, 2, 16])),
+            share=draw(st.floats(0, 1)),
+            repeats=draw(st.booleans()),
+            empty_rows=draw(st.booleans()),
+            seed=seed,
+        )
+        shape = draw(st.sampled_from([(batch, heads, num_keys), (1, 1, num_keys)]))
+        bias = random_bias(*shape, seed=seed).double() if draw(st.booleans()) else None
+        query = inputs[0] if query is None else query
+        parts.append(Part(*inputs[1:], plan, bias))
+    assert query is not None
+    return query, parts
+
+
+@settings(max_examples=60)
+@given(several_parts(), st.sampled_from([2, 16]))
+def test_parts_read_in_one_pass_are_parts_that_are_merged(call: tuple[Tensor, list[Part]], many: int) -> None:
+    query, parts = call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "_MANY_RUNS", many)
+        together = attend_together(query, parts, impl="grouped")
+    apart = [nearfield.attend(query, *part[:3], key_bias=part.key_bias, impl="reference") for part in parts]
+    for got, wanted in zip(together, reduce(merge, apart), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_one_call_for_all_parts_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(monkeypatch)
+    query, key, value = random_inputs(1, 2, 64, dim=8)
+    near = planning.from_mask(
+        torch.eye(4, dtype=torch.bool), q_block=16, k_block=16, num_queries=64, num_keys=64
+    )
+    far = planning.from_mask(
+        ~torch.eye(4, dtype=torch.bool), q_block=16, k_block=1, num_queries=64, num_keys=4
+    )
+    parts = [Part(key, value, near), Part(key[:, :, :4], value[:, :, :4], far, torch.zeros(4))]
+    attend_together(query, parts, impl="grouped")
+    assert reads.shapes == [([2, 1, 16, 8], [2, 1, 19, 8])] * 4
+
+
+@pytest.mark.parametrize("change", ["rows", "heads"])
+def test_parts_of_different_rows_are_read_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(monkeypatch)
+    query, key, value = random_inputs(1, 2, 64, dim=8)
+    plans = [planning.full(64, q_block=16, k_block=16), planning.full(64, q_block=16, k_block=16)]
+    if change == "rows":
+        plans[1] = planning.full(64, q_block=32, k_block=16)
+    else:
+        plans[1] = random_plan(64, 64, q_block=16, k_block=16, heads=2, share=1.0)
+    parts = [Part(key, value, plan) for plan in plans]
+    out, lse = attend_together(query, parts, impl="grouped")
+    assert len(reads.shapes) > 1
+    once = nearfield.attend(query, key, value, plans[0], impl="reference")
+    torch.testing.assert_close(out, once.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, once.lse + math.log(2), rtol=1e-5, atol=1e-5)
+
+
+def test_runs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, plan = random_inputs(1, 2, 64, dim=8), planning.ring(64, 16, q_block=16, k_block=16)
+    first = nearfield.attend(*inputs, plan, impl="grouped")
+    kept = grouped._runs_of_rows(plan, 0)
+    assert grouped._runs_of_rows(plan, 0) is kept
+    assert torch.equal(nearfield.attend(*inputs, plan, impl="grouped").out, first.out)
+    monkeypatch.setattr(grouped, "_MOST_KEPT_IDS", 0)
+    assert grouped._runs_of_rows(plan, 0) == kept
+    assert grouped._runs_of_rows(plan, 0) is not kept
 
 
 @pytest.mark.parametrize("heads", [1, 2])

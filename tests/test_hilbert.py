@@ -337,7 +337,7 @@ def test_what_was_made_in_inference_mode_can_train(interleave):
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = hilbert_attention(*leaves, geometry, 1, method=method)
     out.square().sum().backward()
-    assert torch.equal(out, quietly)
+    torch.testing.assert_close(out, quietly)  # without gradients tiles and summaries are read in one pass
     assert all(bool(leaf.grad.abs().sum() > 0) for leaf in leaves)
     image = torch.randn(1, 132, 4, requires_grad=True)
     ordering.leave(ordering.enter(image)).sum().backward()

@@ -182,8 +182,11 @@ def attend_together(
     """
     if pooling is not None:
         _check_pooling(pooling, parts)
-    is_plain = impl in ("grouped", "reference") or (impl == "auto" and not _suits_kernels(query))
-    if is_plain or _differentiates_positions(query, parts):
+    leaves = [query, *(x for part in parts for x in (part.key, part.value, part.key_bias))]
+    has_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    is_plain = impl == "grouped" or (impl == "auto" and not _suits_kernels(query))
+    has_positions = any(part.positions is not None for part in parts)
+    if impl == "reference" or (has_gradients and (is_plain or has_positions)):
         attended = (
             attend(query, *part[:3], key_bias=part.key_bias, positions=part.positions, scale=scale, impl=impl)
             for part in parts
@@ -191,7 +194,7 @@ def attend_together(
         return reduce(merge, attended)
     parts = [_checked_part(query, part, impl) for part in parts]
     scale = _checked_scale(scale, query)
-    if is_unobserved(query, *(x for part in parts for x in (part.key, part.value, part.key_bias))):
+    if is_unobserved(*leaves):
         return read_together(query, parts, scale, impl)
     lists: list[Tensor | None] = []
     biases: dict[int, Tensor] = {}
@@ -199,8 +202,8 @@ def attend_together(
     positions: dict[int, Positions] = {}
     for number, part in enumerate(parts):
         bias = part.key_bias
-        leaves = (query, part.key, part.value, bias)
-        wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+        own = (query, part.key, part.value, bias)
+        wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
         lists += (
             *all_lists(part.plan, query, part.key, wants_gradient and not once, impl),
             *(part.plan.boxes or (None, None)),
@@ -256,13 +259,6 @@ def packing_for(query: Tensor, block: int, impl: Impl) -> Packing | None:
     runs_kernels = impl in ("triton", "gluon") or (impl == "auto" and _suits_kernels(query))
     is_narrow = query.element_size() == 2 and query.shape[-1] <= 64
     return operators.PACKING if runs_kernels and is_narrow and block == 16 else None
-
-
-def _differentiates_positions(query: Tensor, parts: Sequence[Part]) -> bool:
-    if all(part.positions is None for part in parts) or not torch.is_grad_enabled():
-        return False
-    leaves = [query, *(x for part in parts for x in (part.key, part.value, part.key_bias))]
-    return any(x is not None and x.requires_grad for x in leaves)
 
 
 def _suits_kernels(query: Tensor) -> bool:

@@ -6,13 +6,15 @@ Two ways to group, by whose lists the plan holds:
   keys in every head. Keys that lie side by side are read in place, others are copied together once.
 - A set of lists per head (chosen plans): the blocks that read equally many keys are stacked and read in one call.
 
+Several parts of one softmax are read together where each has one set of lists: a group's keys are those of all parts.
+
 Nothing is padded: ragged blocks are trimmed, so a mask exists only where `key_bias` or `positions` ask for one.
 The backward walks the same groups in the same order, so its sums are bit-equal from run to run.
 
 Inside a group the shapes are query `[g, r, n, D]` and key `[g, 1, m, D]`: the r query heads of one key head share it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nearfield._types import Attended, Gradients, Positions
-from nearfield.plan import Plan
+from nearfield.plan import KnownPart, Plan
 
 # Copied keys and weights are made in pieces of about this size per thread: the allocator then hands out the same
 # memory, still cached, again and again. Fresh pages cost more than the copy.
@@ -32,8 +34,13 @@ _LEAST_QUERIES = 64
 # From this many separate runs of keys on, one gather by index is cheaper than a copy per run.
 _MANY_RUNS = 16
 
+# Lists of at most so many ids are kept as runs: as numbers of Python they are large.
+_MOST_KEPT_IDS = 2**18
+
 Run = tuple[int, int]
 """Consecutive tokens: the first, and the one after the last."""
+
+Runs = tuple[Run, ...]
 
 
 def attend_forward(
@@ -51,6 +58,36 @@ def attend_forward(
         group_out, group_lse = _read(part, scale)
         group.put(out, group_out)
         group.put(lse, group_lse)
+    return Attended(out, lse)
+
+
+def attend_together_forward(query: Tensor, parts: Sequence[KnownPart], scale: float) -> Attended | None:
+    """All parts in one pass; None where a part has more than one set of lists, or rows or heads of another size."""
+    keys, values, plans, biases, _ = zip(*parts, strict=True)
+    sizes = {
+        (plan.blocks.shape[:2], plan.q_block, key.shape[1]) for key, plan in zip(keys, plans, strict=True)
+    }
+    if len(sizes) > 1 or plans[0].blocks.shape[:2] != (1, 1):
+        return None
+    out, lse = torch.zeros_like(query), _empty_lse(query)
+    if query.numel() == 0:
+        return Attended(out, lse)
+    stores = _Store(), _Store()
+    rows_of: dict[tuple[Runs, ...], list[int]] = {}
+    for row, runs in enumerate(zip(*(_runs_of_rows(plan, 0) for plan in plans), strict=True)):
+        rows_of.setdefault(runs, []).append(row)
+    for runs, rows in rows_of.items():
+        if any(runs):
+            queries = _runs(rows, plans[0].q_block, plans[0].num_queries)
+            group = _SharedRows(slice(None), queries, (), keys[0].shape[1], stores)
+            key, value = (
+                store.gather(tensors, runs).flatten(0, 1)[:, None]
+                for store, tensors in zip(stores, (keys, values), strict=True)
+            )
+            part = _Part(group.take_queries(query), key, value, group.join_biases(biases, runs, query), None)
+            group_out, group_lse = _read(part, scale)
+            group.put(out, group_out)
+            group.put(lse, group_lse)
     return Attended(out, lse)
 
 
@@ -114,8 +151,8 @@ class _SharedRows(NamedTuple):
     """The rows of one list, in all heads of some batches."""
 
     batches: slice
-    queries: list[Run]
-    keys: list[Run]
+    queries: Runs
+    keys: Runs
     key_heads: int
     stores: "tuple[_Store, _Store]"
 
@@ -128,7 +165,7 @@ class _SharedRows(NamedTuple):
         positions: Positions | None,
     ) -> _Part:
         key, value = (
-            store.gather(x[self.batches], self.keys).flatten(0, 1)[:, None]
+            store.gather([x[self.batches]], [self.keys]).flatten(0, 1)[:, None]
             for store, x in zip(self.stores, (key, value), strict=True)
         )
         bias = None
@@ -140,6 +177,23 @@ class _SharedRows(NamedTuple):
             where = self.batches if len(positions.key) > 1 else slice(None)
             positions = Positions(seen, _pick(positions.key[where], self.keys, 1))
         return _Part(self.take_queries(query), key, value, bias, positions)
+
+    def join_biases(
+        self, biases: Sequence[Tensor | None], runs: Sequence[Runs], query: Tensor
+    ) -> Tensor | None:
+        """What is added to the logits of the keys of several parts, 0 where a part has no bias; None if none has."""
+        known = next((bias for bias in biases if bias is not None), None)
+        if known is None:
+            return None
+        shape = query.shape[:2]
+        joined = [
+            known.new_zeros(*shape, sum(stop - start for start, stop in some))
+            if bias is None
+            else _pick(bias, some, 2).expand(*shape, -1)
+            for bias, some in zip(biases, runs, strict=True)
+            if some
+        ]
+        return self._by_key_head(torch.cat(joined, 2)[:, :, None])
 
     def take_queries(self, x: Tensor) -> Tensor:
         return self._by_key_head(_pick(x[self.batches], self.queries, 2))
@@ -168,20 +222,23 @@ class _Store:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0)
-        self.content: set[tuple[Run, int]] = set()
+        self.content: set[tuple[int, Run, int]] = set()
 
-    def gather(self, x: Tensor, runs: list[Run]) -> Tensor:
-        """The tokens of `runs` of `x` (`[.., .., tokens, D]`): a view of `x` where they are one run."""
-        if len(runs) == 1:
-            return x[:, :, slice(*runs[0])]
-        if len(runs) >= _MANY_RUNS:
-            return x.index_select(2, _indices(runs, x.device))
-        ends = list(accumulate(stop - start for start, stop in runs))
+    def gather(self, tensors: Sequence[Tensor], runs: Sequence[Runs]) -> Tensor:
+        """The tokens of some runs of each of `tensors` (`[.., .., tokens, D]`): a view where they are one run."""
+        number = sum(map(len, runs))
+        if number == 1:
+            return next(x[:, :, slice(*some[0])] for x, some in zip(tensors, runs, strict=True) if some)
+        if number >= _MANY_RUNS:
+            return torch.cat([_pick(x, some, 2) for x, some in zip(tensors, runs, strict=True) if some], 2)
+        pieces = [(source, run) for source, some in enumerate(runs) for run in some]
+        ends = list(accumulate(stop - start for _, (start, stop) in pieces))
+        x = tensors[0]
         if self.memory.dim() != 4 or self.memory.shape[2] < ends[-1]:
             self.memory, self.content = x.new_empty(*x.shape[:2], ends[-1], x.shape[3]), set()
-        wanted = {(run, end) for run, end in zip(runs, ends, strict=True)}
-        for (start, stop), end in sorted(wanted - self.content):
-            self.memory[:, :, end - (stop - start) : end] = x[:, :, start:stop]
+        wanted = {(*piece, end) for piece, end in zip(pieces, ends, strict=True)}
+        for source, (start, stop), end in sorted(wanted - self.content):
+            self.memory[:, :, end - (stop - start) : end] = tensors[source][:, :, start:stop]
         self.content = wanted
         return self.memory[:, :, : ends[-1]]
 
@@ -245,19 +302,31 @@ def _groups(
 
 
 def _shared_rows(plan: Plan, list_batch: int, batches: slice, key_heads: int) -> Iterator[_SharedRows]:
-    offsets = plan.offsets[list_batch, 0].tolist()
-    blocks = plan.blocks[list_batch, 0].tolist()
     stores = _Store(), _Store()
-    rows_of: dict[tuple[int, ...], list[int]] = {}
-    for row, (start, stop) in enumerate(pairwise(offsets)):
-        rows_of.setdefault(tuple(blocks[start:stop]), []).append(row)
-    for ids, rows in rows_of.items():
-        if ids:
+    rows_of: dict[Runs, list[int]] = {}
+    for row, runs in enumerate(_runs_of_rows(plan, list_batch)):
+        rows_of.setdefault(runs, []).append(row)
+    for runs, rows in rows_of.items():
+        if runs:
             queries = _runs(rows, plan.q_block, plan.num_queries)
-            yield _SharedRows(batches, queries, _runs(ids, plan.k_block, plan.num_keys), key_heads, stores)
+            yield _SharedRows(batches, queries, runs, key_heads, stores)
 
 
-def _runs(ids: list[int] | tuple[int, ...], block: int, length: int) -> list[Run]:
+def _runs_of_rows(plan: Plan, list_batch: int) -> tuple[Runs, ...]:
+    """What each row reads, of lists that all heads share; kept with the plan, which serves many calls."""
+
+    def make() -> tuple[Runs, ...]:
+        offsets = plan.offsets[list_batch, 0].tolist()
+        blocks = plan.blocks[list_batch, 0].tolist()
+        lists = (blocks[start:stop] for start, stop in pairwise(offsets))
+        return tuple(_runs(ids, plan.k_block, plan.num_keys) for ids in lists)
+
+    if plan.blocks.numel() > _MOST_KEPT_IDS:
+        return make()
+    return plan._derive(("runs", list_batch), make)
+
+
+def _runs(ids: Sequence[int], block: int, length: int) -> Runs:
     """Ascending blocks as runs of tokens. A repeated block starts a new run."""
     runs: list[Run] = []
     for index in ids:
@@ -266,7 +335,7 @@ def _runs(ids: list[int] | tuple[int, ...], block: int, length: int) -> list[Run
             runs[-1] = (runs[-1][0], stop)
         else:
             runs.append((start, stop))
-    return runs
+    return tuple(runs)
 
 
 def _stacked_rows(
@@ -320,7 +389,7 @@ def _slots(plan: Plan, count: int, num_ragged: int, device: torch.device) -> Ten
     return slots[~in_ragged | (slots % plan.k_block < plan.num_keys % plan.k_block)]
 
 
-def _pick(x: Tensor, runs: list[Run], dim: int) -> Tensor:
+def _pick(x: Tensor, runs: Runs, dim: int) -> Tensor:
     """The tokens of `runs` along `dim`: a view where they are one run."""
     if len(runs) < _MANY_RUNS:
         parts = [x.narrow(dim, start, stop - start) for start, stop in runs]
@@ -328,7 +397,7 @@ def _pick(x: Tensor, runs: list[Run], dim: int) -> Tensor:
     return x.index_select(dim, _indices(runs, x.device))
 
 
-def _add(x: Tensor, runs: list[Run], values: Tensor) -> None:
+def _add(x: Tensor, runs: Runs, values: Tensor) -> None:
     """Add to the tokens of `runs` along dimension 2, in their order."""
     if len(runs) >= _MANY_RUNS:
         _add_at(x.movedim(2, 0), _indices(runs, x.device), values.movedim(2, 0))
@@ -365,7 +434,7 @@ def _add_at(x: Tensor, rows: Tensor, values: Tensor) -> None:
         x.index_put_((rows,), values, accumulate=True)
 
 
-def _indices(runs: list[Run], device: torch.device) -> Tensor:
+def _indices(runs: Runs, device: torch.device) -> Tensor:
     starts, stops = torch.tensor(runs, device=device).unbind(1)
     lengths = stops - starts
     # Counting on from 0, each run is as far ahead of the count as its start is past the runs before it.

@@ -15,7 +15,7 @@ from nearfield import kernels
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.implementations import explain_choice, implementation
-from nearfield.plan import Boxes, Packed, Packing, Plan
+from nearfield.plan import Boxes, KnownPart, Packed, Packing, Plan
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
@@ -395,10 +395,12 @@ def read_together(query: Tensor, parts: Sequence[Part], scale: float, impl: Impl
 
 
 def _at_once(query: Tensor, parts: Sequence[Part], names: Sequence[str], scale: float) -> Attended | None:
-    """All parts by one kernel, where one does that; `names`: what would read them apart."""
-    # The plain kernels can read whatever the others can.
-    for name in ("gluon", "triton") if set(names) == {"gluon"} else ("triton",):
-        attended: Attended | None = kernels.load(name).attend_together_forward(query, _plain(parts), scale)
+    """All parts in one pass, where something does that; `names`: what would read them apart."""
+    # The plain kernels can read whatever the others on a GPU can.
+    able = {"grouped": ["grouped"], "gluon": ["gluon", "triton"]}.get(names[0], ["triton"])
+    for name in able if len(set(names)) == 1 else ["triton"]:
+        forward = implementation(name).attend_together_forward
+        attended: Attended | None = forward(query, _plain(parts), scale)
         if attended is not None:
             return attended
     return None
@@ -416,8 +418,8 @@ def _in_turn(query: Tensor, parts: Sequence[Part], impl: Impl) -> list[tuple[str
     return sorted(choices, key=lambda choice: choice[0] == "triton")
 
 
-def _plain(parts: Sequence[Part]) -> list[tuple[Tensor, Tensor, Plan, Tensor | None, bool]]:
-    """As the kernels that know no positions take them."""
+def _plain(parts: Sequence[Part]) -> list[KnownPart]:
+    """As what knows no positions takes them."""
     for part in parts:
         if part.packed is not None:
             part.plan._derived["packed", part.packed.rows, part.packed.multiple] = part.packed

@@ -20,12 +20,10 @@ from nearfield.kernels.launch import (
     nonnegative,
     suits_copy_engine,
 )
-from nearfield.plan import BOX, Plan
+from nearfield.plan import BOX, KnownPart, Plan
 
 KeyPart = tuple[Tensor, Tensor, Plan, Tensor | None]
 """Keys, values, who reads them, and their bias."""
-KnownPart = tuple[Tensor, Tensor, Plan, Tensor | None, bool]
-"""And whether its rows are alike, which matters to the plain kernels only."""
 
 
 class Launch(NamedTuple):

@@ -37,11 +37,9 @@ from nearfield.kernels.launch import (
 from nearfield.kernels.pack import rows_of
 from nearfield.kernels.transpose import room_for_transpose, transpose_into
 from nearfield.kernels.walk import load_rows, store_rows
-from nearfield.plan import Plan
+from nearfield.plan import KnownPart, Plan
 
 PairPart = tuple[Tensor, Tensor, Plan, Tensor | None]
-KnownPart = tuple[Tensor, Tensor, Plan, Tensor | None, bool]
-"""And whether its rows are alike: see `Part` in operators.py."""
 
 
 @triton.jit
