@@ -3,7 +3,7 @@
 from typing import Any, ClassVar, get_args
 
 from nearfield import Hilbert
-from nearfield.methods.hilbert import Near, Share, Summary
+from nearfield.methods.hilbert import Near, Share, Summary, TextReads
 from nearfield.tiling import Shared
 
 from .models import KNOWN, known_model
@@ -32,6 +32,7 @@ class NearfieldHilbert:
         "dense_layers": "How many of the first layers read everything.",
         "near": "around: a token reads those nearest to its block of tokens. tile: as many, those of its tile.",
         "summary": "Of what lies outside: weighted by what its tokens are to the mean query, or their mean.",
+        "text_reads": "all: text reads every image token. summary: it reads their summaries, which is faster.",
     }
 
     @classmethod
@@ -51,6 +52,7 @@ class NearfieldHilbert:
         later = {
             "near": (list(get_args(Near)), {"default": "around"}),
             "summary": (list(get_args(Summary)), {"default": "weighted"}),
+            "text_reads": (list(get_args(TextReads)), {"default": "all"}),
         }
         required, optional = (
             {
@@ -72,6 +74,7 @@ class NearfieldHilbert:
         dense_layers: int,
         near: Near = "tile",
         summary: Summary = "mean",
+        text_reads: TextReads = "all",
     ) -> tuple[Any]:
         """A clone that reads sparsely; the model itself is not touched."""
         from comfy.patcher_extension import WrappersMP  # ComfyUI's, not this folder
@@ -86,6 +89,7 @@ class NearfieldHilbert:
             dense_layers=dense_layers,
             near=near,
             summary=summary,
+            text_reads=text_reads,
         )
         patched = model.clone()
         patched.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)

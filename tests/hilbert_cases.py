@@ -50,6 +50,7 @@ def methods(draw, geometry, far, interleave):
         shared_tokens=None if shared == "none" else draw(st.none() | st.integers(1, 60)),
         curve=draw(st.sampled_from(names)),
         far=draw(FAR) if far else None,
+        text_reads=draw(st.sampled_from(["all", "summary"])) if far else "all",
         interleave=interleave,
     )
 

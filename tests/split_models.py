@@ -33,6 +33,7 @@ METHODS = {
     "around": paper(tiles=6, shared_tokens=16, far=4, near="around", dense_layers=0, dense_steps=0),
     "weighted": paper(tiles=6, shared_tokens=16, far=4, summary="weighted", dense_layers=0, dense_steps=0),
     "the default's": Hilbert(far=4, dense_steps=0),
+    "text in summary": Hilbert(far=4, text_reads="summary", dense_steps=0),
     "around, merged": Merge(0.5, region_size=8, skip_blocks=(0, 1))
     | paper(tiles=4, shared_tokens=16, far=4, near="around", dense_layers=1, dense_steps=0),
     "the default's, merged": Merge(0.5, region_size=8, skip_blocks=(0, 1))

@@ -67,7 +67,9 @@ def test_what_is_called_default_is_the_default() -> None:
     sparse = Hilbert(dense_layers=0, dense_steps=0)
     for size in ("1024", "2048", "4096", "tiny"):
         assert Hilbert(**CASES[f"{size}-default"].fields) == sparse
+    assert str(CASES["1024-text"]).endswith(", far 16, text in summary")
     for size in ("1024", "2048", "4096"):
+        assert Hilbert(**CASES[f"{size}-text"].fields) == replace(sparse, text_reads="summary")
         tiles = replace(sparse, tiles=16, near="tile", summary="mean")
         assert Hilbert(**CASES[f"{size}-tiles"].fields) == tiles
 
@@ -281,9 +283,9 @@ def test_the_command_writes_json_and_a_picture(capsys: pytest.CaptureFixture[str
 def test_dry_run_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "hilbert", "--dry-run"]) == 0
     first, *cases = capsys.readouterr().out.splitlines()
-    assert first.startswith("5 measurements on ")
+    assert first.startswith("6 measurements on ")
     assert cases == [f"  {CASES[name]}" for name in ON_CPU]
-    assert ON_CPU == ("1024-two-way", "1024-keys", "1024-default", "1024-tiles", "1024-around")
+    assert ON_CPU == ("1024-two-way", "1024-keys", "1024-default", "1024-text", "1024-tiles", "1024-around")
 
 
 BAD_CALLS = {

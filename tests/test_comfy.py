@@ -35,6 +35,7 @@ FIELDS: dict[str, Any] = {
     "dense_layers": 1,
     "near": "tile",
     "summary": "mean",
+    "text_reads": "all",
 }
 
 
@@ -165,6 +166,7 @@ def test_second_node_replaces_the_first() -> None:
 @pytest.mark.parametrize(
     "fields",
     [{"share": "keys"}, {"shared": "distributed"}, {"far": 0}, {"near": "around"}, {"summary": "weighted"}],
+    ids=str,
 )
 def test_fields_change_what_is_read(fields: dict[str, Any]) -> None:
     case = CASES["Wan"]()
@@ -354,7 +356,7 @@ def all_inputs(node: str) -> dict[str, Any]:
     return {**inputs["required"], **inputs["optional"]}
 
 
-@pytest.mark.parametrize("missing", [("near", "summary"), ("summary",), ("near",)])
+@pytest.mark.parametrize("missing", [("near", "summary", "text_reads"), ("summary", "text_reads"), ("near",)])
 def test_a_prompt_from_before_there_was_a_field_means_what_was_read_then(missing: tuple[str, ...]) -> None:
     """Tiles and means, whatever the defaults are by now."""
     case = CASES["FLUX"]()
@@ -375,7 +377,7 @@ def test_node_offers_the_fields_of_the_method() -> None:
     inputs = all_inputs("NearfieldHilbert")
     assert list(inputs) == ["model", *FIELDS]
     assert set(NODES.NODE_CLASS_MAPPINGS) == set(NODES.NODE_DISPLAY_NAME_MAPPINGS)
-    for name in ("shared", "share", "near", "summary"):
+    for name in ("shared", "share", "near", "summary", "text_reads"):
         assert get_args(Hilbert.__annotations__[name]) == tuple(inputs[name][0])
 
 
@@ -389,7 +391,9 @@ def test_a_new_node_is_the_default_of_the_method() -> None:
     assert shown["tiles"] == 0
     for name in ("tiles", "far", "dense_layers", "dense_steps"):
         assert inputs[name][1]["min"] <= shown[name] <= inputs[name][1]["max"]
-    assert all(shown[name] in inputs[name][0] for name in ("shared", "share", "near", "summary"))
+    assert all(
+        shown[name] in inputs[name][0] for name in ("shared", "share", "near", "summary", "text_reads")
+    )
     case = CASES["FLUX"]()
     model = patched(case.patcher, **shown)
     assert method_of(model) == Hilbert()
@@ -425,7 +429,9 @@ def test_workflow_holds_together() -> None:
     assert [entry["name"] for entry in ours["inputs"]] == ["model"]
     fields = dict(zip(list(inputs)[1:], ours["widgets_values"], strict=True))
     assert method_of(patched(CASES["FLUX"]().patcher, **fields)) == Hilbert()
-    assert all(fields[name] in inputs[name][0] for name in ("shared", "share", "near", "summary"))
+    assert all(
+        fields[name] in inputs[name][0] for name in ("shared", "share", "near", "summary", "text_reads")
+    )
 
 
 # -- ComfyUI itself ------------------------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ METHODS = {
         near="tile", tiles=4, share="keys", cycle=2, interleave=True
     ),
     "--summary mean --tiles 4,16": Hilbert(summary="mean", tiles=(4, 16)),
+    "--text-reads summary": Hilbert(text_reads="summary"),
     "--dense-layers 0,-1 --dense-steps 0.5": Hilbert(dense_layers=(0, -1), dense_steps=0.5),
     "--dense-layers 2 --dense-steps 3": Hilbert(dense_layers=2, dense_steps=3),
     "--dense-steps 1,0.1": Hilbert(dense_steps=(1, 0.1)),

@@ -332,6 +332,41 @@ def test_a_model_that_reads_all_around_gives_what_it_gave(method):
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
+def test_text_beside_image_tokens_reads_what_is_around_these():
+    """A block that holds both reads, exactly, what its image tokens would read without the text, and the text."""
+    geometry = Geometry((32, 32), text=24)
+    method = around(tiles=8, text_reads="summary")
+    reader = method.reader(geometry, q_block=16, k_block=8)
+    near, far = reader.near.to_mask()[0, 0], reader.far.plan.to_mask()[0, 0]
+    assert bool((near[:24, :24]).all())
+    assert not bool(near[0, 24:].any()), "a block of text alone"
+    assert bool(far[0].all())
+    assert bool(near[16, 24:32].all()), "its own image tokens"
+    stretches = [len((near[row].nonzero() // 16).unique()) for row in (16, 64)]
+    assert stretches[0] == stretches[1], "as many as others read"
+    assert torch.equal(near[16], near[31])
+    place = image_places(method, geometry)
+    away = torch.cdist(place.double(), place[:8].double()).amin(1)
+    read, others = away[near[16, 24:]], away[~near[16, 24:]]
+    assert read.max() < others.median() / 1.5, "they are near the block's image tokens"
+    words = method.describe(geometry)
+    assert "\n  text reads images in summary\n" in words
+    assert "in summary\n" not in around(tiles=8).describe(geometry)
+    assert "in summary\n" not in method.describe(Geometry((32, 32)))
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+def test_text_that_reads_summaries_in_a_model_of_one_tile(text_first):
+    """Where everything is read exactly nothing is left to summarise, and all is dense but what text reads."""
+    geometry = Geometry((8, 8), text=16, text_first=text_first)
+    inputs = inputs_for(geometry, dtype=torch.float64)
+    whole = hilbert_attention(*inputs, geometry, 0, method=around(tiles=1))
+    found = hilbert_attention(*inputs, geometry, 0, method=around(tiles=1, text_reads="summary"))
+    text, image = slice(*geometry.text_span), slice(*geometry.image_spans[0])
+    torch.testing.assert_close(found[:, :, image], whole[:, :, image])
+    assert not torch.allclose(found[:, :, text], whole[:, :, text])
+
+
 def test_description_says_how_many_tokens_are_read():
     words = around(tiles=16).describe(Geometry((64, 64), text=64))
     assert "    around: 256 tokens, those nearest to each block of 64 (asked for: 256)\n" in words
@@ -358,6 +393,14 @@ def test_borders_are_those_of_blocks_of_queries():
                 'Nothing slides there; tiles do: near="tile".',
             )
             for fields in ({}, {"near": "around"})
+        ),
+        ({"text_reads": "some"}, "`text_reads` must be one of 'all', 'summary'; got 'some'."),
+        *(
+            (
+                {"text_reads": "summary", "far": far},
+                "`text_reads` must be \"all\" where `far` is None; got 'summary'. There are no summaries to read.",
+            )
+            for far in (None, 0)
         ),
     ],
 )

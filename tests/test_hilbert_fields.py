@@ -27,6 +27,7 @@ def test_defaults():
         "curve": "auto",
         "far": 16,
         "summary": "weighted",
+        "text_reads": "all",
         "dense_layers": 0,
         "dense_steps": 0.15,
         "interleave": False,

@@ -96,9 +96,21 @@ MUTANTS = {
     ),
     "the text does not read": Mutant(
         PLANS,
-        "everything[slice(*geometry.text_span)] = True",
+        'everything[slice(*geometry.text_span)] = pattern.text_reads == "all"',
         "everything[slice(*geometry.text_span)] = False",
         "plan_is_the_papers_pattern",
+    ),
+    "the text reads all whatever it was told": Mutant(
+        PLANS,
+        'everything[slice(*geometry.text_span)] = pattern.text_reads == "all"',
+        "everything[slice(*geometry.text_span)] = True",
+        "text_reads_images_in_summary",
+    ),
+    "text is near some of the image": Mutant(
+        AROUND,
+        "return nearest.masked_fill_(is_text[:, None, None], 0)",
+        "return nearest",
+        "text_reads_images_in_summary",
     ),
     "shared tokens read the first tile": Mutant(
         PLANS,

@@ -123,7 +123,7 @@ def test_layers_may_differ_in_the_size_of_blocks(world: World) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["far", "weighted", "the default's"])
+@pytest.mark.parametrize("name", ["far", "weighted", "the default's", "text in summary"])
 def test_summaries_travel_as_counted(world: World, name: str, dtype: torch.dtype) -> None:
     for counted in world.run(summarised, name, HEADS, dtype):
         assert counted.summaries >= 20
@@ -132,7 +132,7 @@ def test_summaries_travel_as_counted(world: World, name: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
-@pytest.mark.parametrize("name", ["far", "weighted", "the default's"])
+@pytest.mark.parametrize("name", ["far", "weighted", "the default's", "text in summary"])
 def test_summaries_are_those_of_one_process(world: World, name: str, key_heads: int) -> None:
     """Also where heads share keys, and with them the mean query: results of each rank, and gradients added up."""
     wanted = summarised_by_one(name, key_heads)

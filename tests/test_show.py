@@ -14,7 +14,7 @@ from tests.tiles import paper
 from nearfield import Geometry, Hilbert, cli
 from nearfield.bench import show
 from nearfield.commands import arguments as choices
-from nearfield.methods.hilbert import Near, Share, Summary
+from nearfield.methods.hilbert import Near, Share, Summary, TextReads
 from nearfield.plots.cells import canvas_of, draw_curve_lines
 from nearfield.plots.method import draw_layer
 from nearfield.plots.style import SHARED, SHARED_KEYS, rgb
@@ -33,6 +33,7 @@ def test_choices_are_those_of_the_method() -> None:
     assert get_args(Share) == choices.SHARES
     assert get_args(Shared) == choices.SHARED
     assert get_args(Summary) == choices.SUMMARIES
+    assert get_args(TextReads) == choices.TEXT_READS
     assert get_args(Curve) == choices.CURVES
 
 

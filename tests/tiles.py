@@ -100,7 +100,7 @@ def labels(method: Any, geometry: Geometry, layer: int, q_block: int) -> Labels:
     shift = Fraction(layer % method.cycle, method.cycle)
     image, tile = (torch.full((geometry.num_tokens,), -1) for _ in range(2))
     on_ring, reads_all = (torch.zeros(geometry.num_tokens, dtype=torch.bool) for _ in range(2))
-    reads_all[slice(*geometry.text_span)] = True
+    reads_all[slice(*geometry.text_span)] = method.text_reads == "all"
     tiles = method.tiles or 16
     order = method.ordering(geometry).order
     offset = geometry.image_spans[0][0]
@@ -310,9 +310,33 @@ def every_token_counts_once(module: ModuleType) -> None:
                 reader = method.reader(geometry, layer, q_block=4, k_block=4)
                 counted = times_counted(reader, geometry)
                 torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
-            method = module.Hilbert(tiles=5, shared=shared, share=share, far=8, near="around")
-            counted = times_counted(method.reader(geometry, q_block=4, k_block=4), geometry)
-            torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
+            for text_reads in ("all", "summary"):
+                method = module.Hilbert(tiles=5, shared=shared, share=share, far=8, text_reads=text_reads)
+                counted = times_counted(method.reader(geometry, q_block=4, k_block=4), geometry)
+                torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
+
+
+def text_reads_images_in_summary(module: ModuleType) -> None:
+    """If it is asked to: exactly text and what is shared, every window of the rest; image tokens read as before."""
+    for near in ("tile", "around"):
+        for text_first in (True, False):
+            geometry = Geometry((16, 16), text=32, text_first=text_first)
+            text, image = slice(*geometry.text_span), slice(*geometry.image_spans[0])
+            fields = {"tiles": 5, "near": near, "shared": "centre", "shared_tokens": 16, "far": 8}
+            readers = [
+                module.Hilbert(**fields, text_reads=reads).reader(geometry, 1, q_block=8, k_block=8)
+                for reads in ("all", "summary")
+            ]
+            usual, found = (reader.near.to_mask()[0, 0] for reader in readers)
+            expected = torch.zeros(geometry.num_tokens, dtype=torch.bool)
+            expected[text] = expected[image.start : image.start + 16] = True
+            assert bool((found[text] == expected).all())
+            assert bool(usual[text].all())
+            assert torch.equal(found[image], usual[image])
+            usual, found = (reader.far.plan.to_mask()[0, 0] for reader in readers)
+            assert bool(found[text].all())
+            assert not bool(usual[text].any())
+            assert torch.equal(found[image], usual[image])
 
 
 def far_field_is_its_formula(module: ModuleType) -> None:
@@ -339,6 +363,7 @@ STATEMENTS: dict[str, Callable[[ModuleType], None]] = {
         shared_tokens_read_their_own_tile,
         what_is_around_is_read,
         every_token_counts_once,
+        text_reads_images_in_summary,
         far_field_is_its_formula,
     )
 }

@@ -3,7 +3,7 @@
 This file imports nothing of weight, so the command line can name the cases before it knows what else it needs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nearfield.bench.presets import PRESETS, Preset
@@ -14,8 +14,8 @@ class HilbertCase:
     """One line of the table.
 
     Args:
-        tiles, share, shared_tokens, far, interleave, near, summary: fields of the method; with no `shared_tokens`
-            nothing is shared.
+        tiles, share, shared_tokens, far, interleave, near, summary, text_reads: fields of the method; with no
+            `shared_tokens` nothing is shared.
         target: speed-up over the best dense attention to be reached on one H200; None where none was set.
     """
 
@@ -28,26 +28,29 @@ class HilbertCase:
     interleave: bool = False
     near: str = "tile"
     summary: str = "mean"
+    text_reads: str = "all"
     target: float | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
         """What to make the method from. Nothing is left dense: only the sparse call is timed."""
-        names = ("tiles", "share", "shared_tokens", "far", "interleave", "near", "summary")
+        names = ("tiles", "share", "shared_tokens", "far", "interleave", "near", "summary", "text_reads")
         region = {"shared": "centre"} if self.shared_tokens else {"shared": "none", "shared_tokens": None}
         return {name: getattr(self, name) for name in names} | region | {"dense_layers": 0, "dense_steps": 0}
 
     def __str__(self) -> str:
         more = f", far {self.far}" if self.far else ""
+        more += ", text in summary" if self.text_reads == "summary" else ""
         more += ", interleaved" if self.interleave else ""
         around = "what is around" if self.tiles is None else f"a {self.tiles}th around"
         tiles = f"{self.tiles} tiles" if self.near == "tile" else around
         return f"{self.name}: {tiles}, {self.shared_tokens} shared {self.share}{more}"
 
 
-def _default(name: str, preset: Preset) -> HilbertCase:
+def _default(name: str, preset: Preset, text_reads: str = "all") -> HilbertCase:
     """What `Hilbert()` reads in a sparse call."""
-    return HilbertCase(name, preset, None, "two-way", 0, far=16, near="around", summary="weighted")
+    case = HilbertCase(name, preset, None, "two-way", 0, far=16, near="around", summary="weighted")
+    return replace(case, text_reads=text_reads)
 
 
 def _table() -> tuple[HilbertCase, ...]:
@@ -64,6 +67,9 @@ def _table() -> tuple[HilbertCase, ...]:
         _default("1024-default", small),
         _default("2048-default", middle),
         _default("4096-default", large),
+        _default("1024-text", small, "summary"),
+        _default("2048-text", middle, "summary"),
+        _default("4096-text", large, "summary"),
         HilbertCase("1024-tiles", small, 16, "two-way", 0, far=16),
         HilbertCase("2048-tiles", middle, 16, "two-way", 0, far=16),
         HilbertCase("4096-tiles", large, 16, "two-way", 0, far=16),

@@ -23,6 +23,7 @@ _FIELDS = (
     "curve",
     "far",
     "summary",
+    "text_reads",
     "dense_layers",
     "dense_steps",
     "interleave",

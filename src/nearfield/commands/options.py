@@ -12,6 +12,7 @@ from nearfield.commands.arguments import (
     SHARED,
     SHARES,
     SUMMARIES,
+    TEXT_READS,
     integer,
     member,
     number,
@@ -66,7 +67,18 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
-METHOD_FIELDS = ("near", "tiles", "shared", "share", "shared_tokens", "curve", "far", "summary", "interleave")
+METHOD_FIELDS = (
+    "near",
+    "tiles",
+    "shared",
+    "share",
+    "shared_tokens",
+    "curve",
+    "far",
+    "summary",
+    "text_reads",
+    "interleave",
+)
 METHOD_DEFAULTS = {
     "near": "around",
     "tiles": "16; around blocks: of 512 tokens or more",
@@ -138,6 +150,12 @@ def add_method_fields(
         type=member("--summary", SUMMARIES),
         metavar="HOW",
         help="of a window: its mean, or weighted by what its tokens are to the mean query" + words("summary"),
+    )
+    parser.add_argument(
+        "--text-reads",
+        type=member("--text-reads", TEXT_READS),
+        metavar="WHAT",
+        help="of the images: all of their tokens, or the summary of everything (default all)",
     )
     parser.add_argument(
         "--interleave", action="store_const", const=True, help="tiles differ between heads, too"

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from nearfield import BlockTopK, FineGrained, Hilbert, LogLinear
 from nearfield._checks import wrong_value
-from nearfield.commands.arguments import CURVES, NEAR, ORDERS, SHARED, SHARES, SUMMARIES, integer
+from nearfield.commands.arguments import CURVES, NEAR, ORDERS, SHARED, SHARES, SUMMARIES, TEXT_READS, integer
 from nearfield.commands.methods import dense_layers, dense_steps
 from nearfield.methods import Method
 
@@ -50,6 +50,7 @@ METHODS: dict[str, tuple[type[Any], tuple[Field, ...]]] = {
             Field("shared_tokens", "optional", "", "how many of them; empty: as many as suit the size"),
             Field("far", "integer", 16, "tokens per summary of the other tiles; 0: they are not read"),
             Field("summary", "choice", "weighted", "of the tokens of another tile", SUMMARIES),
+            Field("text_reads", "choice", "all", "of the image: all, or its summaries", TEXT_READS),
             Field("interleave", "flag", False, "tiles differ between heads, too"),
             *_dense("0", "0.15"),
         ),

@@ -30,6 +30,7 @@ from nearfield.methods.hilbert.layout import (
     Near,
     Pattern,
     Share,
+    TextReads,
     block_sizes,
     layout_of,
     ordering_of,
@@ -42,7 +43,7 @@ from nearfield.plan import Plan
 from nearfield.tiling import Curve, Shared
 from nearfield.tokenmap import Ordering
 
-__all__ = ["DEFAULT_TILES", "FarField", "Hilbert", "HilbertReader", "Near", "Share", "Summary"]
+__all__ = ["DEFAULT_TILES", "FarField", "Hilbert", "HilbertReader", "Near", "Share", "Summary", "TextReads"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Hilbert(DenseParts):
             tokens); None, or 0, for no far field.
         summary: "mean": of keys and of values, as if the tokens of a window were all alike; "weighted": tokens count as
             they do for the mean query, and windows whose keys differ weigh more.
+        text_reads: what text reads of the images: "all" of their tokens; or the "summary", the far field of everything,
+            which spares the most where an image is small beside its text.
         dense_layers: how many of the first layers stay dense, or the indices of those that do (negative ones count
             from the end).
         dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
@@ -85,6 +88,7 @@ class Hilbert(DenseParts):
     curve: Curve = "auto"
     far: int | None = 16
     summary: Summary = "weighted"
+    text_reads: TextReads = "all"
     dense_layers: int | tuple[int, ...] = 0
     dense_steps: DenseSteps = 0.15
     interleave: bool = False
@@ -104,6 +108,11 @@ class Hilbert(DenseParts):
         check_member("share", self.share, get_args(Share))
         check_member("curve", self.curve, get_args(Curve))
         check_member("summary", self.summary, get_args(Summary))
+        check_member("text_reads", self.text_reads, get_args(TextReads))
+        if self.text_reads == "summary" and self.far is None:
+            wrong_value(
+                "text_reads", 'be "all" where `far` is None', "'summary'", "There are no summaries to read."
+            )
         if self.shared == "none" and self.shared_tokens is not None:
             wrong_value("shared_tokens", 'be left out where `shared` is "none"', self.shared_tokens)
         check_bool("interleave", self.interleave)
@@ -252,6 +261,8 @@ class Hilbert(DenseParts):
     def _lines(self, geometry: Geometry, q_block: int, k_block: int) -> Iterator[str]:
         """The words on one number of tiles."""
         layout = layout_of(self._pattern(), geometry, q_block)
+        if self.text_reads == "summary" and geometry.text:
+            yield "  text reads images in summary"
         yield from image_lines(self._pattern(), self.summary, geometry, layout, q_block, k_block)
         readers = [
             self.reader(geometry, layer, heads=self.phases, q_block=q_block, k_block=k_block)
@@ -272,6 +283,7 @@ class Hilbert(DenseParts):
             shared_tokens=self.shared_tokens,
             curve=self.curve,
             far=self.far,
+            text_reads=self.text_reads,
         )
 
 

@@ -58,13 +58,20 @@ def spans_around(pattern: Pattern, geometry: Geometry, q_block: int, k_block: in
 
 
 def _in_rows(geometry: Geometry, images: list[tiling.Coordinates], sides: Tensor, q_block: int) -> Tensor:
-    """Where the tokens of each row are in an image with other sides, `[rows, q_block, axes]`; NaN for text."""
+    """Where the tokens of each row are in an image with other sides, `[rows, q_block, axes]`.
+
+    Text that shares a row with image tokens is where one of these is; in rows of its own it is nowhere, NaN.
+    """
     rows = -(-geometry.num_tokens // q_block)
     places = torch.full((rows * q_block, len(sides)), math.nan, dtype=torch.float64, device="cpu")
     for (start, stop), image in zip(geometry.image_spans, images, strict=True):
         places[start:stop] = (image.places + 0.5) * (sides / image.sides) - 0.5
     places[geometry.num_tokens :] = places[geometry.num_tokens - 1]
-    return places.view(rows, q_block, -1)
+    found = places.view(rows, q_block, -1)
+    is_somewhere = ~found.isnan().any(dim=2)
+    some = is_somewhere.int().argmax(dim=1)
+    one = found[torch.arange(rows, device="cpu"), some]
+    return torch.where(is_somewhere[..., None], found, one[:, None])
 
 
 def _nearest(rows: Tensor, ring: Tensor, span: Span, tiles: int, unit: int) -> Tensor:
@@ -84,7 +91,9 @@ def _nearest(rows: Tensor, ring: Tensor, span: Span, tiles: int, unit: int) -> T
     is_own = (spans[:, 0] < row_begins + rows.shape[1]) & (spans[:, 1] > row_begins)
     distance.masked_fill_(is_own, -torch.inf)
     wanted = max(-(-number // tiles), int(is_own.sum(dim=1).max()))
-    return spans[distance.argsort(dim=1, stable=True)[:, :wanted]]
+    nearest = spans[distance.argsort(dim=1, stable=True)[:, :wanted]]
+    is_text = rows[:, 0, 0].isnan()  # which is near nothing
+    return nearest.masked_fill_(is_text[:, None, None], 0)
 
 
 def _distances(rows: Tensor, stretches: Boxes) -> Tensor:

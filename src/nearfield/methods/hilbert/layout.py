@@ -14,6 +14,7 @@ from nearfield.tokenmap import Ordering
 
 Near = Literal["tile", "around"]
 Share = Literal["two-way", "keys"]
+TextReads = Literal["all", "summary"]
 
 DEFAULT_TILES = 16
 
@@ -34,6 +35,7 @@ class Pattern(NamedTuple):
     shared_tokens: int | None
     curve: Curve
     far: int | None
+    text_reads: TextReads
 
 
 class Layout(NamedTuple):

@@ -90,10 +90,11 @@ def _tile_spans(pattern: Pattern, geometry: Geometry, layout: Layout, phase: int
 
 
 def _reads_all(pattern: Pattern, geometry: Geometry, layout: Layout, q_block: int) -> Tensor:
-    """Which rows hold a token that reads everything, `[rows]`: text, and what is shared two-way."""
+    """Which rows hold a token that reads everything, `[rows]`: what is shared two-way, and text, unless it reads
+    summaries."""
     rows = -(-geometry.num_tokens // q_block)
     everything = torch.zeros(rows * q_block, dtype=torch.bool, device="cpu")
-    everything[slice(*geometry.text_span)] = True
+    everything[slice(*geometry.text_span)] = pattern.text_reads == "all"
     for segment in layout.segments:
         if pattern.share == "two-way" or segment.num_shared == len(segment.order):
             everything[slice(*segment.shared)] = True
