@@ -129,7 +129,7 @@ def test_ladders_are_fields_of_the_method() -> None:
     for name, values in LADDERS.items():
         if name != "dense":
             for value in values:
-                assert getattr(paper(**{name: value}), name) == value
+                assert getattr(Hilbert(**FIXED | {name: value}), name) == value
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------

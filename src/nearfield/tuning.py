@@ -17,8 +17,8 @@ Fields = dict[str, Any]
 
 LADDERS: dict[str, tuple[Any, ...]] = {
     "tiles": (4, 8, 16, 32, 64),
-    "far": (16, 64, None),
-    "shared": ("centre", "none"),
+    "far": (8, 16, 32, 64),
+    "text_reads": ("all", "summary"),
     "dense_steps": (0.3, 0.2, 0.1, 0),
     "dense": (0.5, 0.25, 0.125, 0.0),
 }
