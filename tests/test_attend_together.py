@@ -553,3 +553,77 @@ def test_a_key_that_is_read_twice_begins_a_box() -> None:
     blocks = torch.tensor([[[3, 4, 4, 5, 9]]], dtype=torch.int32)
     boxes = Plan(offsets, blocks, 16, 1, 16, 10).find_boxes().boxes
     assert boxes.tolist() == [[[3 * 128 + 2, 4 * 128 + 2, 9 * 128 + 1]]]
+
+
+# -- on a CPU ----------------------------------------------------------------------------------------------------------
+
+
+def _plain_call() -> tuple[Tensor, list[Part]]:
+    """Parts that are read in one pass where no gradients are wanted."""
+    query, key, value = random_inputs(2, 2, 40, 40, 16)
+    _, far_key, far_value = random_inputs(2, 2, 40, 24, 16, seed=5)
+    near = random_plan(40, 40, q_block=16, k_block=16)
+    far = random_plan(40, 24, q_block=16, k_block=8, seed=1)
+    return query, [Part(key, value, near), Part(far_key, far_value, far, random_bias(1, 2, 24))]
+
+
+def _out_of(parts: Sequence[Part]) -> Any:
+    def function(query: Tensor, *tensors: Tensor) -> Tensor:
+        fresh = [part._replace(key=tensors[2 * i], value=tensors[2 * i + 1]) for i, part in enumerate(parts)]
+        return attend_together(query, fresh, impl="grouped").out
+
+    return function
+
+
+def test_transforms_of_torch_func_read_parts_apart() -> None:
+    query, parts = _plain_call()
+    tensors = [query, *(x for part in parts for x in (part.key, part.value))]
+    function = _out_of(parts)
+    samples = [torch.stack([x, x.flip(2)]) for x in tensors]
+    found = torch.func.vmap(function)(*samples)
+    for index in range(2):
+        torch.testing.assert_close(found[index], function(*(x[index] for x in samples)))
+
+
+def test_an_exported_graph_can_be_differentiated() -> None:
+    query, parts = _plain_call()
+    tensors = [query, *(x for part in parts for x in (part.key, part.value))]
+
+    class Module(torch.nn.Module):
+        def forward(self, query: Tensor, *tensors: Tensor) -> Tensor:
+            return _out_of(parts)(query, *tensors)
+
+    graph = torch.export.export(Module(), tuple(tensors)).module()
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    others = [x.clone().requires_grad_() for x in tensors]
+    found = torch.autograd.grad(graph(*leaves).square().sum(), leaves)
+    wanted = torch.autograd.grad(_out_of(parts)(*others).square().sum(), others)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_compiled_inference_gives_the_bits_of_eager() -> None:
+    query, parts = _plain_call()
+    tensors = [query, *(x for part in parts for x in (part.key, part.value))]
+    torch._dynamo.reset()
+    function = _out_of(parts)
+    with torch.no_grad():
+        compiled = torch.compile(function, fullgraph=True, backend="eager")(*tensors)
+        assert torch.equal(compiled, function(*tensors))
+
+
+def test_gradients_of_parts_that_were_read_without_any_are_refused() -> None:
+    query, parts = _plain_call()
+    inputs = [part.key for part in parts], [part.value for part in parts]
+    with pytest.raises(NotImplementedError, match="read together by 'grouped', without gradients"):
+        torch.ops.nearfield.attend_together_backward(
+            query, query[..., 0], query, query, query[..., 0], *inputs,
+            [x for part in parts for x in (part.plan.offsets, part.plan.blocks, *[None] * 8)],
+            [], [], [], [], [16, 16, 0, 0, 0, 16, 8, 0, 0, 0], 0.25, "grouped",
+        )  # fmt: skip
+
+
+def test_a_bias_of_another_kind_is_told() -> None:
+    query, parts = _plain_call()
+    with pytest.raises(TypeError, match="`key_bias` must be a tensor; got list"):
+        attend_together(query, [parts[0], parts[1]._replace(key_bias=[0.0])], impl="grouped")  # type: ignore[arg-type]

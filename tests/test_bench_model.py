@@ -601,6 +601,10 @@ BAD_CALLS = {
     "--model wan21-1.3b --method merge": "`--method` must go with `--model wan21-1.3b`; got 'merge'. "
     "Methods for wan21-1.3b: fine, hilbert.",
     "--model wan21-1.3b --layers 2+4": "`--layers` must be one number of blocks; got '2+4'. Example: --layers 4",
+    "--text-reads summary": "`text_reads` must be \"all\" where `far` is None; got 'summary'. "
+    "There are no summaries to read.",
+    "--near around --interleave": '`interleave` must be False where `near` is "around"; got True. '
+    'Nothing slides there; tiles do: near="tile".',
     "--skipped 0.7": "`--skipped` must be left out with `--method hilbert`; got [0.7].",
     "--grain 4": "`--grain` must be left out with `--method hilbert`; got 4.",
     "--placement module": "`--placement` must be left out with `--method hilbert`; got module.",

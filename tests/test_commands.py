@@ -21,6 +21,7 @@ from nearfield.commands.progress import Bar, time_for
 from nearfield.commands.reports import collect
 from nearfield.demo import generate
 from nearfield.demo.model import Packing, save_model
+from nearfield.demo.storage import read_tensors, write_tensors
 from nearfield.training.flow import Backend
 from nearfield.training.loop import Diverged
 
@@ -251,6 +252,15 @@ def test_the_whole_chain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert f"note: {tuned[1]} was distilled for Hilbert(tiles=2, tile_size=None, near='around', " in (
         capsys.readouterr().err
     )
+    tensors, facts = read_tensors(Path(str(tuned[1])))
+    recipe = facts["recipe"] | {"format": 99}
+    write_tensors(tmp_path / "later.safetensors", tensors, facts | {"recipe": recipe})
+    words[words.index("--lora") + 1] = str(tmp_path / "later.safetensors")
+    assert cli.main(words) == 2
+    message = (
+        "`--lora` must be for a method that is known. `recipe` must be a nearfield recipe of format 1 or 2;"
+    )
+    assert f"nearfield: error: {message}" in capsys.readouterr().err
 
 
 def test_a_training_that_ends_badly_says_so(

@@ -232,9 +232,10 @@ def test_runs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = grouped._runs_of_rows(plan, 0)
     assert grouped._runs_of_rows(plan, 0) is kept
     assert torch.equal(nearfield.attend(*inputs, plan, impl="grouped").out, first.out)
-    monkeypatch.setattr(grouped, "_MOST_KEPT_IDS", 0)
-    assert grouped._runs_of_rows(plan, 0) == kept
-    assert grouped._runs_of_rows(plan, 0) is not kept
+    again = planning.ring(64, 16, q_block=16, k_block=16)
+    monkeypatch.setattr(grouped, "_MOST_KEPT_RUNS", 0)
+    assert grouped._runs_of_rows(again, 0) == kept
+    assert "runs" not in {name[0] for name in again._derived}
 
 
 @pytest.mark.parametrize("heads", [1, 2])

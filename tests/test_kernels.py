@@ -100,6 +100,11 @@ def test_window_means_are_means(sizes: list[int], gap: int, window: int) -> None
     torch.library.opcheck(torch.ops.nearfield.window_means, (*arguments, "auto"))
 
 
+def test_no_windows_have_no_means() -> None:
+    x, starts = torch.randn(1, 2, 16, 8), torch.empty(0, dtype=torch.long)
+    assert window_means(x, starts, starts.int(), 8).shape == (1, 2, 0, 8)
+
+
 @NEEDS_TRITON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [16, 72, 128])

@@ -133,6 +133,32 @@ def test_what_is_shown_around_blocks_is_what_is_read(
     assert int(block.max()) < drawn.num_tiles
 
 
+@pytest.mark.parametrize(
+    ("grid", "fields", "number"),
+    [
+        ((21, 12, 16), {}, 2),
+        ((3, 16, 16), {"shared": "centre"}, 2),
+        ((24, 24), {"shared": "centre", "share": "keys"}, 2),
+        ((1, 1), {}, 1),
+        ((2, 4), {"shared": "centre", "shared_tokens": 8}, 1),
+        ((1, 90), {"far": None}, 2),
+    ],
+)
+def test_the_block_in_the_middle_is_shown(
+    grid: tuple[int, ...], fields: dict[str, Any], number: int, tmp_path: Path
+) -> None:
+    """Of a frame that is drawn, and of tokens that are not shared where there are any."""
+    shown = show.examine(Geometry(grid, text=8), Hilbert(**fields), [0])
+    drawn = show.picture(shown)
+    assert len(drawn.readings) == number
+    cells = canvas_of(grid)
+    own = (drawn.layers[0].tile == drawn.readings[0].block).nonzero().flatten()
+    assert bool(torch.isin(own, cells.cells[cells.shown]).any())
+    assert bool((~drawn.is_shared[own]).any()) or bool(drawn.is_shared.all())
+    show.draw(tmp_path / "show.png", shown)
+    assert (tmp_path / "show.png").stat().st_size > 5_000
+
+
 def test_frames_of_a_video_are_shown_side_by_side() -> None:
     canvas = canvas_of((9, 4, 6))
     assert canvas.frames == [0, 3, 5, 8]

@@ -18,6 +18,13 @@ def is_unobserved(*tensors: Tensor | None) -> bool:
     return all(x is None or _is_ordinary(x) for x in tensors)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is under way, or an export, whose graph may be differentiated later."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _is_ordinary(x: Tensor) -> bool:
     """Not of a subclass, not without data, not negated on paper alone (the imaginary part of a conjugate is)."""
     needs_gradient = x.requires_grad and torch.is_grad_enabled()

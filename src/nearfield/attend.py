@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from nearfield import kernels, operators
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
-from nearfield._eager import is_unobserved
+from nearfield._eager import is_transformed, is_unobserved
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.levels import level_starts
 from nearfield.operators import (
@@ -183,10 +183,11 @@ def attend_together(
     if pooling is not None:
         _check_pooling(pooling, parts)
     leaves = [query, *(x for part in parts for x in (part.key, part.value, part.key_bias))]
-    has_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    has_gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
     is_plain = impl == "grouped" or (impl == "auto" and not _suits_kernels(query))
     has_positions = any(part.positions is not None for part in parts)
-    if impl == "reference" or (has_gradients and (is_plain or has_positions)):
+    is_apart = impl == "reference" or (is_plain and (has_gradients or is_transformed()))
+    if is_apart or (has_gradients and has_positions):
         attended = (
             attend(query, *part[:3], key_bias=part.key_bias, positions=part.positions, scale=scale, impl=impl)
             for part in parts

@@ -34,8 +34,8 @@ _LEAST_QUERIES = 64
 # From this many separate runs of keys on, one gather by index is cheaper than a copy per run.
 _MANY_RUNS = 16
 
-# Lists of at most so many ids are kept as runs: as numbers of Python they are large.
-_MOST_KEPT_IDS = 2**18
+# At most so many runs are kept with a plan: as numbers of Python they are large.
+_MOST_KEPT_RUNS = 2**16
 
 Run = tuple[int, int]
 """Consecutive tokens: the first, and the one after the last."""
@@ -182,7 +182,9 @@ class _SharedRows(NamedTuple):
         self, biases: Sequence[Tensor | None], runs: Sequence[Runs], query: Tensor
     ) -> Tensor | None:
         """What is added to the logits of the keys of several parts, 0 where a part has no bias; None if none has."""
-        known = next((bias for bias in biases if bias is not None), None)
+        known = next(
+            (bias for bias, some in zip(biases, runs, strict=True) if some and bias is not None), None
+        )
         if known is None:
             return None
         shape = query.shape[:2]
@@ -314,16 +316,22 @@ def _shared_rows(plan: Plan, list_batch: int, batches: slice, key_heads: int) ->
 
 def _runs_of_rows(plan: Plan, list_batch: int) -> tuple[Runs, ...]:
     """What each row reads, of lists that all heads share; kept with the plan, which serves many calls."""
-
-    def make() -> tuple[Runs, ...]:
-        offsets = plan.offsets[list_batch, 0].tolist()
-        blocks = plan.blocks[list_batch, 0].tolist()
-        lists = (blocks[start:stop] for start, stop in pairwise(offsets))
-        return tuple(_runs(ids, plan.k_block, plan.num_keys) for ids in lists)
-
-    if plan.blocks.numel() > _MOST_KEPT_IDS:
-        return make()
-    return plan._derive(("runs", list_batch), make)
+    name = "runs", list_batch
+    if name in plan._derived:
+        kept: tuple[Runs, ...] = plan._derived[name]
+        return kept
+    offsets = plan.offsets[list_batch, 0].tolist()
+    blocks = plan.blocks[list_batch, 0].tolist()
+    runs_of: dict[tuple[int, ...], Runs] = {}
+    rows = []
+    for start, stop in pairwise(offsets):
+        ids = tuple(blocks[start:stop])
+        if ids not in runs_of:
+            runs_of[ids] = _runs(ids, plan.k_block, plan.num_keys)
+        rows.append(runs_of[ids])
+    if sum(map(len, runs_of.values())) <= _MOST_KEPT_RUNS:
+        plan._derived[name] = tuple(rows)
+    return tuple(rows)
 
 
 def _runs(ids: Sequence[int], block: int, length: int) -> Runs:

@@ -453,9 +453,14 @@ def _attend_together_backward(
     is pooled from the first, the first one's hold its."""
     parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
     for part in parts:
-        explain_choice(
+        chosen = explain_choice(
             query, part.key, part.plan, key_bias=part.key_bias, backward=True, impl=cast(Impl, impl)
         )
+        if chosen.impl != "triton":
+            raise NotImplementedError(
+                f"parts that were read together by {chosen.impl!r}, without gradients, cannot be differentiated. "
+                "Trace the call with inputs that require gradients."
+            )
     with _undisturbed(query):
         backward = kernels.load("triton").attend_together_backward
         grad_query, others = backward(

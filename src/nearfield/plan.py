@@ -21,7 +21,7 @@ _INT32 = 2**31
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 """Permitted block sizes. 192 is three warpgroups of 64 rows on Hopper; below 16 is meant for the grain of keys."""
 
-Derived = TypeVar("Derived")
+Derived = TypeVar("Derived", Tensor, "Plan")
 
 
 BOX = 64
@@ -297,9 +297,7 @@ class Plan:
         with torch.inference_mode(False):
             value = make()
         made = value.offsets if isinstance(value, Plan) else value
-        is_real = not isinstance(made, Tensor) or type(made) is type(
-            self.offsets
-        )  # not a stand-in of a tracer
+        is_real = type(made) is type(self.offsets)  # not a stand-in of a tracer
         is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if is_real and not is_captured:  # a graph's memory holds nothing before its first replay
             self._derived[name] = value

@@ -38,6 +38,13 @@ class Shown(NamedTuple):
     def has_tiles(self) -> bool:
         return self.method.near == "tile"
 
+    @property
+    def is_shared(self) -> torch.Tensor:
+        """`[n]` bool, tokens in raster order."""
+        shared = torch.zeros(len(self.segment.order), dtype=torch.bool)
+        shared[self.segment.order[: self.segment.num_shared]] = True
+        return shared
+
     def num_colours(self, layer: int) -> int:
         """As many as `tile_of_cell` may tell apart."""
         return self.tiles(layer) if self.has_tiles else -(-self.geometry.num_tokens // self.q_block)
@@ -93,15 +100,13 @@ def draw(path: Path, shown: Shown) -> None:
 
 def picture(shown: Shown) -> MethodPicture:
     geometry, method = shown.geometry, shown.method
-    is_shared = torch.zeros(len(shown.segment.order), dtype=torch.bool)
-    is_shared[shown.segment.order[: shown.segment.num_shared]] = True
     return MethodPicture(
         grid=geometry.grid,
         text=geometry.text,
         curve=tiling.curve_order(geometry.grid, method.curve),
         curve_name=_curve_name(shown),
         sequence=shown.segment.order,
-        is_shared=is_shared,
+        is_shared=shown.is_shared,
         shared_reads_all=method.share == "two-way",
         num_tiles=max(map(shown.num_colours, shown.layers)),
         tile_name="Tiles" if shown.has_tiles else "Blocks of queries",
@@ -128,15 +133,22 @@ def _layer_picture(shown: Shown, layer: int) -> LayerPicture:
 
 def _readings(shown: Shown) -> list[Reading]:
     """What the block in the middle of the picture reads in the first of the layers, and the one in its first corner."""
-    cells = canvas_of(shown.geometry.grid).cells
-    middle = cells[cells.shape[0] // 2].roll(-(cells.shape[1] // 2)).tolist()
-    shared = {-1, *shown.segment.order[: shown.segment.num_shared].tolist()}
-    cell = next((cell for cell in middle if cell not in shared), int(cells[0, 0]))
-    first, corner = _reading(shown, cell), _reading(shown, int(cells[0, 0]))
+    first, corner = _reading(shown, _middle(shown)), _reading(shown, 0)
     pictures = [first._replace(title="What a block reads")]
     if corner.block != first.block:
         pictures.append(corner._replace(subtitle=f"in the corner: {corner.subtitle}"))
     return pictures
+
+
+def _middle(shown: Shown) -> int:
+    """The token nearest to the middle of a frame that is drawn, of those that are not shared, by its raster index."""
+    canvas = canvas_of(shown.geometry.grid)
+    height, width = shown.geometry.grid[-2:]
+    start = canvas.frames[len(canvas.frames) // 2] * canvas.frame_size
+    cells = torch.arange(canvas.frame_size)
+    distance = (cells // width - height // 2) ** 2 + (cells % width - width // 2) ** 2
+    distance[shown.is_shared[start : start + canvas.frame_size]] += height**2 + width**2
+    return start + int(distance.argmin())
 
 
 def _reading(shown: Shown, cell: int) -> Reading:
@@ -202,6 +214,8 @@ def _facts(shown: Shown) -> list[str]:
     if shown.segment.num_shared:
         manner = "read and are read by all" if shown.method.share == "two-way" else "are read by all"
         facts.append(f"{shown.segment.num_shared} shared tokens {manner}")
+    if shown.method.text_reads == "summary" and shown.geometry.text:
+        facts.append("text reads the image in summary")
     if shown.method.far is not None:
         weighted = "weighted " if shown.method.summary == "weighted" else ""
         facts.append(f"far field: {weighted}means of {shown.method.far} tokens")

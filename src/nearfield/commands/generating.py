@@ -243,7 +243,10 @@ def _lora(arguments: argparse.Namespace, recipe: "Recipe | None") -> Path | None
     from nearfield.demo.model import EMBEDDED_LORA
 
     if arguments.lora:
-        made_for = method_of_lora(Path(arguments.lora))
+        try:
+            made_for = method_of_lora(Path(arguments.lora))
+        except ValueError as error:  # a recipe that this version cannot read
+            raise UsageError(f"`--lora` must be for a method that is known. {error}") from None
         if made_for is not None and not suits(made_for, recipe.method):
             print(f"note: {arguments.lora} was distilled for {made_for}", file=sys.stderr)
         return Path(arguments.lora)

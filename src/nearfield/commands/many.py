@@ -211,14 +211,17 @@ def _settings(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path
     }
     if arguments.model:
         return settings
-    return settings | {"weights": _identity(arguments.weights), "seed": arguments.seed}
+    from nearfield.demo.model import EMBEDDED
+
+    weights = arguments.weights or (EMBEDDED if EMBEDDED.exists() else None)
+    return settings | {"weights": _identity(weights), "seed": arguments.seed}
 
 
-def _identity(file: Path | None) -> str | None:
+def _identity(path: Path | None) -> str | None:
     """A file by its name and by what is in it."""
-    if file is None:
+    if path is None:
         return None
-    return f"{file.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+    return f"{path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
 
 
 def _document(arguments: argparse.Namespace, settings: dict[str, Any], tally: _Tally) -> dict[str, Any]:

@@ -159,6 +159,7 @@ def _model_case(arguments: argparse.Namespace) -> model_cases.ModelCase:
 def _bench_model(arguments: argparse.Namespace) -> int:
     case = _model_case(arguments)
     sizes = [case.size(*size) for size in arguments.sizes or ()] or case.sizes
+    _check_fields(case, sizes)
     from nearfield.bench import machine, model, model_report, random_model
     from nearfield.bench.progress import Progress
 
@@ -188,6 +189,17 @@ def _bench_model(arguments: argparse.Namespace) -> int:
     print(f"checked: {checked}")
     written = write_reports(document(results), arguments.json)
     return verdict(results, written) if is_whole else INTERRUPTED
+
+
+def _check_fields(case: model_cases.ModelCase, sizes: Sequence[model_cases.Size]) -> None:
+    """Before a model is made, which takes long: fields that do not go together."""
+    from nearfield import Hilbert
+
+    try:
+        for size in sizes if "hilbert" in case.method else ():
+            Hilbert(**case.method_fields(size))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _made(arguments: argparse.Namespace, case: model_cases.ModelCase) -> "ModelBench":

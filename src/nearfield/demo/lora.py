@@ -48,12 +48,12 @@ def method_of_lora(path: Path) -> Method | None:
 
 def suits(lora: Method | None, method: Method) -> bool:
     """Whether a LoRA for one method is one for the other: dense steps have no part in distilling."""
-    return lora is not None and type(lora) is type(method) and _settled(lora) == _settled(method)
+    return type(lora) is type(method) and _settled(cast(Any, lora)) == _settled(method)
 
 
 def _settled(method: Method) -> Any:
     """A method by what it reads in a sparse step."""
-    settled = replace(cast(Any, method), dense_steps=0)
+    settled: Any = replace(cast(Any, method), dense_steps=0) if hasattr(method, "dense_steps") else method
     if isinstance(settled, Hilbert):
         if isinstance(settled.tiles, int | None):
             settled = replace(settled, tiles=settled.tiles_in(0))

@@ -98,6 +98,8 @@ def method_overview(path: Path, picture: MethodPicture) -> None:
     _write_facts(below[0], picture)
     for axis, reading in zip((above[-1], below[-1]), picture.readings, strict=False):
         _draw_reading(axis, picture, reading, canvas)
+    if len(picture.readings) == 1:
+        below[-1].set_axis_off()
     for layer, tiles_axis, mask_axis in zip(picture.layers, above[1:], below[1:], strict=False):
         label = torch.where(picture.is_shared & picture.shared_reads_all, -2, layer.tile)
         draw_cells(tiles_axis, _cell_colours(picture, layer), label, canvas)

@@ -72,7 +72,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seam-method",
         metavar="FIELDS",
         help="fields of the Hilbert method whose tiles to look at, and text=, pixels= (per token), q_block=;"
-        " B are the dense images (example: tiles=16,share=keys,text=8,pixels=8)",
+        " B are the dense images (example: near=tile,shared=centre,text=8,pixels=8)",
     )
     parser.add_argument(
         "--size", default="512", metavar="N", help="pixels per side of all images (default 512)"

@@ -72,7 +72,8 @@ def _are_whole(starts: Tensor, sizes: Tensor, window: int) -> bool:
 
     Asked on a CPU alone: elsewhere it would wait for the device, and a graph that is traced must hold for all windows.
     """
-    if starts.device.type != "cpu" or type(starts) is not Tensor or torch.compiler.is_compiling():
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    if starts.device.type != "cpu" or type(starts) is not Tensor or is_traced or not len(starts):
         return False
     return bool((sizes == window).all()) and bool((starts.diff() == window).all())
 
