@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearfield.bench.pixel_cases import ATTENTION
 from nearfield.commands.arguments import ORDERS, RECIPES, UsageError, integer, member, number, wrong
-from nearfield.commands.options import add_method_fields, given
+from nearfield.commands.options import METHOD_FIELDS, add_method_fields, given
 
 if TYPE_CHECKING:
     from nearfield.dense_parts import DenseSteps
@@ -13,21 +13,7 @@ if TYPE_CHECKING:
 
 METHODS = ("hilbert", "dense")
 
-_FIELDS = (
-    "near",
-    "tiles",
-    "cycle",
-    "shared",
-    "share",
-    "shared_tokens",
-    "curve",
-    "far",
-    "summary",
-    "text_reads",
-    "dense_layers",
-    "dense_steps",
-    "interleave",
-)
+_FIELDS = (*METHOD_FIELDS, "cycle", "dense_layers", "dense_steps")
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -131,7 +131,7 @@ def add_method_fields(
         "--far",
         type=integer("--far", 0),
         metavar="N",
-        help="tokens per summary of what lies outside the tile; 0: it is not read" + words("far"),
+        help="tokens per summary of what is not read exactly; 0: it is not read at all" + words("far"),
     )
     parser.add_argument(
         "--shared",

@@ -96,11 +96,13 @@ def method_overview(path: Path, picture: MethodPicture) -> None:
     slices = f"; frames {', '.join(map(str, canvas.frames))}" if len(picture.grid) == 3 else ""
     heading(above[0], picture.curve_name, "x".join(map(str, picture.grid)) + slices)
     _write_facts(below[0], picture)
-    for axis, reading in zip((above[-1], below[-1]), picture.readings, strict=False):
+    number = len(picture.layers)
+    for axis, reading in zip([above[-1], below[-1]][: len(picture.readings)], picture.readings, strict=True):
         _draw_reading(axis, picture, reading, canvas)
     if len(picture.readings) == 1:
         below[-1].set_axis_off()
-    for layer, tiles_axis, mask_axis in zip(picture.layers, above[1:], below[1:], strict=False):
+    axes = zip(picture.layers, above[1 : 1 + number], below[1 : 1 + number], strict=True)
+    for layer, tiles_axis, mask_axis in axes:
         label = torch.where(picture.is_shared & picture.shared_reads_all, -2, layer.tile)
         draw_cells(tiles_axis, _cell_colours(picture, layer), label, canvas)
         outline(tiles_axis, canvas, picture.is_shared)
