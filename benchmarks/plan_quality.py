@@ -260,13 +260,18 @@ class Plan(planned.Plan):
         """Ways of tuning after equally many steps, and their pictures."""
         for rank in self.settings.ranks:
             tuning = trained = Tuning(without_dense_steps(chosen), rank)
-            if rank == str(self.settings.rank):
+            if self._is_kept_on_the_way(chosen, tuning):
                 trained = self.best(chosen)
             elif rank == NATIVE:
                 yield self.native(chosen, tuning)
             else:
                 yield self.distilled(chosen, tuning, ["--full"] if rank == FULL else ["--rank", rank])
             yield self.pictures(self.tuned(chosen, tuning), self.settings.num, after=trained)
+
+    def _is_kept_on_the_way(self, chosen: Pattern, tuning: Tuning) -> bool:
+        """Whether the LoRA that may ship is trained here, or was, which keeps what it had learned by then."""
+        best = self.best(chosen)
+        return tuning.rank == best.rank and (self.folder(best).exists() or not self.is_shown(chosen, best))
 
     def distilled(self, chosen: Pattern, tuning: Tuning, options: Sequence[str]) -> Part:
         def chains(minutes: float) -> list[Chain]:
@@ -323,7 +328,7 @@ class Plan(planned.Plan):
             return
         yield self.tuned(chosen, tuning), settings.most
         yield self.tuned(without_dense_steps(chosen), tuning), settings.num
-        if tuning.rank in settings.ranks:
+        if tuning.rank in settings.ranks and self.folder(tuning).exists():
             yield self.tuned(chosen, tuning._replace(is_equal=True)), settings.num
 
     def folder(self, tuning: Tuning) -> Path:
@@ -333,7 +338,7 @@ class Plan(planned.Plan):
         """What a tuning writes: a LoRA, or a model."""
         if tuning.rank in (FULL, NATIVE):
             return self.folder(tuning) / MODEL
-        if tuning.is_equal and tuning.rank == str(self.settings.rank):
+        if tuning.is_equal and tuning.rank == str(self.settings.rank) and not self.folder(tuning).exists():
             return self.folder(tuning._replace(is_equal=False)) / "pytorch_lora_weights-steps.safetensors"
         return self.folder(tuning) / LORA
 

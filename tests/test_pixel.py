@@ -194,7 +194,7 @@ def test_one_graph_serves_all_layers_and_learns_the_same(
         out = model(images, level, body)
         gradients.append(torch.autograd.grad(out.square().sum(), list(model.parameters())))
         assert torch.equal(out, model(images, level))
-    assert graphs() == 1
+    assert graphs() == 2  # and one for what follows the layers
     for one, two in zip(gradients[0], gradients[2], strict=True):
         torch.testing.assert_close(one, two)
 
@@ -208,7 +208,7 @@ def test_kernels_of_torch_have_graphs_of_their_own(graphs: Any, monkeypatch: pyt
         for name, kernel in (("math", SDPBackend.MATH), ("flash", SDPBackend.FLASH_ATTENTION)):
             with sdpa_kernel(kernel):
                 model(images, level, compiled_body(model.body, name))
-    assert graphs() == 2
+    assert graphs() == 3  # what follows attention is the same
 
 
 @NEEDS_TRITON
@@ -224,7 +224,7 @@ def test_the_kernels_compile_as_one_graph(
     compiled = compiled_body(model.body)
     with torch.no_grad():
         torch.testing.assert_close(model(images, level, compiled), model(images, level))
-    assert graphs() == 1
+    assert graphs() == 2  # and one for what follows the layers
 
 
 # -- pictures and files --------------------------------------------------------------------------------------------

@@ -371,16 +371,24 @@ def test_published_rows_are_known_where_they_are_measured(
 def test_a_published_lora_is_not_taken_for_one_that_is_there(
     carried: Carried, published: Path, state: Path, planning: ModuleType, restoring: ModuleType
 ) -> None:
-    """What it had learned after as many steps as others was not measured, and is not in such a file."""
+    """What it had learned after as many steps as others was not measured, and is not in such a file: so many steps are
+    made again, and no more."""
     plan = planning.Plan(state, planning.Settings.read(SETTINGS), 0.0)
     chosen = pattern_named(chosen_in(carried.state))
     lora = plan.best(chosen)
     on_its_way = plan.tuned(chosen, lora._replace(is_equal=True)).name
     restoring.main([str(state), str(without_row(published, on_its_way))])
     assert rows_of(state, plan.tuned(chosen, lora).name)
-    missing = [f"tune-{lora.name}", f"pictures-{as_file_name(on_its_way)}-4"]
+    equal = lora._replace(is_equal=True)
+    missing = [f"tune-{equal.name}", f"pictures-{as_file_name(on_its_way)}-4"]
     assert unsettled(plan) == ["photographs", "dense-pictures", *missing]
     assert not plan.is_tuned(lora)
+    (tuning,) = (part for part in plan.parts() if part.name == missing[0])
+    ((command,), _) = tuning.chains(1.0)
+    assert command[command.index("--steps") + 1] == "1"
+    assert command[command.index("--rank") + 1] == "4"
+    plan.folder(equal).mkdir(parents=True)
+    assert plan.result(equal) == plan.folder(equal) / "pytorch_lora_weights.safetensors"
 
 
 def test_a_published_lora_is_made_again_for_sparse_steps(

@@ -4,7 +4,6 @@ Operators whose windows are tensors: a traced graph is the same for every size o
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,15 +71,10 @@ def query_sums(
     query: Tensor, starts: Tensor, sizes: Tensor, window: int, groups: int, impl: Impl = "auto"
 ) -> Tensor:
     """Sums of queries, and of their squares, over the tokens of all windows, averaged over the heads of each group:
-    `[2, B, groups, D]`, in float32 or more."""
-    with torch.autocast(query.device.type, enabled=False):
-        wide = torch.promote_types(query.dtype, torch.float32)
-        means = partial(window_means, starts=starts, sizes=sizes, window=window, impl=impl)
-        # Squares of queries that float16 can hold may be beyond it.
-        squares = (query.to(wide) if query.dtype == torch.float16 else query).square()
-        sums = [(means(x).to(wide) * sizes[:, None]).sum(dim=2) for x in (query, squares)]
-        found: Tensor = torch.stack(sums).unflatten(2, (groups, -1)).mean(dim=3)
-        return found
+    `[2, B, groups, D]`, in float32 or more. Differentiable."""
+    read = _read_sums if is_unobserved(query) else torch.ops.nearfield.window_sums
+    sums: Tensor = read(query, starts, sizes, window, impl)
+    return sums if query.shape[1] == groups else sums.unflatten(2, (groups, -1)).mean(dim=3)
 
 
 def _weighted(
@@ -95,16 +89,15 @@ def _weighted(
     impl: Impl,
 ) -> WeightedWindows:
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    centre, square = moments.unbind()
-    spread = (square - centre.square()).clamp(min=0)
-    call = (key, value, centre, spread, starts, sizes, window, scale)
+    call = (key, value, moments, starts, sizes, window, scale)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         keys, values, bias = reference.weighted_windows_forward(*call)
-    elif is_unobserved(key, value, centre):
+    elif is_unobserved(key, value, moments):
         keys, values, bias = _read_weighted(*call, impl)
     else:
         keys, values, bias = torch.ops.nearfield.weighted_windows(*call, impl)
-    return WeightedWindows(keys, values, bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1))
+    shared_by = query.shape[1] // key.shape[1]
+    return WeightedWindows(keys, values, bias if shared_by == 1 else bias.repeat_interleave(shared_by, dim=1))
 
 
 def _module(x: Tensor, impl: str) -> Any:
@@ -133,22 +126,20 @@ def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tenso
 def _weighted_windows(
     key: Tensor,
     value: Tensor,
-    centre: Tensor,
-    spread: Tensor,
+    moments: Tensor,
     starts: Tensor,
     sizes: Tensor,
     window: int,
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _read_weighted(key, value, centre, spread, starts, sizes, window, scale, impl)
+    return _read_weighted(key, value, moments, starts, sizes, window, scale, impl)
 
 
 def _read_weighted(
     key: Tensor,
     value: Tensor,
-    centre: Tensor,
-    spread: Tensor,
+    moments: Tensor,
     starts: Tensor,
     sizes: Tensor,
     window: int,
@@ -159,7 +150,7 @@ def _read_weighted(
     with torch.cuda.device_of(key):
         module = _module(key, impl)
         found: tuple[Tensor, Tensor, Tensor] = module.weighted_windows_forward(
-            key, value, centre, spread, starts, sizes, window, scale
+            key, value, moments, starts, sizes, window, scale
         )
     return found
 
@@ -168,8 +159,7 @@ def _read_weighted(
 def _(
     key: Tensor,
     value: Tensor,
-    centre: Tensor,
-    spread: Tensor,
+    moments: Tensor,
     starts: Tensor,
     sizes: Tensor,
     window: int,
@@ -180,7 +170,7 @@ def _(
     return (
         key.new_empty(*shape, key.shape[3]),
         value.new_empty(*shape, value.shape[3]),
-        centre.new_empty(shape),
+        moments.new_empty(shape),
     )
 
 
@@ -210,3 +200,34 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _window_means.register_autograd(_differentiate, setup_context=_remember)
+
+
+@torch.library.custom_op("nearfield::window_sums", mutates_args=())
+def _window_sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    return _read_sums(x, starts, sizes, window, impl)
+
+
+def _read_sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    """What the operator does."""
+    with torch.cuda.device_of(x):
+        sums: Tensor = _module(x, impl).window_sums_forward(x, starts, sizes, window)
+    return sums
+
+
+@_window_sums.register_fake
+def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(2, *x.shape[:2], x.shape[3], dtype=wide)
+
+
+def _remember_sums(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    x, starts, sizes, ctx.window, _ = inputs
+    ctx.save_for_backward(x, starts, sizes)
+
+
+def _differentiate_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, starts, sizes = ctx.saved_tensors
+    return reference.window_sums_backward(grad, x, starts, sizes, ctx.window), None, None, None, None
+
+
+_window_sums.register_autograd(_differentiate_sums, setup_context=_remember_sums)

@@ -119,11 +119,17 @@ def compile_window_means(dim: int) -> str:
     return _compile_plain(windows._means_kernel, constants, pointers)
 
 
+def compile_window_sums(dim: int) -> str:
+    constants = {"WINDOW": 16, "ROWS": 16, "DIM": dim, "PAD": dim}
+    pointers = {"source": "*bf16", "sums": "*fp32", "starts": "*i64", "sizes": "*i32"}
+    return _compile_plain(windows._sums_kernel, constants, pointers)
+
+
 def compile_weighted_windows(dim: int) -> str:
-    constants = {"WINDOW": 16, "ROWS": 16, "DIM": dim, "PAD": dim, "stride_kd": 1, "stride_vd": 1}
+    constants = {"WINDOW": 16, "TOKENS": 16, "DIM": dim, "PAD": dim, "stride_kd": 1, "stride_vd": 1}
     pointers = dict.fromkeys(("key", "value", "keys", "values"), "*bf16")
-    pointers |= dict.fromkeys(("centre", "spread", "biases"), "*fp32") | {"starts": "*i64", "sizes": "*i32"}
-    return _compile_plain(windows._weighted_kernel, constants, pointers)
+    pointers |= dict.fromkeys(("moments", "biases"), "*fp32") | {"starts": "*i64", "sizes": "*i32"}
+    return _compile_plain(windows._weighted_kernel, constants, pointers, num_warps=1)
 
 
 def compile_merging(is_entering: bool) -> str:
@@ -220,7 +226,9 @@ def compile_plain(kernel: Any, constants: dict[str, Any]) -> str:
     return _compile_plain(kernel, known | dict.fromkeys(ones, 1), _PLAIN_POINTERS)
 
 
-def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> str:
+def _compile_plain(
+    kernel: Any, constants: dict[str, Any], pointers: dict[str, str], num_warps: int = 4
+) -> str:
     names = kernel.arg_names
     others = {name: pointers.get(name, "fp32" if name.endswith("scale") else "i32") for name in names}
     if constants.get("COPY_ENGINE"):
@@ -236,7 +244,7 @@ def _compile_plain(kernel: Any, constants: dict[str, Any], pointers: dict[str, s
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, values, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     return str(compiled.asm["ptx"])
 
 
@@ -265,7 +273,10 @@ def main(every: bool) -> int:
             print(f"no 16-byte loads in pooling: {first=} {second=}", file=sys.stderr)
             return 1
     compile_window_means(128)
-    compile_weighted_windows(128)
+    compile_window_sums(128)
+    if "bar.sync" in compile_weighted_windows(128):
+        print("sums of weighted windows leave their warp", file=sys.stderr)
+        return 1
     if "ld.global.v4" not in compile_locate():
         print("no 16-byte loads in choosing among many tokens", file=sys.stderr)
         return 1

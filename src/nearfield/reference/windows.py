@@ -27,11 +27,29 @@ def window_means_backward(grad: Tensor, starts: Tensor, sizes: Tensor, window: i
     return spread.to(grad.dtype)
 
 
+def window_sums_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
+    """Sums over the tokens of all windows, and of their squares, `[B, H, N, D]` to `[2, B, H, D]`; float32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    tokens = _tokens(x, starts, sizes, window)
+    # Squares of what float16 can hold may be beyond it.
+    return torch.stack([tokens.sum(dim=(2, 3), dtype=wide), tokens.to(wide).square().sum(dim=(2, 3))])
+
+
+def window_sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
+    """To a token in a window belongs the gradient of the sum, and that of the sum of squares twice as often as it is
+    large; to others none."""
+    place, exists = _places(starts, sizes, window)
+    covered = torch.zeros(x.shape[2], dtype=torch.bool, device=x.device)
+    covered.index_put_((place.clamp(max=x.shape[2] - 1).flatten(),), exists.flatten(), accumulate=True)
+    plain, squared = grad.unsqueeze(3).unbind()
+    spread = torch.addcmul(plain, x.to(grad.dtype), squared, value=2)
+    return spread.masked_fill(~covered[:, None], 0).to(x.dtype)
+
+
 def weighted_windows_forward(
     key: Tensor,
     value: Tensor,
-    centre: Tensor,
-    spread: Tensor,
+    moments: Tensor,
     starts: Tensor,
     sizes: Tensor,
     window: int,
@@ -41,8 +59,10 @@ def weighted_windows_forward(
     `[B, G, windows]`; see `nearfield.windows`. Differentiable, and float32 at least inside.
 
     Args:
-        centre, spread: `[B, G, D]`, the mean and the variance of the queries, channel by channel.
+        moments: `[2, B, G, D]`, the means of the queries and of their squares, channel by channel.
     """
+    centre, square = moments.unbind()
+    spread = (square - centre.square()).clamp(min=0)
     keys, values = (_tokens(x, starts, sizes, window).to(centre.dtype) for x in (key, value))
     _, exists = _places(starts, sizes, window)
     scores = scale * torch.einsum("bgwnd,bgd->bgwn", keys, centre)
