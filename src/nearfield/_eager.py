@@ -19,7 +19,10 @@ def is_unobserved(*tensors: Tensor | None) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is under way, or an export, whose graph may be differentiated later."""
+    """Whether a transform of torch.func is under way, or an export, whose graph may be differentiated later.
+
+    Traced by torch before 2.13, a call that is compiled is taken for one that is exported.
+    """
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
     return torch._C._functorch.peek_interpreter_stack() is not None
