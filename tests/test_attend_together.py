@@ -603,7 +603,7 @@ def test_an_exported_graph_can_be_differentiated() -> None:
 
 
 def test_compiled_inference_gives_the_bits_of_eager() -> None:
-    """Where tracing tells compiling from exporting; torch before 2.13 takes one for the other, and parts are read apart."""
+    """Where tracing tells compiling from exporting. Torch before 2.13 does not, and parts are read apart."""
     query, parts = _plain_call()
     tensors = [query, *(x for part in parts for x in (part.key, part.value))]
     torch._dynamo.reset()

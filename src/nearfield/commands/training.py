@@ -31,7 +31,7 @@ BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 # For trying the whole chain: minutes on a laptop, pictures of nothing much.
 _TINY = {"joint_blocks": 1, "single_blocks": 3, "heads": 4, "head_dim": 32, "condition_tokens": 16}
 # A step changes every weight by about the rate, and a LoRA has few.
-_LORA_RATE, _FULL_RATE = 1e-3, 1e-4
+_LORA_RATE, _FULL_RATE = 1e-3, 3e-5
 TINY_PIXEL = {"layers": 2, "heads": 2, "head_dim": 32}
 
 
