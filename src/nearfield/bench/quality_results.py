@@ -269,9 +269,12 @@ def goals(collected: Collected) -> list[str]:
         for what, (without, with_it) in _LEFT_OUT.items()
         if without in rows and with_it in rows
     ]
-    front = [row.pattern for row in pareto_front(rows.values())]
-    if len(front) > 2:
-        found.append(f"Nothing beats these in both pairs kept and FID: {'; '.join(front)}.")
+    for words, is_tuned in (("Untuned", False), ("Tuned", True)):
+        front = [
+            row.pattern for row in pareto_front(row for row in rows.values() if _is_tuned(row) == is_tuned)
+        ]
+        if len(front) > (0 if is_tuned else 2):
+            found.append(f"{words}, nothing beats these in both pairs kept and FID: {'; '.join(front)}.")
     return [sentence for sentence in found if sentence]
 
 

@@ -22,17 +22,20 @@ from nearfield.tuning import Trial, front
 
 
 def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
-    """Pairs kept against FID: every pattern a point, those that none beats in both joined by a line.
+    """Pairs kept against FID: every pattern a point, those that none alike beats in both joined by a line.
 
-    Points take their colour from `settings["tuning"]` ("none" if it is not there).
+    Alike are those with the same `settings["tuning"]` ("none" if it is not there), which also gives them their colour.
     """
     pyplot = require_pyplot()
     measured = [row for row in rows if row.fid is not None]
-    best = pareto_front(measured)
     kinds = list(dict.fromkeys(str(row.settings.get("tuning", "none")) for row in measured))
     colours = colours_of(kinds)
     figure, axis = pyplot.subplots(figsize=(8.6, 5.2))
-    _draw_front(axis, [(row.pairs_kept, row.fid) for row in best])
+    best: list[QualityRow] = []
+    for kind in kinds:
+        alike = pareto_front(row for row in measured if str(row.settings.get("tuning", "none")) == kind)
+        _draw_front(axis, [(row.pairs_kept, row.fid) for row in alike])
+        best += alike
     names: list[tuple[tuple[float, float], str, bool]] = []
     for row in measured:
         assert row.fid is not None  # others are not measured
@@ -128,15 +131,22 @@ def _draw_panel(
     _write_names(axis, names)
 
 
-_BESIDE = ((5, 3, "left"), (5, -9, "left"), (-5, 3, "right"), (-5, -9, "right"))
+_BESIDE = (
+    *((5, 3, "left"), (5, -9, "left"), (-5, 3, "right"), (-5, -9, "right")),
+    *((0, 7, "center"), (0, -13, "center"), (9, -3, "left"), (-9, -3, "right")),
+)
 """Where a name may stand: points across and up from its mark, and the side of it that is there."""
 
 
 def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
-    """Names beside points, of the best first; where none of the places beside it is free a point goes without."""
+    """Names beside points, of the best first; where none of the places beside it is free a point goes without.
+
+    A place is free where there is no other name and no point, inside of what is drawn.
+    """
     axis.autoscale_view()  # now, and not when it is drawn: places depend on it
     renderer = axis.figure.canvas.get_renderer()
-    taken = list[Any]()
+    inside = axis.get_window_extent(renderer)
+    taken = [_box_around(axis, place) for place, _, _ in names]
     for place, name, is_best in sorted(names, key=lambda each: not each[2]):
         for across, up, side in _BESIDE:
             text = axis.annotate(
@@ -149,10 +159,19 @@ def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool
                 color=INK if is_best else MUTED,
             )
             box = text.get_window_extent(renderer)
-            if not any(box.overlaps(other) for other in taken):
+            is_inside = inside.x0 <= box.x0 and box.x1 <= inside.x1
+            if is_inside and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
                 break
             text.remove()
+
+
+def _box_around(axis: Any, place: tuple[float, float], reach: float = 3.0) -> Any:
+    """What a point covers."""
+    from matplotlib.transforms import Bbox
+
+    across, up = axis.transData.transform(place)
+    return Bbox.from_extents(across - reach, up - reach, across + reach, up + reach)
 
 
 def _panel_axes(axis: Any, panel: Panel) -> None:
