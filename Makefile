@@ -17,7 +17,7 @@ GPU_PACKAGES := accelerate annotated-doc annotated-types anyio certifi charset-n
 	lazy-importer markdown-it-py mdurl packaging peft pillow pluggy psutil pydantic pydantic-core pygments pytest \
 	pytest-timeout pytest-xdist pyyaml regex requests rich safetensors shellingham sortedcontainers tokenizers tqdm \
 	transformers truststore typer typing-extensions typing-inspection urllib3 zipp
-GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py
+GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py tests/test_windows.py
 SHARDS ?= 10
 GPU_ENV := PYTHONPATH=src:$(GPU_TOOLS)
 # The sanitizer looks at these alone: torch's own, which compute what is compared with, would take most of the time.

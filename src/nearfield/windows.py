@@ -64,7 +64,11 @@ def weighted_windows(
     with torch.autocast(query.device.type, enabled=False):
         if moments is None:
             moments = query_sums(query, starts, sizes, window, key.shape[1], impl) / sizes.sum()
-        return _weighted(query, key, value, moments, starts, sizes, window, scale, impl)
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        read = _read_weighted if is_unobserved(key, value, moments) else torch.ops.nearfield.weighted_windows
+        keys, values, bias = read(key, value, moments, starts, sizes, window, scale, impl)
+    shared_by = query.shape[1] // key.shape[1]
+    return WeightedWindows(keys, values, bias if shared_by == 1 else bias.repeat_interleave(shared_by, dim=1))
 
 
 def query_sums(
@@ -75,29 +79,6 @@ def query_sums(
     read = _read_sums if is_unobserved(query) else torch.ops.nearfield.window_sums
     sums: Tensor = read(query, starts, sizes, window, impl)
     return sums if query.shape[1] == groups else sums.unflatten(2, (groups, -1)).mean(dim=3)
-
-
-def _weighted(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    moments: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
-    window: int,
-    scale: float | None,
-    impl: Impl,
-) -> WeightedWindows:
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    call = (key, value, moments, starts, sizes, window, scale)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        keys, values, bias = reference.weighted_windows_forward(*call)
-    elif is_unobserved(key, value, moments):
-        keys, values, bias = _read_weighted(*call, impl)
-    else:
-        keys, values, bias = torch.ops.nearfield.weighted_windows(*call, impl)
-    shared_by = query.shape[1] // key.shape[1]
-    return WeightedWindows(keys, values, bias if shared_by == 1 else bias.repeat_interleave(shared_by, dim=1))
 
 
 def _module(x: Tensor, impl: str) -> Any:
@@ -146,7 +127,7 @@ def _read_weighted(
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator does. Where gradients are wanted, plain torch does it."""
+    """What the operator does."""
     with torch.cuda.device_of(key):
         module = _module(key, impl)
         found: tuple[Tensor, Tensor, Tensor] = module.weighted_windows_forward(
@@ -172,6 +153,49 @@ def _(
         value.new_empty(*shape, value.shape[3]),
         moments.new_empty(shape),
     )
+
+
+@torch.library.custom_op("nearfield::weighted_windows_backward", mutates_args=())
+def _weighted_windows_backward(
+    grad_keys: Tensor,
+    grad_values: Tensor,
+    grad_bias: Tensor,
+    key: Tensor,
+    value: Tensor,
+    moments: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = grad_keys, grad_values, grad_bias
+    return reference.weighted_windows_backward(grads, key, value, moments, starts, sizes, window, scale)
+
+
+@_weighted_windows_backward.register_fake
+def _(
+    grad_keys: Tensor,
+    grad_values: Tensor,
+    grad_bias: Tensor,
+    key: Tensor,
+    value: Tensor,
+    moments: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return key.new_empty(key.shape), value.new_empty(value.shape), moments.new_empty(moments.shape)
+
+
+def _remember_weighted(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    key, value, moments, starts, sizes, ctx.window, ctx.scale, _ = inputs
+    ctx.save_for_backward(key, value, moments, starts, sizes)
+
+
+def _differentiate_weighted(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    backward = torch.ops.nearfield.weighted_windows_backward
+    return *backward(*grads, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None, None, None
+
+
+_weighted_windows.register_autograd(_differentiate_weighted, setup_context=_remember_weighted)
 
 
 @torch.library.custom_op("nearfield::window_means_backward", mutates_args=())

@@ -56,7 +56,7 @@ def weighted_windows_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values `[B, G, windows, D]` in which tokens count as they do for the mean query, and biases
-    `[B, G, windows]`; see `nearfield.windows`. Differentiable, and float32 at least inside.
+    `[B, G, windows]`; see `nearfield.windows`. Float32 at least inside.
 
     Args:
         moments: `[2, B, G, D]`, the means of the queries and of their squares, channel by channel.
@@ -75,6 +75,61 @@ def weighted_windows_forward(
     rest = scale**2 / 2 * variance.sum(dim=3)
     bias = scores.logsumexp(dim=3) - scale * torch.einsum("bgwd,bgd->bgw", mean_key, centre)
     return mean_key.to(key.dtype), mean_value.to(value.dtype), bias + 2 * torch.log1p(rest / 2)
+
+
+def weighted_windows_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    key: Tensor,
+    value: Tensor,
+    moments: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of keys, values and moments by those of `weighted_windows_forward`, of which nothing need be kept.
+
+    A window's softmax is made again. Tokens in no window get none.
+    """
+    wide = moments.dtype
+    grad_keys, grad_values, grad_bias = (grad.to(wide).unsqueeze(3) for grad in grads)
+    keys, values = (_tokens(x, starts, sizes, window).to(wide) for x in (key, value))
+    place, exists = _places(starts, sizes, window)
+    centre, square = moments[:, :, :, None, None]
+    spread = (square - centre.square()).clamp(min=0)
+
+    scores = scale * (keys * centre).sum(dim=4)
+    weights = scores.masked_fill(~exists, float("-inf")).softmax(dim=3).unsqueeze(4)
+    mean_key, mean_square = ((weights * x).sum(3, True) for x in (keys, keys.square()))
+    variance = (mean_square - mean_key.square()).clamp(min=0)
+    rest = scale**2 / 2 * (variance * spread).sum(dim=4, keepdim=True)
+
+    # From what was made back to the means, to the weights, and to the scores.
+    grad_rest = grad_bias.unsqueeze(4) / (1 + rest / 2) * (scale**2 / 2)
+    grad_spread = (grad_rest * variance).sum(dim=(2, 3))
+    grad_square = grad_rest * spread * (variance > 0)
+    grad_mean = grad_keys - 2 * mean_key * grad_square - scale * grad_bias.unsqueeze(4) * centre
+    grad_weights = (grad_mean * keys + grad_square * keys.square() + grad_values * values).sum(4, True)
+    centred = grad_weights - (weights * grad_weights).sum(3, True)
+    grad_scores = weights * (centred + grad_bias.unsqueeze(4))
+
+    to_keys = weights * (grad_mean + 2 * grad_square * keys) + scale * grad_scores * centre
+    grad_centre = scale * ((grad_scores * keys).sum(3, True) - grad_bias.unsqueeze(4) * mean_key).sum(
+        dim=(2, 3)
+    )
+    grad_spread = grad_spread * (square > centre.square())[:, :, 0, 0]
+    grad_centre = grad_centre - 2 * centre[:, :, 0, 0] * grad_spread
+    grad_key = _put_back(to_keys, place, exists, key)
+    grad_value = _put_back(weights * grad_values, place, exists, value)
+    return grad_key, grad_value, torch.stack([grad_centre, grad_spread])
+
+
+def _put_back(spent: Tensor, place: Tensor, exists: Tensor, x: Tensor) -> Tensor:
+    """What belongs to the tokens of windows, `[B, H, windows, window, D]`, as a gradient of `x`."""
+    grad = torch.zeros(x.shape, dtype=spent.dtype, device=x.device)
+    spent = spent.masked_fill(~exists[:, :, None], 0)
+    grad.index_add_(2, place.clamp(max=x.shape[2] - 1).flatten(), spent.flatten(2, 3))
+    return grad.to(x.dtype)
 
 
 def _tokens(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
