@@ -1,6 +1,7 @@
 """`nearfield quality`, and results that are kept."""
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -362,6 +363,28 @@ def test_front_is_drawn(tmp_path: Path) -> None:
     assert (
         "dense" in (tmp_path / "one.svg").read_text(encoding="utf-8") or (tmp_path / "one.svg").stat().st_size
     )
+
+
+def test_fronts_are_joined_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was tuned and what was not apart; every point of a front has its name, inside of what is drawn."""
+    pytest.importorskip("matplotlib")
+    from nearfield.plots import fronts
+
+    drawn, figures = [], []
+    monkeypatch.setattr(fronts, "_draw_front", lambda axis, places: drawn.append(places))
+    monkeypatch.setattr(fronts, "save_titled", lambda figure, *_: figures.append(figure))
+    crowd = [
+        QualityRow(f"one of many {number}", 0.19, 1500, fid=31.0 + number / 10, settings={"tuning": "LoRA"})
+        for number in range(5)
+    ]
+    fronts.quality_front(tmp_path / "front.png", [*ROWS, *crowd], "Pairs against FID")
+    assert drawn == [[(0.19, 185.7), (0.35, 63.4), (1.0, 25.0)], [(0.19, 30.0)]]
+    (axis,) = figures[0].axes
+    assert {"dense", "T=4", "T=16", "T=16, tuned"} <= {text.get_text() for text in axis.texts}
+    edges = axis.get_window_extent()
+    boxes = [text.get_window_extent() for text in axis.texts]
+    assert all(edges.x0 <= box.x0 and box.x1 <= edges.x1 for box in boxes)
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_command_line_knows_the_command(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -780,6 +780,18 @@ def test_what_was_to_be_reached_is_told(tmp_path: Path) -> None:
     assert quality_results.goals(alone)[0] == untuned
 
 
+def test_fronts_of_what_was_tuned_and_what_was_not_are_told_apart(tmp_path: Path) -> None:
+    """A tuned pattern that is better than all others takes none of them from theirs."""
+    made_up(tmp_path, {"dense": 20.0, "a": 24.0, "tuned": 19.0})
+    few = [QualityRow("few", 0.2, 1500, fid=30.0), QualityRow("beaten", 0.3, 1500, fid=31.0)]
+    write_json(tmp_path / "quality" / "few.json", as_document(few, {}))
+    sentences = quality_results.goals(quality_results.read_folder(tmp_path))
+    assert sentences[-2:] == [
+        "Untuned, nothing beats these in both pairs kept and FID: few; a; dense.",
+        "Tuned, nothing beats these in both pairs kept and FID: tuned.",
+    ]
+
+
 @pytest.mark.parametrize(
     ("figures", "verdict"),
     [

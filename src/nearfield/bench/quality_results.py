@@ -76,7 +76,7 @@ class Collected(NamedTuple):
     @property
     def tuned(self) -> list[str]:
         """Names of patterns with tuned models, the best comparison first."""
-        return list(dict.fromkeys(row.pattern for row in self.rows if _is_tuned(row)))
+        return list(dict.fromkeys(row.pattern for row in self.rows if row.is_tuned))
 
 
 @contextmanager
@@ -93,14 +93,10 @@ def read_folder(folder: Path) -> Collected:
     for path in sorted((folder / "quality").glob("*.json")):
         rows += read_rows(path)
         machine = machine or json.loads(path.read_text(encoding="utf-8"))["machine"]
-    rows.sort(key=lambda row: (-row.samples, row.pattern != DENSE, _is_tuned(row), row.pattern))
+    rows.sort(key=lambda row: (-row.samples, row.pattern != DENSE, row.is_tuned, row.pattern))
     tunings = {path.parent.name: read_document(path) for path in (folder / "tuned").glob("*/last.json")}
     chosen = read_document(folder / "chosen.json").get("name")
     return Collected(folder, plan["settings"], plan["parts"], rows, machine, chosen, tunings)
-
-
-def _is_tuned(row: QualityRow) -> bool:
-    return str(row.settings.get("tuning", "none")) != "none"
 
 
 def as_json(collected: Collected) -> dict[str, Any]:
@@ -133,7 +129,7 @@ def sections(collected: Collected) -> list[Section]:
     num, screen = collected.settings["num"], collected.settings["screen"]
     candidates = [pattern.name for pattern in GROUPS["search"]]
     own = [*filter(None, [collected.chosen]), *collected.tuned]
-    has_tuned = any(map(_is_tuned, collected.at(num).values()))
+    has_tuned = any(row.is_tuned for row in collected.at(num).values())
     wanted: list[tuple[str, int, Sequence[str]]] = [
         (_TUNING, collected.settings["most"], own),
         ("Ways of tuning" if has_tuned else _TUNING, num, own),
@@ -251,9 +247,7 @@ def _tuning_words(settings: Mapping[str, Any], name: str, last: Mapping[str, Any
 
 def goals(collected: Collected) -> list[str]:
     """A sentence for everything that was to be reached, as far as it was measured."""
-    untuned = [
-        row for row in collected.rows if row.settings.get("method") == "hilbert" and not _is_tuned(row)
-    ]
+    untuned = [row for row in collected.rows if row.settings.get("method") == "hilbert" and not row.is_tuned]
     few = [row for row in untuned if _fits(row) and row.samples >= collected.settings["num"]]
     overall = [row for row in few if row.pairs_kept <= _MOST_PAIRS]
     limits = f"at most {_MOST_PAIRS:.0%} of the pairs"
@@ -261,7 +255,7 @@ def goals(collected: Collected) -> list[str]:
     found = [
         _goal(collected, few, f"Untuned, {limits} in sparse steps, at most {dense_steps}", _UNTUNED),
         _goal(collected, overall, f"Untuned, {limits} over all steps, dense ones included", _UNTUNED),
-        _goal(collected, [row for row in collected.rows if _is_tuned(row)], "Tuned", _TUNED, _SEAM),
+        _goal(collected, [row for row in collected.rows if row.is_tuned], "Tuned", _TUNED, _SEAM),
     ]
     rows = collected.at(collected.settings["num"])
     found += [
@@ -271,7 +265,7 @@ def goals(collected: Collected) -> list[str]:
     ]
     for words, is_tuned in (("Untuned", False), ("Tuned", True)):
         front = [
-            row.pattern for row in pareto_front(row for row in rows.values() if _is_tuned(row) == is_tuned)
+            row.pattern for row in pareto_front(row for row in rows.values() if row.is_tuned == is_tuned)
         ]
         if len(front) > (0 if is_tuned else 2):
             found.append(f"{words}, nothing beats these in both pairs kept and FID: {'; '.join(front)}.")

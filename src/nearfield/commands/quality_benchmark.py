@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nearfield.quality import Statistics
 
 
-_PLOT_WORDS = "Pairs kept against FID; what nothing beats in both is joined by a line"
+_PLOT_WORDS = "Pairs kept against FID; what nothing beats in both is joined by a line, tuned or not apart"
 _SHEET_WORDS = "The first pictures of the dense model and of patterns, of one noise"
 
 

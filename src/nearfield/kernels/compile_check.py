@@ -275,7 +275,7 @@ def main(every: bool) -> int:
     compile_window_means(128)
     compile_window_sums(128)
     if "bar.sync" in compile_weighted_windows(128):
-        print("sums of weighted windows leave their warp", file=sys.stderr)
+        print("weighted windows of 128 channels wait for other warps", file=sys.stderr)
         return 1
     if "ld.global.v4" not in compile_locate():
         print("no 16-byte loads in choosing among many tokens", file=sys.stderr)

@@ -95,8 +95,8 @@ def _weighted_kernel(
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """A softmax over the tokens of one window, of their scores with the mean query: TOKENS at a time, all of them if
-    there are so few. One warp holds them, so that no sum leaves it."""
-    row, batch_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    there are so few. One warp holds them, so that none waits for another's sums."""
+    row, batch_head = tl.program_id(0) % num_windows, (tl.program_id(0) // num_windows).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     key += batch * stride_kb + head * stride_kh
     value += batch * stride_vb + head * stride_vh
@@ -104,7 +104,7 @@ def _weighted_kernel(
     channel = tl.arange(0, PAD)
     place = moments + batch_head * DIM + channel
     mean_query = tl.load(place, mask=channel < DIM, other=0.0)
-    square = tl.load(place + tl.num_programs(1) * DIM, mask=channel < DIM, other=0.0)
+    square = tl.load(place + tl.num_programs(0) // num_windows * DIM, mask=channel < DIM, other=0.0)
     variance = tl.maximum(square - mean_query * mean_query, 0.0)
 
     top = tl.full([], float("-inf"), tl.float32)
@@ -177,7 +177,7 @@ def weighted_windows_forward(
         torch.empty(batch, heads, len(starts), dim, device=key.device, dtype=x.dtype) for x in (key, value)
     )
     bias = torch.empty(batch, heads, len(starts), device=key.device, dtype=moments.dtype)
-    _weighted_kernel[(len(starts), batch * heads)](
+    _weighted_kernel[(batch * heads * len(starts),)](  # the second side of a grid has an end
         key, value, moments.contiguous(), keys, values, bias, starts, sizes,
         *key.stride(), *value.stride(), heads, len(starts), scale,
         WINDOW=window, TOKENS=min(triton.next_power_of_2(window), _TOKENS), DIM=dim, PAD=padded(dim), num_warps=1,

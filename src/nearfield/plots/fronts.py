@@ -22,20 +22,20 @@ from nearfield.tuning import Trial, front
 
 
 def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
-    """Pairs kept against FID: every pattern a point, those that none alike beats in both joined by a line.
+    """Pairs kept against FID: every pattern a point, those that none beats in both joined by a line, for models that
+    were tuned and those that were not.
 
-    Alike are those with the same `settings["tuning"]` ("none" if it is not there), which also gives them their colour.
+    Points take their colour from `settings["tuning"]` ("none" if it is not there).
     """
     pyplot = require_pyplot()
     measured = [row for row in rows if row.fid is not None]
     kinds = list(dict.fromkeys(str(row.settings.get("tuning", "none")) for row in measured))
     colours = colours_of(kinds)
     figure, axis = pyplot.subplots(figsize=(8.6, 5.2))
-    best: list[QualityRow] = []
-    for kind in kinds:
-        alike = pareto_front(row for row in measured if str(row.settings.get("tuning", "none")) == kind)
-        _draw_front(axis, [(row.pairs_kept, row.fid) for row in alike])
-        best += alike
+    fronts = [pareto_front(row for row in measured if row.is_tuned == tuned) for tuned in (False, True)]
+    for front_rows in fronts:
+        _draw_front(axis, [(row.pairs_kept, row.fid) for row in front_rows])
+    best = [row for front_rows in fronts for row in front_rows]
     names: list[tuple[tuple[float, float], str, bool]] = []
     for row in measured:
         assert row.fid is not None  # others are not measured
@@ -139,15 +139,20 @@ _BESIDE = (
 
 
 def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
-    """Names beside points, of the best first; where none of the places beside it is free a point goes without.
+    """Names beside points, of the best first, long ones first of all, which find a place least easily.
 
-    A place is free where there is no other name and no point, inside of what is drawn.
+    Where none of the places beside it is free a point goes without.
+
+    A place is free where there is no other name, and no point of the best or of those that are named with it.
     """
     axis.autoscale_view()  # now, and not when it is drawn: places depend on it
     renderer = axis.figure.canvas.get_renderer()
     inside = axis.get_window_extent(renderer)
-    taken = [_box_around(axis, place) for place, _, _ in names]
-    for place, name, is_best in sorted(names, key=lambda each: not each[2]):
+    taken = [_box_around(axis, place) for place, _, is_best in names if is_best]
+    others = [_box_around(axis, place) for place, _, is_best in names if not is_best]
+    for place, name, is_best in sorted(
+        names, key=lambda each: (not each[2], -len(each[1]) if each[2] else 0)
+    ):
         for across, up, side in _BESIDE:
             text = axis.annotate(
                 name,
@@ -160,7 +165,7 @@ def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool
             )
             box = text.get_window_extent(renderer)
             is_inside = inside.x0 <= box.x0 and box.x1 <= inside.x1
-            if is_inside and not any(box.overlaps(other) for other in taken):
+            if is_inside and not any(box.overlaps(other) for other in (taken if is_best else taken + others)):
                 taken.append(box)
                 break
             text.remove()

@@ -62,6 +62,11 @@ class QualityRow:
     date: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_tuned(self) -> bool:
+        """Whether something was done to the model for the pattern."""
+        return str(self.settings.get("tuning", "none")) != "none"
+
     def __post_init__(self) -> None:
         if not 0 < self.pairs_kept <= 1:
             wrong_value("pairs_kept", "be above 0 and at most 1", self.pairs_kept)

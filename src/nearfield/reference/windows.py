@@ -39,11 +39,11 @@ def window_sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor,
     """To a token in a window belongs the gradient of the sum, and that of the sum of squares twice as often as it is
     large; to others none."""
     place, exists = _places(starts, sizes, window)
-    covered = torch.zeros(x.shape[2], dtype=torch.bool, device=x.device)
-    covered.index_put_((place.clamp(max=x.shape[2] - 1).flatten(),), exists.flatten(), accumulate=True)
+    times = torch.zeros(x.shape[2], dtype=torch.int32, device=x.device)
+    times.index_add_(0, place.clamp(max=x.shape[2] - 1).flatten(), exists.flatten().int())
     plain, squared = grad.unsqueeze(3).unbind()
     spread = torch.addcmul(plain, x.to(grad.dtype), squared, value=2)
-    return spread.masked_fill(~covered[:, None], 0).to(x.dtype)
+    return spread.masked_fill(times[:, None] == 0, 0).to(x.dtype)
 
 
 def weighted_windows_forward(
