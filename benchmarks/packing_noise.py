@@ -8,7 +8,6 @@ packed model is to the result what the unpacked one is to the packed. Beside the
 they are, lies a file with the pattern that `bench errors` and others read it by: every layer dense.
 """
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nearfield.demo.model import _SCALE, EMBEDDED, load_model, packed, save_model
+from nearfield._files import write_json
+from nearfield.demo.model import EMBEDDED, SCALE, load_model, packed, save_model
 
 
 def with_noise(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def with_noise(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor
     stored = packed(weights)
     moved = dict(weights)
     for name, tensor in weights.items():
-        if (scale := stored.get(name + _SCALE)) is not None:
+        if (scale := stored.get(name + SCALE)) is not None:
             reach = scale.float().repeat_interleave(tensor.shape[1] // scale.shape[1], dim=1)
             moved[name] = tensor + reach * (torch.rand(tensor.shape, generator=generator) - 0.5)
     return moved
@@ -46,7 +46,7 @@ def main(out: Path) -> None:
     save_model(out, model, packing="none")
     layers = model.config.joint_blocks + model.config.single_blocks
     pattern = {"name": "noise of packing", "fields": {"dense_layers": layers}, "weights": str(out)}
-    out.with_suffix(".json").write_text(json.dumps([pattern]), encoding="utf-8")
+    write_json(out.with_suffix(".json"), [pattern])
     print(f"wrote {out} and {out.with_suffix('.json')}: matrices moved by {change(weights, noisy):.2%}")
 
 

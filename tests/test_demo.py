@@ -1,6 +1,5 @@
 """The embedded model: its autoencoder on real photographs, its files, its sampler, its pictures."""
 
-import importlib.util
 import json
 import math
 import warnings
@@ -11,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
+from tests.scripts import load_script
 from tests.tiles import paper
 
 from nearfield import FineGrained, Hilbert, Merge, _files, apply
@@ -104,13 +104,7 @@ def test_packing_is_close_and_small(tmp_path: Path) -> None:
 def test_noise_of_packing_moves_weights_as_packing_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path(__file__).parent.parent / "benchmarks" / "packing_noise.py"
-    spec = importlib.util.spec_from_file_location("packing_noise", path)
-    assert spec is not None
-    assert spec.loader is not None
-    noise_of = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(noise_of)
-
+    noise_of = load_script("packing_noise")
     weights = {
         "matrix": torch.randn(48, 192, generator=torch.Generator().manual_seed(0)),
         "bias": torch.ones(3),

@@ -1,6 +1,5 @@
 """The sweep over launch shapes of LogLinear's kernels, in the interpreter: what it runs, and what it refuses."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from tests.attending import NEEDS_TRITON
+from tests.scripts import load_script
 
 from nearfield.bench.loglinear import LogLinearBench
 from nearfield.bench.loglinear_cases import LogLinearCase
@@ -19,13 +19,7 @@ EFFORT = Effort(rounds=1, seconds=0.0, most=1)
 
 @pytest.fixture(scope="module")
 def sweeping() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "sweep_loglinear.py"
-    spec = importlib.util.spec_from_file_location("sweep_loglinear", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("sweep_loglinear")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's part")

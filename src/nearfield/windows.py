@@ -103,6 +103,65 @@ def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tenso
     return x.new_empty(*x.shape[:2], starts.shape[0], x.shape[3])
 
 
+@torch.library.custom_op("nearfield::window_means_backward", mutates_args=())
+def _window_means_backward(
+    grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str
+) -> Tensor:
+    with torch.cuda.device_of(grad):
+        spread: Tensor = _module(grad, impl).window_means_backward(grad, starts, sizes, window, length)
+    return spread
+
+
+@_window_means_backward.register_fake
+def _(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str) -> Tensor:
+    return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
+
+
+def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    x, starts, sizes, ctx.window, ctx.impl = inputs
+    ctx.length = x.shape[2]
+    ctx.save_for_backward(starts, sizes)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    backward = torch.ops.nearfield.window_means_backward
+    return backward(grad, *ctx.saved_tensors, ctx.window, ctx.length, ctx.impl), None, None, None, None
+
+
+_window_means.register_autograd(_differentiate, setup_context=_remember)
+
+
+@torch.library.custom_op("nearfield::window_sums", mutates_args=())
+def _window_sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    return _read_sums(x, starts, sizes, window, impl)
+
+
+def _read_sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    """What the operator does."""
+    with torch.cuda.device_of(x):
+        sums: Tensor = _module(x, impl).window_sums_forward(x, starts, sizes, window)
+    return sums
+
+
+@_window_sums.register_fake
+def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(2, *x.shape[:2], x.shape[3], dtype=wide)
+
+
+def _remember_sums(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    x, starts, sizes, ctx.window, _ = inputs
+    ctx.save_for_backward(x, starts, sizes)
+
+
+def _differentiate_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, starts, sizes = ctx.saved_tensors
+    return reference.window_sums_backward(grad, x, starts, sizes, ctx.window), None, None, None, None
+
+
+_window_sums.register_autograd(_differentiate_sums, setup_context=_remember_sums)
+
+
 @torch.library.custom_op("nearfield::weighted_windows", mutates_args=())
 def _weighted_windows(
     key: Tensor,
@@ -196,62 +255,3 @@ def _differentiate_weighted(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ..
 
 
 _weighted_windows.register_autograd(_differentiate_weighted, setup_context=_remember_weighted)
-
-
-@torch.library.custom_op("nearfield::window_means_backward", mutates_args=())
-def _window_means_backward(
-    grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str
-) -> Tensor:
-    with torch.cuda.device_of(grad):
-        spread: Tensor = _module(grad, impl).window_means_backward(grad, starts, sizes, window, length)
-    return spread
-
-
-@_window_means_backward.register_fake
-def _(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str) -> Tensor:
-    return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
-
-
-def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    x, starts, sizes, ctx.window, ctx.impl = inputs
-    ctx.length = x.shape[2]
-    ctx.save_for_backward(starts, sizes)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.nearfield.window_means_backward
-    return backward(grad, *ctx.saved_tensors, ctx.window, ctx.length, ctx.impl), None, None, None, None
-
-
-_window_means.register_autograd(_differentiate, setup_context=_remember)
-
-
-@torch.library.custom_op("nearfield::window_sums", mutates_args=())
-def _window_sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    return _read_sums(x, starts, sizes, window, impl)
-
-
-def _read_sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    """What the operator does."""
-    with torch.cuda.device_of(x):
-        sums: Tensor = _module(x, impl).window_sums_forward(x, starts, sizes, window)
-    return sums
-
-
-@_window_sums.register_fake
-def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(2, *x.shape[:2], x.shape[3], dtype=wide)
-
-
-def _remember_sums(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    x, starts, sizes, ctx.window, _ = inputs
-    ctx.save_for_backward(x, starts, sizes)
-
-
-def _differentiate_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, starts, sizes = ctx.saved_tensors
-    return reference.window_sums_backward(grad, x, starts, sizes, ctx.window), None, None, None, None
-
-
-_window_sums.register_autograd(_differentiate_sums, setup_context=_remember_sums)

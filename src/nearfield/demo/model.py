@@ -24,7 +24,7 @@ FORMAT = 1
 Packing = Literal["int8", "bf16", "none"]
 
 _GROUP = 64  # weights that share a scale
-_SCALE = ":scale"
+SCALE = ":scale"
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Rounded before use: what is stored is what the integers were made for.
         scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-7).half()
         whole = (groups / scale.float()).round().clamp(-127, 127).to(torch.int8)
-        stored[name], stored[name + _SCALE] = whole.flatten(1), scale.squeeze(-1)
+        stored[name], stored[name + SCALE] = whole.flatten(1), scale.squeeze(-1)
     return stored
 
 
@@ -235,9 +235,9 @@ def unpacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Float32 tensors of what `packed` made, or of plain ones."""
     tensors = dict[str, Tensor]()
     for name, tensor in stored.items():
-        if name.endswith(_SCALE):
+        if name.endswith(SCALE):
             continue
-        scale = stored.get(name + _SCALE)
+        scale = stored.get(name + SCALE)
         if scale is None:
             tensors[name] = tensor.float()
         else:

@@ -143,7 +143,7 @@ def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool
 
     Where none of the places beside it is free a point goes without.
 
-    A place is free where there is no other name, and no point of the best or of those that are named with it.
+    A place is free where there is no other name and no point; names of the best may cover points that are not.
     """
     axis.autoscale_view()  # now, and not when it is drawn: places depend on it
     renderer = axis.figure.canvas.get_renderer()

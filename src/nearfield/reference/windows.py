@@ -1,5 +1,7 @@
 """Summaries of short runs of tokens, each with its own begin and size: the specification."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -47,13 +49,7 @@ def window_sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor,
 
 
 def weighted_windows_forward(
-    key: Tensor,
-    value: Tensor,
-    moments: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
-    window: int,
-    scale: float,
+    key: Tensor, value: Tensor, moments: Tensor, starts: Tensor, sizes: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values `[B, G, windows, D]` in which tokens count as they do for the mean query, and biases
     `[B, G, windows]`; see `nearfield.windows`. Float32 at least inside.
@@ -61,20 +57,11 @@ def weighted_windows_forward(
     Args:
         moments: `[2, B, G, D]`, the means of the queries and of their squares, channel by channel.
     """
-    centre, square = moments.unbind()
-    spread = (square - centre.square()).clamp(min=0)
-    keys, values = (_tokens(x, starts, sizes, window).to(centre.dtype) for x in (key, value))
-    _, exists = _places(starts, sizes, window)
-    scores = scale * torch.einsum("bgwnd,bgd->bgwn", keys, centre)
-    scores = scores.masked_fill(~exists, float("-inf"))
-    weights = scores.softmax(dim=3)
-    mean_key, mean_square, mean_value = (
-        torch.einsum("bgwn,bgwnd->bgwd", weights, x) for x in (keys, keys.square(), values)
-    )
-    variance = (mean_square - mean_key.square()).clamp(min=0) * spread[:, :, None]
-    rest = scale**2 / 2 * variance.sum(dim=3)
-    bias = scores.logsumexp(dim=3) - scale * torch.einsum("bgwd,bgd->bgw", mean_key, centre)
-    return mean_key.to(key.dtype), mean_value.to(value.dtype), bias + 2 * torch.log1p(rest / 2)
+    found = _weigh(key, moments, starts, sizes, window, scale)
+    values = _tokens(value, starts, sizes, window).to(moments.dtype)
+    mean_value = torch.einsum("bgwn,bgwnd->bgwd", found.weights, values)
+    bias = found.scores.logsumexp(dim=3) - scale * torch.einsum("bgwd,bgd->bgw", found.mean, moments[0])
+    return found.mean.to(key.dtype), mean_value.to(value.dtype), bias + 2 * torch.log1p(found.rest / 2)
 
 
 def weighted_windows_backward(
@@ -89,39 +76,67 @@ def weighted_windows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of keys, values and moments by those of `weighted_windows_forward`, of which nothing need be kept.
 
-    A window's softmax is made again. Tokens in no window get none.
+    Windows are weighed again. Tokens in no window get none.
     """
-    wide = moments.dtype
-    grad_keys, grad_values, grad_bias = (grad.to(wide).unsqueeze(3) for grad in grads)
-    keys, values = (_tokens(x, starts, sizes, window).to(wide) for x in (key, value))
-    place, exists = _places(starts, sizes, window)
+    found = _weigh(key, moments, starts, sizes, window, scale)
+    values = _tokens(value, starts, sizes, window).to(moments.dtype)
+    grad_keys, grad_values, grad_bias = (grad.to(moments.dtype).unsqueeze(3) for grad in grads)
+    grad_bias, keys, weights = grad_bias.unsqueeze(4), found.keys, found.weights.unsqueeze(4)
+    mean, variance, rest = found.mean.unsqueeze(3), found.variance.unsqueeze(3), found.rest[..., None, None]
     centre, square = moments[:, :, :, None, None]
-    spread = (square - centre.square()).clamp(min=0)
-
-    scores = scale * (keys * centre).sum(dim=4)
-    weights = scores.masked_fill(~exists, float("-inf")).softmax(dim=3).unsqueeze(4)
-    mean_key, mean_square = ((weights * x).sum(3, True) for x in (keys, keys.square()))
-    variance = (mean_square - mean_key.square()).clamp(min=0)
-    rest = scale**2 / 2 * (variance * spread).sum(dim=4, keepdim=True)
+    has_spread = square > centre.square()
+    spread = (square - centre.square()) * has_spread
 
     # From what was made back to the means, to the weights, and to the scores.
-    grad_rest = grad_bias.unsqueeze(4) / (1 + rest / 2) * (scale**2 / 2)
-    grad_spread = (grad_rest * variance).sum(dim=(2, 3))
+    grad_rest = grad_bias / (1 + rest / 2) * (scale**2 / 2)
     grad_square = grad_rest * spread * (variance > 0)
-    grad_mean = grad_keys - 2 * mean_key * grad_square - scale * grad_bias.unsqueeze(4) * centre
+    grad_mean = grad_keys - 2 * mean * grad_square - scale * grad_bias * centre
     grad_weights = (grad_mean * keys + grad_square * keys.square() + grad_values * values).sum(4, True)
     centred = grad_weights - (weights * grad_weights).sum(3, True)
-    grad_scores = weights * (centred + grad_bias.unsqueeze(4))
+    grad_scores = weights * (centred + grad_bias)
 
     to_keys = weights * (grad_mean + 2 * grad_square * keys) + scale * grad_scores * centre
-    grad_centre = scale * ((grad_scores * keys).sum(3, True) - grad_bias.unsqueeze(4) * mean_key).sum(
-        dim=(2, 3)
-    )
-    grad_spread = grad_spread * (square > centre.square())[:, :, 0, 0]
-    grad_centre = grad_centre - 2 * centre[:, :, 0, 0] * grad_spread
+    to_spread = (grad_rest * variance).sum(2, True) * has_spread
+    to_centre = scale * ((grad_scores * keys).sum(3, True) - grad_bias * mean).sum(2, True)
+    grad_moments = torch.stack([to_centre - 2 * centre * to_spread, to_spread]).flatten(3, 5)
+    place, exists = _places(starts, sizes, window)
     grad_key = _put_back(to_keys, place, exists, key)
     grad_value = _put_back(weights * grad_values, place, exists, value)
-    return grad_key, grad_value, torch.stack([grad_centre, grad_spread])
+    return grad_key, grad_value, grad_moments
+
+
+class _Weighed(NamedTuple):
+    """Windows whose tokens count as they do for the mean query.
+
+    Args:
+        keys: of the tokens, `[B, G, windows, window, D]`.
+        scores, weights: theirs, `[B, G, windows, window]`.
+        mean, variance: of the keys, `[B, G, windows, D]`.
+        rest: half of the variance of the scores over all queries, `[B, G, windows]`.
+    """
+
+    keys: Tensor
+    scores: Tensor
+    weights: Tensor
+    mean: Tensor
+    variance: Tensor
+    rest: Tensor
+
+
+def _weigh(
+    key: Tensor, moments: Tensor, starts: Tensor, sizes: Tensor, window: int, scale: float
+) -> _Weighed:
+    centre, square = moments.unbind()
+    spread = (square - centre.square()).clamp(min=0)
+    keys = _tokens(key, starts, sizes, window).to(moments.dtype)
+    _, exists = _places(starts, sizes, window)
+    scores = scale * torch.einsum("bgwnd,bgd->bgwn", keys, centre)
+    scores = scores.masked_fill(~exists, float("-inf"))
+    weights = scores.softmax(dim=3)
+    mean, mean_square = (torch.einsum("bgwn,bgwnd->bgwd", weights, x) for x in (keys, keys.square()))
+    variance = (mean_square - mean.square()).clamp(min=0)
+    rest = scale**2 / 2 * (variance * spread[:, :, None]).sum(dim=3)
+    return _Weighed(keys, scores, weights, mean, variance, rest)
 
 
 def _put_back(spent: Tensor, place: Tensor, exists: Tensor, x: Tensor) -> Tensor:
