@@ -4,8 +4,9 @@
 
 The same call again goes on where time was up. Every part is a `nearfield` command in a process of its own, forked from
 one that has imported everything, so that starting costs little and a part that breaks takes nothing with it. Parts run
-alone where speed is measured or seconds of training count; pictures, FID and the statistics of photographs run side by
-side. What was done, what it took and what broke is in STATE/plan.json; what a part printed, in STATE/printed.
+alone where speed is measured or seconds of training count. All others run side by side after them, so that some compute
+while others compile: pictures, FID, and ablations, whose steps alone count. What was done, what it took and what broke
+is in STATE/plan.json; what a part printed, in STATE/printed.
 
 Names and values are the fields of `Settings`. Lists stand between commas, switches are yes or no.
 """
@@ -40,6 +41,7 @@ class Settings:
         pictures: of each kept model, for FID; 0 for none. A multiple of 64: a smaller last batch is compiled anew.
         sheet: pictures on the sample sheet at the end of a run.
         benchmarks: sizes at which training speed is measured, with their batch: 128x16,256x4.
+        lanes: parts side by side.
         compiled, tiny: options of `train pixel`.
     """
 
@@ -59,6 +61,7 @@ class Settings:
     pictures: int = 1024
     sheet: int = 16
     benchmarks: tuple[str, ...] = ("128x16", "256x4")
+    lanes: int = 4
     compiled: bool = True
     tiny: bool = False
 
@@ -84,16 +87,15 @@ class Plan(planned.Plan):
         settings = self.settings
         full, sparse = self.run("full"), [self.run(name) for name in settings.attention]
         ablations = [self.run(name) for name in settings.ablations]
-        first, rest = sparse[:1], sparse[1:]
         yield from ([self.speed(words)] for words in settings.benchmarks[:1])
         yield [self.pretraining(), *self.photographs()]
-        yield from ([self.training(run)] for run in (full, *first))
-        yield from self.pictures([full, *first], first)
+        yield from ([self.training(run)] for run in (full, *sparse))
         yield from ([self.speed(words)] for words in settings.benchmarks[1:])
-        yield from ([self.training(run)] for run in rest)
-        yield from self.pictures(rest, [])
-        yield from ([self.training(run)] for run in ablations)
-        yield from self.pictures(ablations, rest)
+        yield [
+            *(self.training(run) for run in ablations),
+            *self.pictures([full, *sparse], sparse),
+            *self.pictures(ablations, []),
+        ]
         if settings.large:
             yield from ([self.large(name)] for name in ("loglinear", "full"))
 
@@ -186,7 +188,10 @@ class Plan(planned.Plan):
 
         kept = [folder / f"model-{mark}.safetensors" for mark in marks]
         needs = () if start is None else (start,)
-        return Part(f"train-{run}", lambda: all(path.exists() for path in kept), chains, needs=needs)
+        # Of ablations one trains at a time: several would not fit into a GPU's memory.
+        return Part(
+            f"train-{run}", lambda: all(path.exists() for path in kept), chains, needs=needs, uses="training"
+        )
 
     def photographs(self) -> list[Part]:
         if not self.settings.pictures:
@@ -195,11 +200,12 @@ class Plan(planned.Plan):
         command = ["quality", str(self.state / "photographs"), "--save", str(statistics), *self.features()]
         return [Part("photographs", statistics.exists, lambda _: [[command]])]
 
-    def pictures(self, of_steps: Sequence[str], of_seconds: Sequence[str]) -> Iterator[list[Part]]:
+    def pictures(self, of_steps: Sequence[str], of_seconds: Sequence[str]) -> list[Part]:
         """Pictures of models that were kept at equal steps and at equal time, and their distance to the photographs."""
-        if self.settings.pictures:
-            models = [(run, "steps") for run in of_steps] + [(run, "seconds") for run in of_seconds]
-            yield [self.sampled(*model) for model in models]
+        if not self.settings.pictures:
+            return []
+        models = [(run, "steps") for run in of_steps] + [(run, "seconds") for run in of_seconds]
+        return [self.sampled(*model) for model in models]
 
     def sampled(self, run: str, mark: str) -> Part:
         name = f"{run}-{mark}"
@@ -271,6 +277,10 @@ class Plan(planned.Plan):
         return None if report is None else int(report["step"])
 
     # -- what the machinery asks ---------------------------------------------------------------------------------
+
+    @property
+    def lanes(self) -> int:
+        return self.settings.lanes
 
     def is_end(self, group: Sequence[Part]) -> bool:
         """What follows training compares what was trained."""

@@ -287,7 +287,8 @@ class Plan(planned.Plan):
         def chains(minutes: float) -> list[Chain]:
             command = ["train", "demo", *self.training(tuning, minutes)]
             command += ["--start", str(self.model()), "--shift", "2"]
-            command += ["--learning-rate", "1e-4", "--warm-up", "50", "--samples", "0"]
+            # At the rate of all weights in `distill`: 1e-4 led away from a model that has been trained.
+            command += ["--learning-rate", "3e-5", "--warm-up", "50", "--samples", "0"]
             # Not compiled: that would be the whole model, which takes longer than it saves.
             return [[[*command, "--method", "hilbert", *field_options(tuning.pattern.fields)]]]
 

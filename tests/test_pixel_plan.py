@@ -89,6 +89,7 @@ def test_everything_is_done_in_order(carried: Carried) -> None:
     assert broken in ([], ["photographs"])  # without the network of FID
     begun = [line.split("] ")[1] for line in printed.splitlines() if " s left] " in line]
     assert begun[:5] == ["bench-8", "train-8-full", "photographs", "train-12-full", "train-12-loglinear"]
+    assert begun[5] == "train-12-loglinear-unweighted"  # pictures are made beside it
     assert begun[-1] == "pictures-12-loglinear-unweighted-steps"
     assert {run.name for run in (state / "runs").iterdir()} == set(RUNS)
 
@@ -162,6 +163,23 @@ def test_commands_of_the_whole_plan_are_understood(
     assert ("--keep-steps" in options["train-64-loglinear-raster"]) == is_full_trained
     assert "raster" in options["train-64-loglinear-raster"]
     assert "--unweighted" in options["train-64-loglinear-unweighted"]
+
+
+def test_parts_whose_seconds_count_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import plan_pixel
+
+    write_json(tmp_path / "runs" / "64-full" / "last.json", {"step": 300})
+    groups = list(plan_pixel.Plan(tmp_path, plan_pixel.Settings(), 0.0).groups())
+    for group in groups:
+        timed = [part for part in group if "--keep-seconds" in part.chains(3.0)[0][0]]
+        timed += [part for part in group if part.name.startswith("bench-")]
+        assert not timed or len(group) == 1 or {part.name for part in group} == {"train-32-full", "photographs"}
+    (beside,) = (group for group in groups if len(group) > 2)
+    ablations = [part for part in beside if part.name.startswith("train-")]
+    assert len(ablations) == len(plan_pixel.ABLATIONS)
+    assert {part.uses for part in ablations} == {"training"}  # one at a time
+    assert sum(part.name.startswith("pictures-") for part in beside) == 7 + len(ablations)
 
 
 def test_nothing_is_begun_without_time_or_what_it_needs(

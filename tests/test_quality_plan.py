@@ -478,6 +478,11 @@ def option(words: Sequence[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_table_can_be_asked_for_alone(section: str, planning: ModuleType) -> None:
+    assert planning.Settings.read([f"sections={section}"]).sections == (section,)
+
+
 @pytest.mark.parametrize("tuned", [CANDIDATES[0], WITH_DENSE_STEPS[0]])
 def test_commands_of_the_whole_plan_are_understood(
     tuned: str, tmp_path: Path, planning: ModuleType, searching: Callable[[Sequence[str]], None]

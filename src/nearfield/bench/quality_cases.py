@@ -240,7 +240,7 @@ SECTIONS: dict[str, Sequence[str]] = {
         "far 16, first layer dense",
         "far 16, interleave",
     ),
-    "Without a far field, a centre shared: the paper's method": (BASE, "16 tiles", "4 tiles"),
+    "The paper's method: a centre shared and no far field": (BASE, "16 tiles", "4 tiles"),
     "Summaries": (
         "far 8",
         BASE,
@@ -254,14 +254,15 @@ SECTIONS: dict[str, Sequence[str]] = {
         "around, centre",
         f"far 16, 8 tiles, weighted, {_BOTH_ENDS}",
     ),
-    "Tiles by layer, at equal pairs": (
+    "Tiles by layer at equal pairs": (
         f"far 8, 12 tiles, weighted, {_BOTH_ENDS}",
         f"far 8, tiles by layer, weighted, {_BOTH_ENDS}",
         f"far 16, tiles by layer, weighted, {_BOTH_ENDS}",
     ),
 }
-"""What readers ask for, by the names of patterns, the most important first: a table each. The curve of "far 16" is the
-closed Hilbert curve, and nothing of it is shared or dense; nor of "around", whose summaries are weighted."""
+"""What readers ask for, by the names of patterns, the most important first: a table each, named without commas, for
+they stand between commas where tables are chosen. The curve of "far 16" is the closed Hilbert curve, and nothing of it
+is shared or dense; nor of "around", whose summaries are weighted."""
 
 
 def pattern_named(name: str) -> Pattern:
