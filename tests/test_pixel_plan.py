@@ -174,7 +174,9 @@ def test_parts_whose_seconds_count_run_alone(tmp_path: Path, monkeypatch: pytest
     for group in groups:
         timed = [part for part in group if "--keep-seconds" in part.chains(3.0)[0][0]]
         timed += [part for part in group if part.name.startswith("bench-")]
-        assert not timed or len(group) == 1 or {part.name for part in group} == {"train-32-full", "photographs"}
+        assert (
+            not timed or len(group) == 1 or {part.name for part in group} == {"train-32-full", "photographs"}
+        )
     (beside,) = (group for group in groups if len(group) > 2)
     ablations = [part for part in beside if part.name.startswith("train-")]
     assert len(ablations) == len(plan_pixel.ABLATIONS)
