@@ -57,8 +57,9 @@ collect)
     done
     # Large strips and LoRAs of a high rank would make it too large to travel. With its checkpoint, a small one goes on.
     "$python" benchmarks/shrink.py "$state/strips"
-    (cd "$state" && find . \( -name plan.json -o -name chosen.json -o -path './quality/*.json' -o -path './printed/*' \
-        -o -path './tuned/*/log.jsonl' -o -path './tuned/*/last.json' -o -path './strips/*.jpg' \
+    (cd "$state" && find . \( -name plan.json -o -name chosen.json -o -name published-tunings.json \
+        -o -path './quality/*.json' -o -path './printed/*' -o -path './tuned/*/log.jsonl' \
+        -o -path './tuned/*/last.json' -o -path './strips/*.jpg' \
         -o \( -path './tuned/*/pytorch_lora_weights*.safetensors' -size -3M \) \
         -o \( -path './tuned/*/checkpoint.safetensors' -size -9M \) \) -print |
         LC_ALL=C sort | tar -czf results.part -T -)

@@ -4,7 +4,8 @@
 
 Each row keeps its commit and date. What STATE knows stays as it is, and a second call changes nothing. Rows of another
 size, of other steps, or of a pattern that is another one by now are left out. So is the choice, which follows from the
-rows if it is among the same patterns; and how far tunings came, for what they learned is not in such a file.
+rows if it is among the same patterns. What is known of tunings is kept to be published again; they cannot go on, for
+what they learned is not in such a file.
 """
 
 import sys
@@ -19,6 +20,7 @@ from planned import Record, read_json
 from nearfield._files import write_json
 from nearfield.bench.picture_runs import Task, is_known
 from nearfield.bench.quality_cases import GROUPS, Pattern, as_file_name, pattern_named, without_dense_steps
+from nearfield.bench.quality_results import PUBLISHED_TUNINGS
 from nearfield.demo.model import EMBEDDED
 from nearfield.quality.results import QualityRow, as_document, read_rows
 
@@ -29,6 +31,7 @@ class Published(NamedTuple):
     Args:
         settings, records: of the plan.
         weights: tells models apart.
+        tunings: what is known of them.
         facts: of the file: the machine, and what it is about.
     """
 
@@ -36,6 +39,7 @@ class Published(NamedTuple):
     records: dict[str, Record]
     weights: str
     rows: list[QualityRow]
+    tunings: dict[str, Any]
     facts: Mapping[str, Any]
 
 
@@ -51,11 +55,12 @@ def read_published(path: Path) -> Published:
         records = {name: Record(**record) for name, record in document["parts"].items()}
         # Older files do not name their model; all of them are of the embedded one.
         weights = known.get("weights") or digest_of(EMBEDDED)
+        tunings = dict(document["tunings"])
         facts = {name: document[name] for name in ("machine", "about")}
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         sys.exit(f"`FILE` must be results that `measure_quality.sh publish` wrote; got {path} ({reason}).")
-    return Published(Settings(**values), records, weights, rows, facts)
+    return Published(Settings(**values), records, weights, rows, tunings, facts)
 
 
 def restore(state: Path, file: Path) -> str:
@@ -72,6 +77,8 @@ def restore(state: Path, file: Path) -> str:
     for name in dict.fromkeys(row.pattern for row in new):
         rows = [row for row in new if row.pattern == name]
         add_rows(plan.report(as_file_name(name)), rows, published.facts)
+    lost = state / PUBLISHED_TUNINGS
+    write_json(lost, published.tunings | (read_json(lost) or {}))
     there, others = len(own) - len(new), len(published.rows) - len(own)
     return f"{len(new)} rows restored; {there} were there, {others} are of other settings."
 

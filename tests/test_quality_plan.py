@@ -345,7 +345,8 @@ def test_published_rows_are_not_measured_again(
     # They are published again as they were.
     again = quality_results.as_json(quality_results.read_folder(state))
     document = json.loads(published.read_text())
-    for name in ("results", "settings", "parts", "machine", "chosen"):
+    assert document["tunings"]
+    for name in ("results", "settings", "parts", "machine", "chosen", "tunings"):
         assert again[name] == document[name]
     before = contents(state)
     assert "0 rows restored; 11 were there, 0 are of other settings." in script("restore", state, published)
@@ -736,6 +737,28 @@ def test_results_become_tables_and_pictures(
     shown = results.read("quality-mine", tmp_path)
     assert shown.kind == "quality"
     assert shown.draw is not None
+
+
+def test_a_sheet_whose_pictures_were_lost_stays(
+    archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, page = tmp_path / "results", tmp_path / "page.md"
+    shutil.unpack_archive(archive, folder)
+    for strip in (folder / "strips").glob("far-16-4-tiles.*"):
+        strip.unlink()
+    page.write_text(f"{BEGIN}\n\n{END}\n")
+    sheet = tmp_path / "sheet.jpg"
+    words = ["--out", tmp_path / "quality-mine.json", "--sheet", sheet, "--page", page]
+    command = ["bench", "quality", "--results", str(folder), *map(str, words)]
+    assert cli.main(command) == 0  # of what there is
+    with Image.open(sheet) as first:
+        assert first.height > 32
+    assert "stays" not in capsys.readouterr().err
+    sheet.write_bytes(b"with more rows")
+    assert cli.main(command) == 0
+    assert sheet.read_bytes() == b"with more rows"
+    assert "stays as it is: no pictures were collected of far 16, 4 tiles" in capsys.readouterr().err
+    assert "](sheet.jpg)" in page.read_text()
 
 
 def made_up(

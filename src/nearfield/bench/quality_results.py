@@ -48,6 +48,10 @@ _SHOWN = (
     "disc of radius 18",
     "band of 832",
 )
+PUBLISHED_TUNINGS = "published-tunings.json"
+"""What is known of tunings whose folders were lost with their machine."""
+_OF_ONE_CALL = ("ranks", "sections", "lanes")
+"""Settings that say what the last call was to add; results are of all calls."""
 _MOST_PAIRS, _MOST_DENSE_STEPS = 0.25, 0.2
 _UNTUNED, _TUNED, _SEAM = 1.25, 1.05, 1.02
 """What is to be reached: FID over dense without and with tuning, and seam energy over dense."""
@@ -58,7 +62,7 @@ class Collected(NamedTuple):
 
     Args:
         chosen: the pattern that was tuned; None if that was not decided yet.
-        tunings: what the last command of each said.
+        tunings: what the last command of each said; of those of an earlier machine, what was published.
     """
 
     folder: Path
@@ -94,7 +98,8 @@ def read_folder(folder: Path) -> Collected:
         rows += read_rows(path)
         machine = machine or json.loads(path.read_text(encoding="utf-8"))["machine"]
     rows.sort(key=lambda row: (-row.samples, row.pattern != DENSE, row.is_tuned, row.pattern))
-    tunings = {path.parent.name: read_document(path) for path in (folder / "tuned").glob("*/last.json")}
+    made = {path.parent.name: read_document(path) for path in (folder / "tuned").glob("*/last.json")}
+    tunings = read_document(folder / PUBLISHED_TUNINGS) | made
     chosen = read_document(folder / "chosen.json").get("name")
     return Collected(folder, plan["settings"], plan["parts"], rows, machine, chosen, tunings)
 
@@ -111,7 +116,8 @@ def as_json(collected: Collected) -> dict[str, Any]:
         name: {key: last.get(key) for key in ("step", "loss", "training_seconds", "batch")}
         for name, last in sorted(collected.tunings.items())
     }
-    own = {"settings": collected.settings, "parts": collected.parts}
+    settings = {name: value for name, value in collected.settings.items() if name not in _OF_ONE_CALL}
+    own = {"settings": settings, "parts": collected.parts}
     return document | own | {"chosen": collected.chosen, "tunings": tunings}
 
 
@@ -365,17 +371,32 @@ def front_rows(collected: Collected) -> list[QualityRow]:
     return [row for row in collected.rows if row.samples == collected.settings["num"]]
 
 
-def sheet_rows(collected: Collected) -> list[Row]:
-    """The first pictures of a few patterns, of one noise."""
+class Sheet(NamedTuple):
+    """The first pictures of a few patterns, of one noise.
+
+    Args:
+        missing: patterns with figures whose pictures were lost with their machine.
+    """
+
+    rows: list[Row]
+    missing: list[str]
+
+
+def sheet(collected: Collected) -> Sheet:
     names = [DENSE, *filter(None, [collected.chosen]), *collected.tuned[:1], *_SHOWN]
-    found = []
+    found = Sheet([], [])
     for name in dict.fromkeys(names):
-        strip = _strip(collected.folder, name)
         row = next((row for row in collected.rows if row.pattern == name), None)
-        if strip is not None and row is not None:
-            images = read_picture(strip)[None]
-            words = f"{row.pairs_kept:.1%} of the pairs, FID {_number(row.fid, '.1f')} of {row.samples:,} pictures"
-            found.append(Row(name, words, images))
+        if row is None:
+            continue
+        strip = _strip(collected.folder, name)
+        if strip is None:
+            found.missing.append(name)
+            continue
+        words = (
+            f"{row.pairs_kept:.1%} of the pairs, FID {_number(row.fid, '.1f')} of {row.samples:,} pictures"
+        )
+        found.rows.append(Row(name, words, read_picture(strip)[None]))
     return found
 
 

@@ -221,18 +221,24 @@ def _show_results(arguments: argparse.Namespace) -> int:
 
 def _drawings(arguments: argparse.Namespace, collected: Any) -> dict[Path, Callable[[Path], object]]:
     """What draws the pictures that were asked for, as far as there is something to draw."""
-    from nearfield.bench.quality_results import front_rows, sheet_rows
+    from nearfield.bench.quality_results import front_rows, sheet
     from nearfield.demo.pictures import write_rows
     from nearfield.plots.fronts import quality_front
 
-    points, rows = front_rows(collected), sheet_rows(collected)
+    points, pictures = front_rows(collected), sheet(collected)
     settings = collected.settings
     title = f"{settings['num']:,} pictures at {settings['size']} px"
     found: dict[Path, Callable[[Path], object]] = {}
     if arguments.plot is not None and points:
         found[arguments.plot] = lambda path: quality_front(path, points, title)
-    if arguments.sheet is not None and rows:
-        found[arguments.sheet] = lambda path: write_rows(path, rows)
+    if arguments.sheet is not None and arguments.sheet.exists() and pictures.missing:
+        # A sheet of fewer rows would lose what cannot be made again.
+        whole = arguments.sheet.read_bytes()
+        found[arguments.sheet] = lambda path: path.write_bytes(whole)
+        names = ", ".join(pictures.missing)
+        print(f"{arguments.sheet} stays as it is: no pictures were collected of {names}", file=sys.stderr)
+    elif arguments.sheet is not None and pictures.rows:
+        found[arguments.sheet] = lambda path: write_rows(path, pictures.rows)
     for path in (arguments.plot, arguments.sheet):
         if path is not None and path not in found:
             print(f"nothing to draw for {path}: nothing of it was collected", file=sys.stderr)
