@@ -68,8 +68,8 @@ class LogLinear(AlongCurve, DenseParts):
 
     caution: ClassVar[str] = (
         "LogLinear is made for models that are trained with it: one that was trained with full attention loses quality"
-        " (how much was not measured yet; see docs/loglinear.md). Train or tune it with the method in place, or use"
-        " Hilbert or FineGrained."
+        " (measured on the embedded model at 512 px, topk=8: LPIPS 0.23, 20.2 dB to dense; see docs/loglinear.md)."
+        " Train or tune it with the method in place, or use Hilbert or FineGrained."
     )
     """What `apply` warns of."""
 

@@ -136,8 +136,9 @@ def _draw_step_times(axis: Any, records: Sequence[dict[str, Any]], colours: dict
 def loss_lines(path: Path, records: Sequence[dict[str, Any]], title: str = "") -> None:
     """The losses of training runs against pictures seen, against time, and over full attention's at the same pictures.
 
-    A row for each size at which several attentions were trained. Records hold `size`, `batch`, `name`, `attention`,
-    `label`, `curve` and `over_full`: points of step, seconds and loss.
+    A row for each size at which several attentions were trained; ablations, which have a `label`, are not drawn against
+    time. Records hold `size`, `batch`, `name`, `attention`, `label`, `curve` and `over_full`: points of step, seconds
+    and loss.
     """
     pyplot = require_pyplot()
     sizes = [size for size, mine in _by_size(records).items() if len(mine) > 1]
@@ -150,7 +151,8 @@ def loss_lines(path: Path, records: Sequence[dict[str, Any]], title: str = "") -
             style = _style_of(record, colours)
             points = list(zip(*record["curve"], strict=True))
             samples.plot([step * record["batch"] for step in points[0]], points[2], **style)
-            seconds.plot(points[1], points[2], **style)
+            if record["label"] is None:  # the others may have run beside something: their seconds say nothing
+                seconds.plot(points[1], points[2], **style)
             if record["over_full"] and record["attention"] != "full":
                 steps, _, over = zip(*record["over_full"], strict=True)
                 shares.plot([step * record["batch"] for step in steps], over, **style)
@@ -160,8 +162,9 @@ def loss_lines(path: Path, records: Sequence[dict[str, Any]], title: str = "") -
         label_axes(samples, "pictures", "loss")
         label_axes(seconds, "seconds of training", "loss")
         label_axes(shares, "pictures", "loss over full attention's")
-        seconds.legend(frameon=False, fontsize=8)
+        samples.legend(frameon=False, fontsize=8)
         for axis in (samples, seconds, shares):
+            axis.locator_params(axis="x", nbins=6)
             thin_spines(axis)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, fontweight="bold")
