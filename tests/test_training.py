@@ -362,17 +362,34 @@ def test_training_may_be_sparse_from_the_start(tmp_path: Path) -> None:
         flow(tmp_path / "b", 12, size=64).resume()
 
 
-@pytest.mark.parametrize("method", [None, paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)])
-def test_a_compiled_model_learns_the_same(
-    method: Hilbert | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile_model(model, backend="eager"))
     runs = [
-        flow(tmp_path / name, 3, size=64, method=method, compiled=name == "compiled").run()
-        for name in ("compiled", "plain")
+        flow(tmp_path / name, 3, size=64, compiled=name == "compiled").run() for name in ("compiled", "plain")
     ]
     torch.testing.assert_close(*(torch.tensor(run.losses) for run in runs))
+
+
+@pytest.mark.parametrize("method", [Hilbert(dense_steps=0), Hilbert(tiles=4, near="tile", dense_steps=0)])
+def test_compiled_blocks_learn_the_same(
+    method: Hilbert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a method it is blocks that are compiled: one graph for each kind, and none for samples."""
+    quick = partial(compiled_blocks, backend="aot_eager")
+    monkeypatch.setattr("nearfield.training.flow.compiled_blocks", quick)
+    losses, made = list[Any](), list[int]()
+    for is_compiled in (True, False):
+        counters.clear()
+        fields = {"size": 64, "method": method, "compiled": is_compiled, "samples": 1, "sample_steps": 1}
+        losses.append(torch.tensor(flow(tmp_path / str(is_compiled), 3, **fields).run().losses))
+        made.append(counters["stats"]["unique_graphs"])
+    assert made == [3, 0]  # joint blocks, the first single one, whose tokens lie otherwise, and the others
+    torch.testing.assert_close(*losses)
+    with pytest.raises(
+        ValueError, match="`compiled` must be False: its lists are remembered from step to step"
+    ):
+        Recipe(method=FineGrained(), compiled=True)
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ function of normal numbers, so that the middle, where the picture is decided, is
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,12 +16,13 @@ from torch.nn.functional import mse_loss
 
 from nearfield._checks import check_int, check_member, wrong_value
 from nearfield.adapters import apply
+from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
 from nearfield.demo.autoencoder import PIXELS_PER_TOKEN
 from nearfield.demo.model import ModelConfig, Packing, TinyFlux, load_model, reconfigured, save_model
 from nearfield.demo.sampler import DemoPipeline, precision
 from nearfield.methods import Method
 from nearfield.training.data import Latents, fits
-from nearfield.training.loop import Draws, Loop, Schedule
+from nearfield.training.loop import Draws, Loop, Outcome, Schedule
 from nearfield.training.runs import Backend, TrainingRun, check_parts
 
 
@@ -35,7 +37,8 @@ class Recipe:
         seed: of the weights, the batches, the noise and the levels.
         method: train with sparse attention; None is dense.
         attention: which of torch's kernels computes dense attention.
-        compiled: let torch.compile make the model faster; the first step then takes a minute.
+        compiled: let torch.compile make the model faster, as a whole; with a method its blocks. The first step then
+            takes a minute.
         samples: pictures on a sample sheet, 0 for none.
         sample_steps, sample_seconds: denoising steps per picture, and time between sheets.
         packing: how the model is written: in 8 bits, in bfloat16, or as it is.
@@ -61,6 +64,9 @@ class Recipe:
         check_member("packing", self.packing, get_args(Packing))
         if self.shift <= 0:
             wrong_value("shift", "be above 0", self.shift)
+        reason = reason_not_to_compile(self.method) if self.compiled else None
+        if reason is not None:
+            wrong_value("compiled", f"be False: {reason}", self.compiled)
 
     def facts(self) -> dict[str, Any]:
         """What must not change when a run is gone on with."""
@@ -100,7 +106,8 @@ class FlowTraining(TrainingRun):
         self.latents = latents.to(self.device) if fits(latents.values, self.device) else latents
         self._draws = Draws(recipe.seed, self.device)
         self.handle = self._sparse(schedule.parts)
-        self._network = torch.compile(self.model.transformer) if recipe.compiled else None
+        is_whole = recipe.compiled and recipe.method is None
+        self._network = torch.compile(self.model.transformer) if is_whole else None
         facts = recipe.facts() | {"model": asdict(self.model.config)}
         self.loop = Loop(dict(self.model.named_parameters()), self.loss, schedule, folder, facts)
 
@@ -113,6 +120,14 @@ class FlowTraining(TrainingRun):
         text = self.model.config.condition_tokens
         handle.prepare(height=side, width=side, text=text, batch=self.recipe.batch // parts)
         return handle
+
+    def run(self) -> Outcome:
+        with self._compiled_blocks():
+            return super().run()
+
+    def _compiled_blocks(self) -> AbstractContextManager[None]:
+        is_wanted = self.recipe.compiled and self.recipe.method is not None
+        return compiled_blocks(self.model.transformer) if is_wanted else nullcontext()
 
     def loss(self, step: int, part: int) -> Tensor:
         """The mean squared error of the velocity over one part of a step's batch."""
@@ -134,7 +149,10 @@ class FlowTraining(TrainingRun):
             return None
         pipeline = DemoPipeline(self.model)
         pipeline.autoencoder.to(self.device)
-        sampled = pipeline(self.recipe.samples, steps=self.recipe.sample_steps, batch=16)
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # graphs of another size would take longer than they save
+            sampled = pipeline(self.recipe.samples, steps=self.recipe.sample_steps, batch=16)
         self.model.train()
         return sampled.images
 
