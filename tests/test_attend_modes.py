@@ -1,16 +1,18 @@
 """Attend under the modes of torch a user may be in, and with inputs laid out in unusual ways."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from tests.attending import NEEDS_TRITON, Call, assert_within_budget, random_inputs, random_plan, run
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearfield
-from nearfield import Plan, Positions, explain_choice, planning
+from nearfield import Geometry, Hilbert, LogLinear, Plan, Positions, explain_choice, planning
 from nearfield._eager import is_unobserved
 from nearfield._types import Attended
 from nearfield.attend import Part, attend_together
@@ -98,6 +100,56 @@ def test_eager_inference_needs_no_operator(is_together: bool, impl: str, device:
     assert seen.names == (
         ["nearfield::attend_together"] if is_together and impl != "reference" else part_by_part
     )
+    for one, other in zip(at_once, observed, strict=True):
+        assert torch.equal(one, other)
+
+
+OPERATORS = [
+    *("attend", "attend_backward", "attend_together", "attend_together_backward", "transpose"),
+    *("window_means", "window_means_backward", "window_sums", "window_sums_backward"),
+    *("weighted_windows", "weighted_windows_backward", "pool", "pool_backward", "pool_and_select"),
+]
+
+
+def _gradients(call: Callable[..., Attended], inputs: Sequence[Tensor]) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out, lse = call(*leaves)
+    return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sin().sum(), leaves)]
+
+
+def _trained(name: str, impl: Any, device: torch.device) -> tuple[Callable[..., Attended], list[Tensor]]:
+    """A call that is to be differentiated, and its inputs."""
+    inputs = random_inputs(1, 2, 64, dim=16, device=device)
+    plan = random_plan(64, 64, q_block=32, k_block=16, device=device)
+    if name == "attend":
+        bias = torch.randn(64, device=device)
+        return lambda q, k, v, b: nearfield.attend(q, k, v, plan, key_bias=b, impl=impl), [*inputs, bias]
+    if name == "attend_together":
+        return lambda q, k, v: attend_together(q, [Part(k, v, plan), Part(v, k, plan)], impl=impl), inputs
+    if name == "LogLinear":
+        method = LogLinear(block=16, topk=2, levels=1)
+        return lambda q, k, v: method.reader(Geometry((8, 8))).attend(q, k, v, impl=impl), inputs
+    method = Hilbert(tiles=4, far=4, near="tile", summary="weighted" if name == "weighted" else "mean")
+    reader = method.reader(Geometry((8, 8)), device=device)
+    return lambda q, k, v: reader.attend(q, k, v, impl=impl), inputs
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["attend", "attend_together", "LogLinear", "means", "weighted"])
+def test_eager_training_needs_no_operator(name: str, impl: str, device: torch.device) -> None:
+    """Results and gradients are those that operators give, bit for bit; a second derivative is refused all the same."""
+    call, inputs = _trained(name, impl, device)
+    with _Seen() as seen:
+        observed = _gradients(call, inputs)
+    assert {"nearfield::attend_backward", "nearfield::attend_together_backward"} & set(seen.names)
+    with pytest.MonkeyPatch.context() as patch:
+        for operator in OPERATORS:
+            patch.setattr(torch.ops.nearfield, operator, lambda *_: pytest.fail("an operator was called"))
+        at_once = _gradients(call, inputs)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        (gradient,) = torch.autograd.grad(call(*leaves).out.sum(), leaves[0], create_graph=True)
+        with pytest.raises(RuntimeError):
+            torch.autograd.grad(gradient.sum(), leaves[0])
     for one, other in zip(at_once, observed, strict=True):
         assert torch.equal(one, other)
 

@@ -1,5 +1,7 @@
 """Rows walked together, and rows that several programs share, give what each row by itself gives."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.attending import NEEDS_TRITON, assert_budget, random_bias, random_inputs, random_plan
@@ -28,7 +30,7 @@ def merged_by_hand(plan: Plan, head: tuple[int, int], first: int, pack: int) -> 
     return merged
 
 
-@pytest.mark.parametrize("pack", [2, 4])
+@pytest.mark.parametrize("pack", [2, 4, 16])
 def test_lists_are_merged_and_filled_up(pack: int, device: torch.device) -> None:
     from nearfield.kernels.launch import Tiles
     from nearfield.kernels.pack import rows_of
@@ -56,6 +58,7 @@ CASES = {
     "bias, ragged": (100, 90, 16, 16, True, 2),
     "blocks of a tile": (70, 64, 8, 32, False, 2),
     "grouped heads": (64, 70, 16, 8, True, 1),
+    "single keys": (100, 50, 32, 1, True, 2),
 }
 
 
@@ -89,7 +92,8 @@ def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) 
         call = (grad_out, delta, lse_log2, query, key, value, plan, bias, None, 0.25)
         half = backward.query_gradient(*call, tiles) / 2
         grad_query = backward.query_gradient(*call, tiles, before=half.clone()) - half
-        key_tiles = Tiles(max(16, 2 * k_block), 16, 4, 1, pack=2, chunk=2)
+        pack = 2 if k_block > 1 else 16
+        key_tiles = Tiles(max(16, pack * k_block), 16, 4, 1, pack=pack, chunk=2)
         grads = [x for x in backward.key_gradient(*call, key_tiles) if x is not None]
     names = ("out", "lse", "query", "key", "value", "bias")
     exact, low = plain(torch.float64), plain(torch.float32)
@@ -117,6 +121,39 @@ def test_rows_that_several_programs_share_have_one_result(device: torch.device) 
     long = random_plan(65536, 64, q_block=128, k_block=16).transpose()
     assert chunk_of(6, long, Tiles(16, 64, 4, 2)) == 128
     assert chunk_of(600, long, Tiles(16, 64, 4, 2)) == 0
+
+
+@pytest.mark.parametrize("grain", [1, 4])
+def test_small_blocks_of_keys_fill_a_tile_where_rows_are_alike(
+    grain: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are those of each block by itself; ids that leave no room for bits are not packed."""
+    from nearfield.kernels import backward, launch
+
+    query, key, value = random_inputs(1, 2, 70, 40, 16, device=device)
+    far_key, far_value = torch.randn(2, 1, 2, 37, 16, device=device).unbind()
+    near = random_plan(70, 40, q_block=32, k_block=16, device=device)
+    far = random_plan(70, 37, q_block=32, k_block=grain, share=0.8, device=device)
+    packs: list[int] = []
+
+    def chosen(*call: Any, **how: Any) -> launch.Tiles:
+        tiles = key_gradient_tiles(*call, **how)
+        packs.append(tiles.pack)
+        return tiles
+
+    key_gradient_tiles = launch.key_gradient_tiles
+    monkeypatch.setattr(backward, "key_gradient_tiles", chosen)
+    found = []
+    for alike, most in ((False, backward.MOST_PACKED), (True, backward.MOST_PACKED), (True, 2)):
+        monkeypatch.setattr(backward, "MOST_PACKED", most)
+        leaves = [x.clone().requires_grad_() for x in (query, key, value, far_key, far_value)]
+        parts = [Part(*leaves[1:3], near), Part(*leaves[3:], far, rows_alike=alike)]
+        out = attend_together(leaves[0], parts, impl="triton").out
+        found.append(torch.autograd.grad(out.square().sum(), leaves))
+    assert packs == [1, 1, 1, 16 // grain, 1, 1]
+    for one, packed, unpacked in zip(*found, strict=True):
+        torch.testing.assert_close(one, packed)
+        assert torch.equal(one, unpacked)
 
 
 @pytest.mark.parametrize("chunk", [0, 2])

@@ -111,6 +111,11 @@ def test_sums_by_the_kernel_are_the_references(
         sums = kernel.window_sums_forward(x, *places, window)
     assert sums.dtype == torch.float32
     assert_budget("sums", sums, exact, plain.window_sums_forward(x, *places, window))
+    grad = torch.randn(2, 3, 2, dim, device=device).transpose(1, 2)  # not contiguous
+    exact = plain.window_sums_backward(grad.double(), x.double(), *places, window)
+    with poisoned_memory():
+        spread = kernel.window_sums_backward(grad, x, *places, window)
+    assert_budget("gradient", spread, exact, plain.window_sums_backward(grad, x, *places, window))
 
 
 @NEEDS_TRITON
@@ -140,6 +145,17 @@ def test_weighted_windows(
     rough = plain.weighted_windows_forward(key, value, moments, *places, scale)
     for what, *each in zip(("keys", "values", "bias"), found, exact, rough, strict=True):
         assert_budget(what, *each)
+    grads = [torch.randn(x.shape, generator=generator).to(device, x.dtype) for x in found]
+    grads[0] = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
+    inputs = (key, value, moments)
+    exact = plain.weighted_windows_backward(
+        tuple(x.double() for x in grads), *(x.double() for x in inputs), *places, scale
+    )
+    with poisoned_memory():
+        gradients = kernel.weighted_windows_backward(tuple(grads), *inputs, *places, scale)
+    rough = plain.weighted_windows_backward(tuple(grads), *inputs, *places, scale)
+    for what, *each in zip(("key", "value", "moments"), gradients, exact, rough, strict=True):
+        assert_budget(f"gradient of {what}", *each)
 
 
 @pytest.mark.parametrize("is_learned", [False, True], ids=["without gradients", "with gradients"])
@@ -231,7 +247,7 @@ def test_gradients_of_weighted_windows(sizes: list[int], gap: int, window: int) 
     torch.library.opcheck(torch.ops.nearfield.weighted_windows, (key, value, moments, *call, "auto"))
     arguments = (key.detach(), value.detach(), moments.detach(), *call)
     grads = [torch.randn_like(x) for x in plain.weighted_windows_forward(*arguments)]
-    torch.library.opcheck(torch.ops.nearfield.weighted_windows_backward, (*grads, *arguments))
+    torch.library.opcheck(torch.ops.nearfield.weighted_windows_backward, (*grads, *arguments, "auto"))
 
 
 def test_gradients_of_weighted_windows_are_those_of_torch(device: torch.device) -> None:

@@ -3,7 +3,8 @@
 One call travels like this: `attend` checks the arguments and hands the plan's lists to the registered operator
 `nearfield::attend` (`operators.py`), which is opaque to torch.compile. Inside it (`read`) `explain_choice`
 (`implementations.py`) picks an implementation for the real tensors. Its gradient is the operator
-`nearfield::attend_backward` over the same lists. Eager inference goes to `read` at once.
+`nearfield::attend_backward` over the same lists. Eager inference goes to `read` at once, and eager training, too, as a
+plain node of autograd's graph.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from torch.autograd import forward_ad
 
 from nearfield import kernels, operators
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
-from nearfield._eager import is_transformed, is_unobserved
+from nearfield._eager import is_only_differentiated, is_transformed, is_unobserved
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.levels import level_starts
 from nearfield.operators import (
@@ -29,7 +30,9 @@ from nearfield.operators import (
     merge,
     read,
     read_continued,
+    read_to_differentiate,
     read_together,
+    read_together_to_differentiate,
 )
 from nearfield.plan import Packing, Plan
 
@@ -88,6 +91,8 @@ def attend(
     scale = _checked_scale(scale, query)
     if is_unobserved(query, key, value, key_bias):
         return read(query, Part(key, value, plan, key_bias, positions), scale, impl)
+    if is_only_differentiated(query, key, value, key_bias):
+        return read_to_differentiate(query, Part(key, value, plan, key_bias, positions), scale, impl)
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (query, key, value, key_bias)
     )
@@ -197,6 +202,8 @@ def attend_together(
     scale = _checked_scale(scale, query)
     if is_unobserved(*leaves):
         return read_together(query, parts, scale, impl)
+    if is_only_differentiated(*leaves):
+        return read_together_to_differentiate(query, parts, scale, impl, pooling, once)
     lists: list[Tensor | None] = []
     biases: dict[int, Tensor] = {}
     learned: list[int] = []

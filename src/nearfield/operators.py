@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nearfield import kernels
 from nearfield._checks import wrong_value
@@ -215,24 +216,28 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     transposed_lists = (transposed_offsets, transposed_blocks, transposed_order)
     plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed_lists, q_block, k_block)
-    positions = _paired(query_positions, key_positions)
-    name = explain_choice(
-        query,
-        key,
-        plan,
-        key_bias=key_bias,
-        positions=positions,
-        backward=True,
-        impl=cast(Impl, impl),
-    ).impl
-    with _undisturbed(query):
-        gradients: Gradients = implementation(name).attend_backward(
-            grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale
-        )
+    part = Part(key, value, plan, key_bias, _paired(query_positions, key_positions))
+    grads, attended = Attended(grad_out, grad_lse), Attended(out, lse)
+    gradients = differentiate(grads, query, part, attended, scale, cast(Impl, impl))
     bias_gradient = gradients.key_bias
     if bias_gradient is None:
         bias_gradient = lse.new_empty(0)
     return gradients.query, gradients.key, gradients.value, bias_gradient
+
+
+def differentiate(
+    grads: Attended, query: Tensor, part: "Part", attended: Attended, scale: float, impl: Impl
+) -> Gradients:
+    """What the operator does: the backward by the implementation that is chosen for these tensors."""
+    key, value, plan, key_bias, positions = part[:5]
+    choice = explain_choice(
+        query, key, plan, key_bias=key_bias, positions=positions, backward=True, impl=impl
+    )
+    with _undisturbed(query):
+        gradients: Gradients = implementation(choice.impl).attend_backward(
+            *grads, query, key, value, *attended, plan, key_bias, positions, scale
+        )
+    return gradients
 
 
 @_attend_backward.register_fake
@@ -266,6 +271,44 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor
 
 
 _attend.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+class _EagerAttend(torch.autograd.Function):
+    """The operator's forward and backward as a node of autograd's graph, with the plan as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor | None,
+        plan: Plan,
+        positions: Positions | None,
+        scale: float,
+        impl: Impl,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = read(query, Part(key, value, plan, key_bias, positions), scale, impl)
+        ctx.save_for_backward(query, key, value, key_bias, out, lse)
+        ctx.call = plan, positions, scale, impl
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, key_bias, out, lse = ctx.saved_tensors
+        plan, positions, scale, impl = ctx.call
+        part = Part(key, value, plan, key_bias, positions)
+        grads, attended = Attended(grad_out, grad_lse), Attended(out, lse)
+        return *differentiate(grads, query, part, attended, scale, impl), None, None, None, None
+
+
+def read_to_differentiate(query: Tensor, part: "Part", scale: float, impl: Impl) -> Attended:
+    """`read` for calls that autograd alone observes."""
+    all_lists(part.plan, query, part.key, True, impl)  # which the plan keeps
+    key, value, plan, key_bias, positions = part[:5]
+    call = query, key, value, key_bias, plan, positions, scale, impl
+    return Attended(*_EagerAttend.apply(*call))  # type: ignore[no-untyped-call]
 
 
 # -- several parts -------------------------------------------------------------------------------------------------
@@ -452,22 +495,38 @@ def _attend_together_backward(
     """The gradients of the query, of all keys, of all values, and of the biases that are learned. Where the second part
     is pooled from the first, the first one's hold its."""
     parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
+    grads, attended = Attended(grad_out, grad_lse), Attended(out, lse)
+    grad_query, others = _differentiate_together(
+        grads, query, parts, attended, learned, pooling, scale, cast(Impl, impl)
+    )
+    kinds = zip(*others, strict=True)
+    return [grad_query, *(gradient for kind in kinds for gradient in kind if gradient is not None)]
+
+
+def _differentiate_together(
+    grads: Attended,
+    query: Tensor,
+    parts: Sequence[Part],
+    attended: Attended,
+    learned: Sequence[int],
+    pooling: Sequence[int],
+    scale: float,
+    impl: Impl,
+) -> tuple[Tensor, list[tuple[Tensor | None, Tensor | None, Tensor | None]]]:
+    """What the operator does: the gradients of the query, and of each part's keys, values and bias."""
     for part in parts:
-        chosen = explain_choice(
-            query, part.key, part.plan, key_bias=part.key_bias, backward=True, impl=cast(Impl, impl)
-        )
+        chosen = explain_choice(query, part.key, part.plan, key_bias=part.key_bias, backward=True, impl=impl)
         if chosen.impl != "triton":
             raise NotImplementedError(
                 f"parts that were read together by {chosen.impl!r}, without gradients, cannot be differentiated. "
                 "Trace the call with inputs that require gradients."
             )
     with _undisturbed(query):
-        backward = kernels.load("triton").attend_together_backward
-        grad_query, others = backward(
-            grad_out, grad_lse, query, _plain(parts), out, lse, scale, learned, pooling
+        found: tuple[Tensor, list[tuple[Tensor | None, Tensor | None, Tensor | None]]]
+        found = kernels.load("triton").attend_together_backward(
+            *grads, query, _plain(parts), *attended, scale, learned, pooling
         )
-    kinds = zip(*others, strict=True)
-    return [grad_query, *(gradient for kind in kinds for gradient in kind if gradient is not None)]
+    return found
 
 
 @_attend_together_backward.register_fake
@@ -528,3 +587,68 @@ def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[
 
 
 _attend_together.register_autograd(_differentiate_parts, setup_context=_save_parts)
+
+
+class _EagerTogether(torch.autograd.Function):
+    """As `_EagerAttend`, over several parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        parts: Sequence[Part],
+        learned: Sequence[int],
+        pooling: Sequence[int],
+        scale: float,
+        impl: Impl,
+        *leaves: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            leaves: keys, values and biases of all parts, for autograd to see.
+        """
+        out, lse = read_together(query, parts, scale, impl)
+        ctx.save_for_backward(query, out, lse, *leaves)
+        ctx.known = [(part.plan, None, part.rows_alike, part.packed) for part in parts]
+        ctx.call = learned, pooling, scale, impl
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        query, out, lse, *leaves = ctx.saved_tensors
+        parts = [
+            Part(key, value, plan, bias, *rest)
+            for key, value, bias, (plan, *rest) in zip(
+                leaves[::3], leaves[1::3], leaves[2::3], ctx.known, strict=True
+            )
+        ]
+        grads, attended = Attended(grad_out, grad_lse), Attended(out, lse)
+        grad_query, others = _differentiate_together(grads, query, parts, attended, *ctx.call)
+        return grad_query, *[None] * 5, *(gradient for part in others for gradient in part)
+
+
+def read_together_to_differentiate(
+    query: Tensor,
+    parts: Sequence[Part],
+    scale: float,
+    impl: Impl,
+    pooling: Pooling | None = None,
+    once: bool = False,
+) -> Attended:
+    """`read_together` for calls that autograd alone observes; see `attend_together`."""
+    if pooling:  # what is pooled gets its gradients by way of what it is pooled from
+        parts = [
+            parts[0],
+            *(part._replace(key=part.key.detach(), value=part.value.detach()) for part in parts[1:]),
+        ]
+    for part in parts:
+        all_lists(part.plan, query, part.key, not once, impl)  # which the plan keeps
+    learned = [
+        number
+        for number, part in enumerate(parts)
+        if part.key_bias is not None and part.key_bias.requires_grad
+    ]
+    leaves = [x for part in parts for x in (part.key, part.value, part.key_bias)]
+    call = query, parts, learned, tuple(pooling or ()), scale, impl, *leaves
+    return Attended(*_EagerTogether.apply(*call))  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nearfield import kernels, planning
 from nearfield._checks import wrong_value
+from nearfield._eager import is_only_differentiated, is_unobserved, node
 from nearfield._types import Impl
 from nearfield.levels import level_length, level_starts, num_represented
 from nearfield.plan import Packed, Packing, Plan, check_block
@@ -41,7 +42,13 @@ class Pyramid(NamedTuple):
 
 def pool(x: Tensor, block: int, levels: int, impl: Impl = "auto") -> Pyramid:
     """Means of `[B, H, N, D]` over `block` consecutive tokens, of those means, and so on. Differentiable."""
-    return Pyramid(torch.ops.nearfield.pool(x, block, levels, impl), x.shape[2], block, levels)
+    if is_unobserved(x):
+        pooled = _pool(x, block, levels, impl)
+    elif is_only_differentiated(x):
+        pooled = _pool_node(x, block, levels, impl)
+    else:
+        pooled = torch.ops.nearfield.pool(x, block, levels, impl)
+    return Pyramid(pooled, x.shape[2], block, levels)
 
 
 class Picked(NamedTuple):
@@ -80,8 +87,13 @@ def pool_and_select(
         turned: the lowest products are chosen, not the highest.
         packing: how to merge the lists that were chosen.
     """
-    sizes = (block, levels, topk, keep_own, turned, list(packing or ()), impl)
-    found: list[Tensor] = torch.ops.nearfield.pool_and_select(query.detach(), key, value, *sizes)
+    call = (query.detach(), key, value, block, levels, topk, keep_own, turned, list(packing or ()), impl)
+    if is_unobserved(key, value):
+        found = _pooled_and_chosen(*call)
+    elif is_only_differentiated(key, value):
+        found = list(_pool_and_select_node(*call))
+    else:
+        found = torch.ops.nearfield.pool_and_select(*call)
     keys, values = (Pyramid(data, key.shape[2], block, levels) for data in found[:2])
     picks = tuple(found[2 : 2 + levels])
     packed = Packed(found[-2], found[-1], *packing) if packing else None
@@ -201,7 +213,6 @@ def _(
     ]
 
 
-@torch.library.custom_op("nearfield::pool", mutates_args=())
 def _pool(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
     module = _kernels("pool", impl, x, block, levels) or pool_reference  # type: ignore[arg-type]
     with torch.cuda.device_of(x):
@@ -209,13 +220,15 @@ def _pool(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
     return pooled
 
 
-@_pool.register_fake
+_pool_operator = torch.library.custom_op("nearfield::pool", _pool, mutates_args=())
+
+
+@_pool_operator.register_fake
 def _(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
     return x.new_empty(*x.shape[:2], level_starts(x.shape[2], block, levels)[-1], x.shape[3])
 
 
-@torch.library.custom_op("nearfield::pool_and_select", mutates_args=())
-def _pool_and_select(
+def _pooled_and_chosen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -238,6 +251,9 @@ def _pool_and_select(
         ]
         of_queries, of_keys = ([pooled.level(level) for level in range(1, levels + 1)] for pooled in made)
         return [keys, values, *_chosen(of_queries, of_keys, block, topk, keep_own, packing, asked)]
+
+
+_pool_and_select = torch.library.custom_op("nearfield::pool_and_select", _pooled_and_chosen, mutates_args=())
 
 
 @_pool_and_select.register_fake
@@ -272,7 +288,6 @@ def _(
     return [*pooled, *picks, ids(2 * rows), ids(rows * (-(-pack * counts[0] // multiple) * multiple))]
 
 
-@torch.library.custom_op("nearfield::pool_backward", mutates_args=())
 def _pool_backward(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
     module = _kernels("pool", impl, grad, block, levels) or pool_reference  # type: ignore[arg-type]
     with torch.cuda.device_of(grad):
@@ -280,7 +295,10 @@ def _pool_backward(grad: Tensor, length: int, block: int, levels: int, impl: str
     return spread
 
 
-@_pool_backward.register_fake
+_pool_backward_operator = torch.library.custom_op("nearfield::pool_backward", _pool_backward, mutates_args=())
+
+
+@_pool_backward_operator.register_fake
 def _(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
     return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
 
@@ -290,10 +308,17 @@ def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.nearfield.pool_backward(grad, ctx.length, *ctx.call), None, None, None
+    return _spread(grad, ctx.length, *ctx.call), None, None, None
 
 
-_pool.register_autograd(_differentiate, setup_context=_remember)
+def _spread(grad: Tensor, *call: Any) -> Tensor:
+    spread: Any = _pool_backward if is_unobserved(grad) else torch.ops.nearfield.pool_backward
+    found: Tensor = spread(grad, *call)
+    return found
+
+
+_pool_operator.register_autograd(_differentiate, setup_context=_remember)
+_pool_node = node(_pool, _remember, _differentiate)
 
 
 def _remember_both(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
@@ -303,12 +328,16 @@ def _remember_both(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> Non
 
 
 def _differentiate_both(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    spread = (
-        None if grad is None else torch.ops.nearfield.pool_backward(grad, ctx.length, *ctx.call)
-        for grad in grads[:2]
-    )
+    spread = (None if grad is None else _spread(grad, ctx.length, *ctx.call) for grad in grads[:2])
     # An empty list of numbers counts as one of tensors.
     return None, *spread, None, None, None, None, None, None if ctx.has_packing else [], None
 
 
 _pool_and_select.register_autograd(_differentiate_both, setup_context=_remember_both)
+
+
+_pool_and_select_node = node(
+    lambda *call: tuple(_pooled_and_chosen(*call)),
+    _remember_both,
+    lambda ctx, *grads: (*_differentiate_both(ctx, grads)[:3], *[None] * 7),
+)

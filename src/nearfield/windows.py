@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearfield import kernels
-from nearfield._eager import is_unobserved
+from nearfield._eager import is_only_differentiated, is_unobserved, node
 from nearfield._types import Impl
 from nearfield.reference import windows as reference
 
@@ -22,9 +22,8 @@ def window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: Im
         starts: `[windows]`, the first token of each.
         sizes: `[windows]`, how many tokens each holds, from 1 to `window`. No token is in two windows.
     """
-    if is_unobserved(x):
-        return _read_windows(x, starts, sizes, window, impl)
-    means: Tensor = torch.ops.nearfield.window_means(x, starts, sizes, window, impl)
+    read = _reading(_means, _means_node, torch.ops.nearfield.window_means, x)
+    means: Tensor = read(x, starts, sizes, window, impl)
     return means
 
 
@@ -65,7 +64,8 @@ def weighted_windows(
         if moments is None:
             moments = query_sums(query, starts, sizes, window, key.shape[1], impl) / sizes.sum()
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        read = _read_weighted if is_unobserved(key, value, moments) else torch.ops.nearfield.weighted_windows
+        operator = torch.ops.nearfield.weighted_windows
+        read = _reading(_weighted, _weighted_node, operator, key, value, moments)
         keys, values, bias = read(key, value, moments, starts, sizes, window, scale, impl)
     shared_by = query.shape[1] // key.shape[1]
     return WeightedWindows(keys, values, bias if shared_by == 1 else bias.repeat_interleave(shared_by, dim=1))
@@ -76,9 +76,16 @@ def query_sums(
 ) -> Tensor:
     """Sums of queries, and of their squares, over the tokens of all windows, averaged over the heads of each group:
     `[2, B, groups, D]`, in float32 or more. Differentiable."""
-    read = _read_sums if is_unobserved(query) else torch.ops.nearfield.window_sums
+    read = _reading(_sums, _sums_node, torch.ops.nearfield.window_sums, query)
     sums: Tensor = read(query, starts, sizes, window, impl)
     return sums if query.shape[1] == groups else sums.unflatten(2, (groups, -1)).mean(dim=3)
+
+
+def _reading(plain: Any, differentiable: Any, operator: Any, *tensors: Tensor) -> Any:
+    """What to call: the operator only where something other than autograd looks at the call."""
+    if is_unobserved(*tensors):
+        return plain
+    return differentiable if is_only_differentiated(*tensors) else operator
 
 
 def _module(x: Tensor, impl: str) -> Any:
@@ -86,25 +93,16 @@ def _module(x: Tensor, impl: str) -> Any:
     return (kernels.helper("windows", x) if kernels.are_wanted(impl, x) else None) or reference
 
 
-@torch.library.custom_op("nearfield::window_means", mutates_args=())
-def _window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    return _read_windows(x, starts, sizes, window, impl)
+# -- the operators: each a function, and what torch is told of it ---------------------------------------------------
 
 
-def _read_windows(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    """What the operator does."""
+def _means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     with torch.cuda.device_of(x):
         means: Tensor = _module(x, impl).window_means_forward(x, starts, sizes, window)
     return means
 
 
-@_window_means.register_fake
-def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    return x.new_empty(*x.shape[:2], starts.shape[0], x.shape[3])
-
-
-@torch.library.custom_op("nearfield::window_means_backward", mutates_args=())
-def _window_means_backward(
+def _means_backward(
     grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str
 ) -> Tensor:
     with torch.cuda.device_of(grad):
@@ -112,58 +110,77 @@ def _window_means_backward(
     return spread
 
 
-@_window_means_backward.register_fake
-def _(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str) -> Tensor:
-    return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
-
-
-def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+def _remember_means(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     x, starts, sizes, ctx.window, ctx.impl = inputs
     ctx.length = x.shape[2]
     ctx.save_for_backward(starts, sizes)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.nearfield.window_means_backward
+def _differentiate_means(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    backward: Any = _means_backward if is_unobserved(grad) else torch.ops.nearfield.window_means_backward
     return backward(grad, *ctx.saved_tensors, ctx.window, ctx.length, ctx.impl), None, None, None, None
 
 
-_window_means.register_autograd(_differentiate, setup_context=_remember)
+_operator = torch.library.custom_op("nearfield::window_means", _means, mutates_args=())
+_operator.register_autograd(_differentiate_means, setup_context=_remember_means)
+_means_node = node(_means, _remember_means, _differentiate_means)
 
 
-@torch.library.custom_op("nearfield::window_sums", mutates_args=())
-def _window_sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    return _read_sums(x, starts, sizes, window, impl)
+@_operator.register_fake
+def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    return x.new_empty(*x.shape[:2], starts.shape[0], x.shape[3])
 
 
-def _read_sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    """What the operator does."""
+_operator = torch.library.custom_op("nearfield::window_means_backward", _means_backward, mutates_args=())
+
+
+@_operator.register_fake
+def _(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str) -> Tensor:
+    return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
+
+
+def _sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     with torch.cuda.device_of(x):
         sums: Tensor = _module(x, impl).window_sums_forward(x, starts, sizes, window)
     return sums
 
 
-@_window_sums.register_fake
+def _sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    with torch.cuda.device_of(x):
+        spread: Tensor = _module(x, impl).window_sums_backward(grad, x, starts, sizes, window)
+    return spread
+
+
+def _remember_sums(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    x, starts, sizes, ctx.window, ctx.impl = inputs
+    ctx.save_for_backward(x, starts, sizes)
+
+
+def _differentiate_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    backward: Any = _sums_backward if is_unobserved(grad) else torch.ops.nearfield.window_sums_backward
+    return backward(grad, *ctx.saved_tensors, ctx.window, ctx.impl), None, None, None, None
+
+
+_operator = torch.library.custom_op("nearfield::window_sums", _sums, mutates_args=())
+_operator.register_autograd(_differentiate_sums, setup_context=_remember_sums)
+_sums_node = node(_sums, _remember_sums, _differentiate_sums)
+
+
+@_operator.register_fake
 def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(2, *x.shape[:2], x.shape[3], dtype=wide)
 
 
-def _remember_sums(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    x, starts, sizes, ctx.window, _ = inputs
-    ctx.save_for_backward(x, starts, sizes)
+_operator = torch.library.custom_op("nearfield::window_sums_backward", _sums_backward, mutates_args=())
 
 
-def _differentiate_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, starts, sizes = ctx.saved_tensors
-    return reference.window_sums_backward(grad, x, starts, sizes, ctx.window), None, None, None, None
+@_operator.register_fake
+def _(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-_window_sums.register_autograd(_differentiate_sums, setup_context=_remember_sums)
-
-
-@torch.library.custom_op("nearfield::weighted_windows", mutates_args=())
-def _weighted_windows(
+def _weighted(
     key: Tensor,
     value: Tensor,
     moments: Tensor,
@@ -173,49 +190,14 @@ def _weighted_windows(
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _read_weighted(key, value, moments, starts, sizes, window, scale, impl)
-
-
-def _read_weighted(
-    key: Tensor,
-    value: Tensor,
-    moments: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
-    window: int,
-    scale: float,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator does."""
     with torch.cuda.device_of(key):
-        module = _module(key, impl)
-        found: tuple[Tensor, Tensor, Tensor] = module.weighted_windows_forward(
+        found: tuple[Tensor, Tensor, Tensor] = _module(key, impl).weighted_windows_forward(
             key, value, moments, starts, sizes, window, scale
         )
     return found
 
 
-@_weighted_windows.register_fake
-def _(
-    key: Tensor,
-    value: Tensor,
-    moments: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
-    window: int,
-    scale: float,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*key.shape[:2], starts.shape[0])
-    return (
-        key.new_empty(*shape, key.shape[3]),
-        value.new_empty(*shape, value.shape[3]),
-        moments.new_empty(shape),
-    )
-
-
-@torch.library.custom_op("nearfield::weighted_windows_backward", mutates_args=())
-def _weighted_windows_backward(
+def _weighted_backward(
     grad_keys: Tensor,
     grad_values: Tensor,
     grad_bias: Tensor,
@@ -226,12 +208,55 @@ def _weighted_windows_backward(
     sizes: Tensor,
     window: int,
     scale: float,
+    impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = grad_keys, grad_values, grad_bias
-    return reference.weighted_windows_backward(grads, key, value, moments, starts, sizes, window, scale)
+    with torch.cuda.device_of(key):
+        found: tuple[Tensor, Tensor, Tensor] = _module(key, impl).weighted_windows_backward(
+            grads, key, value, moments, starts, sizes, window, scale
+        )
+    return found
 
 
-@_weighted_windows_backward.register_fake
+def _remember_weighted(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    key, value, moments, starts, sizes, ctx.window, ctx.scale, ctx.impl = inputs
+    ctx.save_for_backward(key, value, moments, starts, sizes)
+
+
+def _differentiate_weighted(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    operator = torch.ops.nearfield.weighted_windows_backward
+    backward: Any = _weighted_backward if is_unobserved(*grads) else operator
+    return (
+        *backward(*grads, *ctx.saved_tensors, ctx.window, ctx.scale, ctx.impl),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+_operator = torch.library.custom_op("nearfield::weighted_windows", _weighted, mutates_args=())
+_operator.register_autograd(_differentiate_weighted, setup_context=_remember_weighted)
+_weighted_node = node(_weighted, _remember_weighted, _differentiate_weighted)
+
+
+@_operator.register_fake
+def _(key: Tensor, value: Tensor, moments: Tensor, starts: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*key.shape[:2], starts.shape[0])
+    return (
+        key.new_empty(*shape, key.shape[3]),
+        value.new_empty(*shape, value.shape[3]),
+        moments.new_empty(shape),
+    )
+
+
+_operator = torch.library.custom_op(
+    "nearfield::weighted_windows_backward", _weighted_backward, mutates_args=()
+)
+
+
+@_operator.register_fake
 def _(
     grad_keys: Tensor,
     grad_values: Tensor,
@@ -242,16 +267,3 @@ def _(
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return key.new_empty(key.shape), value.new_empty(value.shape), moments.new_empty(moments.shape)
-
-
-def _remember_weighted(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    key, value, moments, starts, sizes, ctx.window, ctx.scale, _ = inputs
-    ctx.save_for_backward(key, value, moments, starts, sizes)
-
-
-def _differentiate_weighted(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.nearfield.weighted_windows_backward
-    return *backward(*grads, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None, None, None
-
-
-_weighted_windows.register_autograd(_differentiate_weighted, setup_context=_remember_weighted)

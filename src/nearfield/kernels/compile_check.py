@@ -132,6 +132,15 @@ def compile_weighted_windows(dim: int) -> str:
     return _compile_plain(windows._weighted_kernel, constants, pointers, num_warps=1)
 
 
+def compile_weighted_gradients(dim: int) -> str:
+    constants = {"WINDOWS": 4, "WINDOW": 16, "TOKENS": 16, "DIM": dim, "PAD": dim}
+    constants |= dict.fromkeys(("stride_gkd", "stride_gvd", "stride_gbn", "stride_kd", "stride_vd"), 1)
+    halves = ("grad_keys", "grad_values", "key", "value", "grad_key", "grad_value")
+    pointers = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("grad_bias", "moments", "partials"), "*fp32")
+    pointers |= {"starts": "*i64", "sizes": "*i32"}
+    return _compile_plain(windows._weighted_gradient_kernel, constants, pointers, num_warps=1)
+
+
 def compile_merging(is_entering: bool) -> str:
     """Regions of 64 tokens, of which 32 are left; the way back adds what changed."""
     way = (
@@ -204,7 +213,12 @@ def plain_variants(every: bool) -> Iterator[tuple[str, Any, dict[str, Any]]]:
             yield f"forward, {name}", forward._forward_kernel, packed | extras
             yield f"query gradient, {name}", backward._query_gradient_kernel, packed | extras
     by_engine: dict[str, Any] = {"COPY_ENGINE": True, "Q_BLOCK": 128, "CHUNK": 32, "HAS_BIAS": True}
-    for name, packed in (("rows", {"TILE_K": 16, "TILE_Q": 64}), ("packed rows", _PACKED_KEYS)):
+    rows_of_keys = {
+        "rows": {"TILE_K": 16, "TILE_Q": 64},
+        "packed rows": _PACKED_KEYS,
+        "packed single keys": {"K_BLOCK": 16, "TILE_K": 16, "TILE_Q": 64, "PACK": 16},
+    }
+    for name, packed in rows_of_keys.items():
         for extras in ({"LEVELS": 2}, _EXTRAS | {"CHUNK": 32}, by_engine) if every else (by_engine,):
             yield f"key gradients, {name}", backward._key_gradient_kernel, packed | extras
         yield "chunks", backward._join_chunks_kernel, packed | by_engine
@@ -214,7 +228,8 @@ def plain_variants(every: bool) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     for more, engine in ((0, False), (64, True)):
         tiles = {"Q_BLOCK": 128 + more, "TILE_Q": 128, "MORE_Q": more, "K_BLOCK": 8, "STEPS": 64}
         yield f"statistics of {128 + more} queries", columns._column_kernel, tiles | {"COPY_ENGINE": engine}
-    yield "packing", pack._pack_kernel, {"PACK": 4, "MULTIPLE": 4, "GROUPS": 32}
+    for packed_rows in (4, 16):
+        yield "packing", pack._pack_kernel, {"PACK": packed_rows, "MULTIPLE": 4, "GROUPS": 32}
     yield "ordering", order._order_kernel, {"OWN": 32, "OTHERS": 256}
     for kernel in (transpose._cells_kernel, transpose._lists_kernel):
         yield "transposing", kernel, {"TILE": 1024, "HALVINGS": 10}
@@ -276,6 +291,9 @@ def main(every: bool) -> int:
     compile_window_sums(128)
     if "bar.sync" in compile_weighted_windows(128):
         print("weighted windows of 128 channels wait for other warps", file=sys.stderr)
+        return 1
+    if "ld.global.v4" not in compile_weighted_gradients(128):
+        print("no 16-byte loads in the gradients of weighted windows", file=sys.stderr)
         return 1
     if "ld.global.v4" not in compile_locate():
         print("no 16-byte loads in choosing among many tokens", file=sys.stderr)

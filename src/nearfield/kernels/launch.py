@@ -37,9 +37,13 @@ class Tiles(NamedTuple):
     chunk: int | None = None
 
 
+_LEAST_TILE = 16
+"""Tokens that a dot takes at least."""
+
+
 def _fit(block: int, wanted: int) -> int:
-    """The largest power-of-two tile up to `wanted` that cuts `block` evenly; at least 16, the least a dot takes."""
-    return max(16, min(block & -block, wanted))
+    """The largest power-of-two tile up to `wanted` that cuts `block` evenly; at least what a dot takes."""
+    return max(_LEAST_TILE, min(block & -block, wanted))
 
 
 def _other_tile(block: int, wanted: int) -> int:
@@ -106,14 +110,15 @@ def query_gradient_tiles(query: Tensor, q_block: int, k_block: int, *, alike: bo
 def key_gradient_tiles(
     query: Tensor, key: Tensor, q_block: int, k_block: int, *, alike: bool = False
 ) -> Tiles:
-    """See `query_gradient_tiles`: what is packed here are blocks of keys."""
+    """See `query_gradient_tiles`: what is packed here are blocks of keys, as many small ones as fill a tile."""
+    pack = max(1, _LEAST_TILE // k_block) if alike else 1
     if query.dtype == torch.float32:
-        return Tiles(_fit(k_block, 32), _other_tile(q_block, 32), 4, 1)
-    own = _fit(k_block, 64)
+        return Tiles(_fit(k_block * pack, 32), _other_tile(q_block, 32), 4, 1, pack=pack)
+    own = _fit(k_block * pack, 64)
     if alike and q_block == k_block == 16 and _is_narrow(query):
         return Tiles(64, 32, 4, 2, pack=4)
     warps = 2 if own == 16 and _is_narrow(query) and _are_many(key, own) else 4
-    return Tiles(own, _other_tile(q_block, 64), warps, 2)
+    return Tiles(own, _other_tile(q_block, 64), warps, 2, pack=pack)
 
 
 def _is_narrow(query: Tensor) -> bool:
@@ -146,8 +151,11 @@ def chunk_of(num_heads: int, transposed: Plan, tiles: Tiles) -> int:
     many: the programs that find nothing to do would cost too much.
     """
     longest = transposed.num_keys / tiles.other
-    share = num_heads * transposed.blocks.shape[2] * (transposed.k_block / tiles.other) / _AT_ONCE
-    if num_heads * transposed.num_rows > _MOST_ROWS or longest <= max(share, 2 * _LEAST_CHUNK):
+    # Small blocks that fill a tile together are read by the same queries, or nearly.
+    alike = tiles.pack if transposed.q_block < _LEAST_TILE else 1
+    share = num_heads * transposed.blocks.shape[2] / alike * (transposed.k_block / tiles.other) / _AT_ONCE
+    rows = math.ceil(transposed.num_rows / alike)
+    if num_heads * rows > _MOST_ROWS or longest <= max(share, 2 * _LEAST_CHUNK):
         return 0
     return max(_LEAST_CHUNK, math.ceil(longest / _MOST_CHUNKS))
 

@@ -16,6 +16,8 @@ from nearfield.kernels.launch import Tiles, list_strides
 from nearfield.kernels.order import longest_first, order_into, room_for_order
 from nearfield.plan import Packed, Plan
 
+MOST_PACKED = 2**15
+"""Blocks whose ids leave room for the bits of 16 rows, the most that are packed."""
 _GROUPS = 32
 _NONE = tl.constexpr(2**31 - 1)
 
@@ -117,7 +119,7 @@ def fill_rows(rows: Rows, plan: Plan, tiles: Tiles, batch: int, heads: int) -> N
         plan.offsets, plan.blocks, rows.offsets, rows.blocks,
         plan.num_rows, rows.number, plan.blocks.shape[2], rows.blocks.shape[2],
         PACK=tiles.pack, MULTIPLE=_multiple(plan, tiles), GROUPS=_GROUPS,
-        num_warps=max(1, tiles.pack * _GROUPS // 32),
+        num_warps=min(8, max(1, tiles.pack * _GROUPS // 32)),
     )  # fmt: skip
 
 

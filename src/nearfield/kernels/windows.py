@@ -1,5 +1,5 @@
-"""Summaries of short runs of tokens, each with its own begin and size, in Triton: means, their adjoint, sums, weighted
-means.
+"""Summaries of short runs of tokens, each with its own begin and size, in Triton: means, sums, weighted means, and the
+gradients of each.
 
 Where tokens count alike, a program holds the sums of some windows and goes through their tokens side by side: no sum
 crosses threads. Where they do not, a warp holds one window.
@@ -18,6 +18,8 @@ _ROWS = 16
 """Windows of one program that averages or adds."""
 _TOKENS = 16
 """Of a window that is weighted, how many are held at a time."""
+_WINDOWS = 4
+"""Windows of one program that differentiates weighted ones: it adds up what they leave to the mean query."""
 
 
 @triton.jit
@@ -88,25 +90,43 @@ def _sums_kernel(
 
 
 @triton.jit
-def _weighted_kernel(
-    key, value, moments, keys, values, biases, starts, sizes,
-    stride_kb, stride_kh, stride_kn, stride_kd, stride_vb, stride_vh, stride_vn, stride_vd,
-    num_heads, num_windows, scale,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+def _spread_sums_kernel(
+    grad, source, out, starts, sizes, stride_sb, stride_sh, stride_sn, stride_sd, num_heads, num_windows, num_tokens,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """A softmax over the tokens of one window, of their scores with the mean query: TOKENS at a time, all of them if
-    there are so few. One warp holds them, so that none waits for another's sums."""
-    row, batch_head = tl.program_id(0) % num_windows, (tl.program_id(0) // num_windows).to(tl.int64)
-    batch, head = batch_head // num_heads, batch_head % num_heads
-    key += batch * stride_kb + head * stride_kh
-    value += batch * stride_vb + head * stride_vh
-    start, size = tl.load(starts + row).to(tl.int64), tl.load(sizes + row)
+    """To every token the gradient of the sum, and that of the sum of squares twice as often as it is large."""
+    batch_head = tl.program_id(0).to(tl.int64)
+    source += batch_head // num_heads * stride_sb + batch_head % num_heads * stride_sh
+    _, _, start, size = _window(starts, sizes, num_windows, ROWS)
+    channel = tl.arange(0, PAD)
+    place = grad + batch_head * DIM + channel
+    plain = tl.load(place, mask=channel < DIM, other=0.0)[None, :]
+    squared = tl.load(place + tl.num_programs(0) * DIM, mask=channel < DIM, other=0.0)[None, :]
+    origin = tl.full([], 0, tl.int64)
+    for number in tl.range(0, WINDOW, loop_unroll_factor=8):
+        is_there = number < size
+        rows = load_rows(source, origin, start + number, is_there, stride_sn, stride_sd, DIM, PAD, True)
+        spread = plain + 2 * rows.to(tl.float32) * squared
+        store_rows(out + batch_head * num_tokens * DIM, start + number, is_there, DIM, 1, spread, DIM, PAD)
+
+
+@triton.jit
+def _moments_of(moments, batch_head, num_batch_heads, DIM: tl.constexpr, PAD: tl.constexpr):
+    """The mean query, and the mean of the squares."""
     channel = tl.arange(0, PAD)
     place = moments + batch_head * DIM + channel
     mean_query = tl.load(place, mask=channel < DIM, other=0.0)
-    square = tl.load(place + tl.num_programs(0) // num_windows * DIM, mask=channel < DIM, other=0.0)
-    variance = tl.maximum(square - mean_query * mean_query, 0.0)
+    return mean_query, tl.load(place + num_batch_heads * DIM, mask=channel < DIM, other=0.0)
 
+
+@triton.jit
+def _weigh(
+    key, value, start, size, mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """A softmax over the tokens of one window, of their scores with the mean query: TOKENS at a time, all of them if
+    there are so few. The highest score, the sum of exponentials, and the means of keys, of their squares and of values.
+    """
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     key_sum = tl.zeros([PAD], tl.float32)
@@ -128,16 +148,110 @@ def _weighted_kernel(
         square_sum = square_sum * kept + tl.sum(weighted * one, 0)
         value_sum = value_sum * kept + tl.sum(weight[:, None] * other, 0)
         top = higher
+    return top, total, key_sum / total, square_sum / total, value_sum / total
 
-    mean = key_sum / total
-    rest = tl.sum(tl.maximum(square_sum / total - mean * mean, 0.0) * variance, 0) * (scale * scale / 2)
+
+@triton.jit
+def _weighted_kernel(
+    key, value, moments, keys, values, biases, starts, sizes,
+    stride_kb, stride_kh, stride_kn, stride_kd, stride_vb, stride_vh, stride_vn, stride_vd,
+    num_heads, num_windows, scale,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """One warp holds a window, so that none waits for another's sums."""
+    row, batch_head = tl.program_id(0) % num_windows, (tl.program_id(0) // num_windows).to(tl.int64)
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    start, size = tl.load(starts + row).to(tl.int64), tl.load(sizes + row)
+    mean_query, square = _moments_of(moments, batch_head, tl.num_programs(0) // num_windows, DIM, PAD)
+    variance = tl.maximum(square - mean_query * mean_query, 0.0)
+    top, total, mean, mean_square, mean_value = _weigh(
+        key + batch * stride_kb + head * stride_kh, value + batch * stride_vb + head * stride_vh, start, size,
+        mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd, WINDOW, TOKENS, DIM, PAD,
+    )  # fmt: skip
+    rest = tl.sum(tl.maximum(mean_square - mean * mean, 0.0) * variance, 0) * (scale * scale / 2)
     bias = tl.log(total) + top - scale * tl.sum(mean * mean_query, 0) + 2 * tl.log(1 + rest / 2)
     found = batch_head * num_windows + row
+    channel = tl.arange(0, PAD)
     tl.store(keys + found * DIM + channel, mean.to(keys.dtype.element_ty), mask=channel < DIM)
-    tl.store(
-        values + found * DIM + channel, (value_sum / total).to(values.dtype.element_ty), mask=channel < DIM
-    )
+    tl.store(values + found * DIM + channel, mean_value.to(values.dtype.element_ty), mask=channel < DIM)
     tl.store(biases + found, bias)
+
+
+@triton.jit
+def _weighted_gradient_kernel(
+    grad_keys, grad_values, grad_bias, key, value, moments, grad_key, grad_value, partials, starts, sizes,
+    stride_gkb, stride_gkh, stride_gkn, stride_gkd, stride_gvb, stride_gvh, stride_gvn, stride_gvd,
+    stride_gbb, stride_gbh, stride_gbn, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd, num_heads, num_windows, num_tokens, num_programs, scale,
+    WINDOWS: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Windows are weighed again; see the reference for the formulas. One warp takes WINDOWS of them in turn, and leaves
+    in its part of `partials` what they add to the gradient of the moments."""
+    batch_head = (tl.program_id(0) // num_programs).to(tl.int64)
+    program = tl.program_id(0) % num_programs
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    key += batch * stride_kb + head * stride_kh
+    value += batch * stride_vb + head * stride_vh
+    grad_keys += batch * stride_gkb + head * stride_gkh
+    grad_values += batch * stride_gvb + head * stride_gvh
+    grad_bias += batch * stride_gbb + head * stride_gbh
+    batch_heads = tl.num_programs(0) // num_programs
+    mean_query, square = _moments_of(moments, batch_head, batch_heads, DIM, PAD)
+    has_spread = square > mean_query * mean_query
+    spread = tl.where(has_spread, square - mean_query * mean_query, 0.0)
+    channel = tl.arange(0, PAD)
+    number = tl.arange(0, TOKENS)
+    to_centre = tl.zeros([PAD], tl.float32)
+    to_spread = tl.zeros([PAD], tl.float32)
+    for step in tl.range(0, WINDOWS):
+        row = program * WINDOWS + step
+        exists = row < num_windows
+        start = tl.load(starts + row, mask=exists, other=0).to(tl.int64)
+        size = tl.load(sizes + row, mask=exists, other=0)
+        top, total, mean, mean_square, mean_value = _weigh(
+            key, value, start, tl.maximum(size, 1), mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd,
+            WINDOW, TOKENS, DIM, PAD,
+        )  # fmt: skip
+        is_channel = (channel < DIM) & exists
+        of_key = tl.load(
+            grad_keys + row.to(tl.int64) * stride_gkn + channel * stride_gkd, mask=is_channel, other=0.0
+        )
+        of_value = tl.load(
+            grad_values + row.to(tl.int64) * stride_gvn + channel * stride_gvd, mask=is_channel, other=0.0
+        )
+        of_key, of_value = of_key.to(tl.float32), of_value.to(tl.float32)
+        of_bias = tl.load(grad_bias + row.to(tl.int64) * stride_gbn, mask=exists, other=0.0)
+        variance = tl.maximum(mean_square - mean * mean, 0.0)
+        rest = tl.sum(variance * spread, 0) * (scale * scale / 2)
+        of_rest = of_bias / (1 + rest / 2) * (scale * scale / 2)
+        of_square = tl.where(variance > 0, of_rest * spread, 0.0)
+        of_mean = of_key - 2 * mean * of_square - scale * of_bias * mean_query
+        # Of all weights together, as much as a token's own is less by: the softmax sums to one.
+        shared = tl.sum(of_mean * mean + of_square * mean_square + of_value * mean_value, 0) - of_bias
+        for first in tl.range(0, WINDOW, TOKENS):
+            is_there = first + number < size
+            one = load_rows(key, start, first + number, is_there, stride_kn, stride_kd, DIM, PAD, True)
+            other = load_rows(value, start, first + number, is_there, stride_vn, stride_vd, DIM, PAD, True)
+            one, other = one.to(tl.float32), other.to(tl.float32)
+            score = tl.where(is_there, tl.sum(one * mean_query[None, :], 1) * scale, float("-inf"))
+            weight = tl.exp(score - top) / total
+            own = one * (of_mean[None, :] + of_square[None, :] * one) + of_value[None, :] * other
+            of_score = weight * (tl.sum(own, 1) - shared)
+            to_key = weight[:, None] * (of_mean[None, :] + 2 * of_square[None, :] * one)
+            to_key += scale * of_score[:, None] * mean_query[None, :]
+            place = batch_head * num_tokens * DIM
+            token = start + first + number
+            store_rows(grad_key + place, token, is_there, DIM, 1, to_key, DIM, PAD)
+            store_rows(
+                grad_value + place, token, is_there, DIM, 1, weight[:, None] * of_value[None, :], DIM, PAD
+            )
+            to_centre += scale * tl.sum(of_score[:, None] * one, 0)
+        to_centre -= scale * of_bias * mean
+        to_spread += tl.where(has_spread, of_rest * variance, 0.0)
+    place = partials + (batch_head * num_programs + program) * DIM + channel
+    tl.store(place, to_centre - 2 * mean_query * to_spread, mask=channel < DIM)
+    others = batch_heads.to(tl.int64) * num_programs * DIM
+    tl.store(place + others, to_spread, mask=channel < DIM)
 
 
 def unsupported(x: Tensor) -> str | None:
@@ -168,6 +282,17 @@ def window_sums_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -
     return sums.sum(dim=3)
 
 
+def window_sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
+    """See `nearfield.reference.windows`."""
+    batch, heads, length, dim = x.shape
+    out = torch.zeros(x.shape, device=x.device, dtype=x.dtype)
+    _spread_sums_kernel[(batch * heads, triton.cdiv(len(starts), _ROWS))](
+        grad.contiguous(), x, out, starts, sizes, *x.stride(), heads, len(starts), length,
+        WINDOW=window, ROWS=_ROWS, DIM=dim, PAD=padded(dim), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def weighted_windows_forward(
     key: Tensor, value: Tensor, moments: Tensor, starts: Tensor, sizes: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,6 +308,32 @@ def weighted_windows_forward(
         WINDOW=window, TOKENS=min(triton.next_power_of_2(window), _TOKENS), DIM=dim, PAD=padded(dim), num_warps=1,
     )  # fmt: skip
     return keys, values, bias
+
+
+def weighted_windows_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    key: Tensor,
+    value: Tensor,
+    moments: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `nearfield.reference.windows`."""
+    batch, heads, length, dim = key.shape
+    # Tokens in no window get none.
+    grad_key, grad_value = (torch.zeros(x.shape, device=x.device, dtype=x.dtype) for x in (key, value))
+    programs = triton.cdiv(len(starts), _WINDOWS)
+    partials = torch.empty(2, batch, heads, programs, dim, device=key.device, dtype=torch.float32)
+    _weighted_gradient_kernel[(batch * heads * programs,)](
+        *grads, key, value, moments.contiguous(), grad_key, grad_value, partials, starts, sizes,
+        *(stride for grad in grads for stride in grad.stride()), *key.stride(), *value.stride(),
+        heads, len(starts), length, programs, scale,
+        WINDOWS=_WINDOWS, WINDOW=window, TOKENS=min(triton.next_power_of_2(window), _TOKENS),
+        DIM=dim, PAD=padded(dim), num_warps=1,
+    )  # fmt: skip
+    return grad_key, grad_value, partials.sum(dim=3)
 
 
 def window_means_backward(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int) -> Tensor:

@@ -49,5 +49,6 @@ class HilbertReader(NamedTuple):
         else:
             keys, values = (self.far.pooled(x, impl) for x in (key, value))
             bias = self.far.bias
-        far = Part(keys, values, self.far.plan, bias)
+        # Who reads a summary reads its neighbours, but for the edges of what it reads exactly.
+        far = Part(keys, values, self.far.plan, bias, rows_alike=True)
         return attend_together(query, [near, far], scale=scale, impl=impl)
