@@ -15,6 +15,8 @@ usage: benchmarks/train_demo.sh COMMAND ...
   base STATE MINUTES [OPTION]  train at 256 px in STATE/base
   tune STATE MINUTES [OPTION]  tune at 512 px in STATE/tune, starting from STATE/base
   sparse STATE MINUTES [OPTION]   the same with sparse attention, in STATE/sparse
+  native STATE MINUTES [OPTION]       train at 256 px with sparse attention from the first step, in STATE/native
+  native-tune STATE MINUTES [OPTION]  tune that at 512 px, with sparse attention, too, in STATE/native-tune
   distill STATE MINUTES [OPTION]  a LoRA for sparse attention, in STATE/distill, for the model of STATE/tune
   sample STATE RUN DIR [OPTION]   pictures by the model of STATE/RUN
   sweep STATE RUN MINUTES [OPTION]   FID of the model of STATE/RUN with many patterns, to STATE/quality/RUN.json
@@ -69,6 +71,15 @@ sparse)
     [ $# -ge 1 ] || usage
     train sparse 512 "$1" --batch 64 --learning-rate 2e-4 --shift 2 --accumulate 2 --method hilbert \
         --start "$(model_of base)" "${@:2}"
+    ;;
+native)
+    [ $# -ge 1 ] || usage
+    train native 256 "$1" --batch 256 --compile --method hilbert "${@:2}"
+    ;;
+native-tune)
+    [ $# -ge 1 ] || usage
+    train native-tune 512 "$1" --batch 64 --learning-rate 2e-4 --shift 2 --compile --method hilbert \
+        --start "$(model_of native)" "${@:2}"
     ;;
 distill)
     [ $# -ge 1 ] || usage
