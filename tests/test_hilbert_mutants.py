@@ -170,7 +170,7 @@ MUTANTS = {
         "far_field_is_its_formula",
     ),
     "the far field forgets its bias": Mutant(
-        READING, "self.far.plan, bias)", "self.far.plan, None)", "far_field_is_its_formula"
+        READING, "self.far.plan, bias, ", "self.far.plan, None, ", "far_field_is_its_formula"
     ),
 }
 

@@ -212,6 +212,7 @@ def _attend_and_tell(rank: int, num_ranks: int, folder: str, case: ScalingCase) 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     (Path(folder) / str(rank)).write_text(str(_bytes_of_a_cycle(case)))
+    dist.barrier()  # a rank that is still at it does not survive that another takes its group down
     dist.destroy_process_group()
 
 
