@@ -1,6 +1,8 @@
 """Attend under the modes of torch a user may be in, and with inputs laid out in unusual ways."""
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -10,6 +12,7 @@ from tests.attending import NEEDS_TRITON, Call, assert_within_budget, random_inp
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import nearfield
 from nearfield import Geometry, Hilbert, LogLinear, Plan, Positions, explain_choice, planning
@@ -147,11 +150,73 @@ def test_eager_training_needs_no_operator(name: str, impl: str, device: torch.de
             patch.setattr(torch.ops.nearfield, operator, lambda *_: pytest.fail("an operator was called"))
         at_once = _gradients(call, inputs)
         leaves = [x.clone().requires_grad_() for x in inputs]
-        (gradient,) = torch.autograd.grad(call(*leaves).out.sum(), leaves[0], create_graph=True)
-        with pytest.raises(RuntimeError):
-            torch.autograd.grad(gradient.sum(), leaves[0])
     for one, other in zip(at_once, observed, strict=True):
         assert torch.equal(one, other)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = call(*leaves).out
+    (gradient,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        torch.autograd.grad(out.sum() + gradient.square().sum(), leaves[0])
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["attend", "attend_together", "LogLinear", "means", "weighted"])
+def test_several_gradients_at_once(name: str, impl: str, device: torch.device) -> None:
+    if impl == "triton" and name != "attend":
+        pytest.skip("torch cannot go through batches for an operator that returns a list")
+    call, inputs = _trained(name, impl, device)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = call(*leaves).out
+    grads = torch.randn(3, *out.shape, device=device)
+    together = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
+    for number, grad in enumerate(grads):
+        alone = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        for one, many in zip(alone, together, strict=True):
+            torch.testing.assert_close(many[number], one)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["attend", "attend_together", "LogLinear", "weighted"])
+@pytest.mark.parametrize("is_forward_seen", [True, False], ids=["forward", "backward"])
+def test_what_is_computed_again_may_be_observed_when_the_first_was_not(
+    is_forward_seen: bool, name: str, impl: str, device: torch.device
+) -> None:
+    """Both ways save the same, so that checkpoints do not mind."""
+    call, inputs = _trained(name, impl, device)
+    found = []
+    for mode in (nullcontext(), _Seen()):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with mode if is_forward_seen else nullcontext():
+            out = checkpoint(lambda *x: call(*x).out, *leaves, use_reentrant=False)
+        with nullcontext() if is_forward_seen else mode:
+            found.append(torch.autograd.grad(out.square().sum(), leaves))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_positions_that_changed_in_between_are_noticed() -> None:
+    query, key, value = (x.requires_grad_() for x in random_inputs(1, 2, 40, dim=16))
+    place = torch.arange(40, dtype=torch.int32)[None].clone()
+    out = nearfield.attend(
+        query, key, value, planning.full(40, q_block=16), positions=Positions(place, place)
+    ).out
+    place += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_what_was_made_for_one_call_goes_with_its_graph() -> None:
+    """Lists are freed by the backward, though the loss lives on."""
+    call, inputs = _trained("LogLinear", "grouped", torch.device("cpu"))
+    kept: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(weakref.ref(x)) or x, lambda x: x):
+        loss = call(*(x.clone().requires_grad_() for x in inputs)).out.sum()
+    # Four blocks of queries choose two each, and of four blocks of keys some are chosen as often. (Where rows begin
+    # follows from sizes, and is kept for other calls.)
+    lists = [x for x in kept if x().dtype == torch.int32 and x().shape == (1, 2, 8)]
+    assert len(lists) == 2
+    del call
+    loss.backward()
+    assert all(x() is None for x in lists), loss
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -144,16 +144,26 @@ def test_small_blocks_of_keys_fill_a_tile_where_rows_are_alike(
     key_gradient_tiles = launch.key_gradient_tiles
     monkeypatch.setattr(backward, "key_gradient_tiles", chosen)
     found = []
-    for alike, most in ((False, backward.MOST_PACKED), (True, backward.MOST_PACKED), (True, 2)):
-        monkeypatch.setattr(backward, "MOST_PACKED", most)
+    for alike, has_room in ((False, True), (True, True), (True, False)):
+        if not has_room:
+            monkeypatch.setattr(backward, "has_room_for_bits", lambda _, pack: pack == 1)
         leaves = [x.clone().requires_grad_() for x in (query, key, value, far_key, far_value)]
         parts = [Part(*leaves[1:3], near), Part(*leaves[3:], far, rows_alike=alike)]
         out = attend_together(leaves[0], parts, impl="triton").out
         found.append(torch.autograd.grad(out.square().sum(), leaves))
-    assert packs == [1, 1, 1, 16 // grain, 1, 1]
+    assert packs == [1, 1, 1, 16 // grain, 1, 16 // grain, 1]
     for one, packed, unpacked in zip(*found, strict=True):
         torch.testing.assert_close(one, packed)
         assert torch.equal(one, unpacked)
+
+
+def test_ids_have_room_for_bits(device: torch.device) -> None:
+    from nearfield.kernels.pack import has_room_for_bits
+
+    offsets, blocks = torch.zeros(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 1, dtype=torch.int32)
+    for columns, pack, wanted in ((2**15, 16, True), (2**15 + 1, 16, False), (2**15 + 1, 4, True)):
+        plan = Plan(offsets, blocks, 16, 16, 16, 16 * columns, check=False)
+        assert has_room_for_bits(plan, pack) == wanted
 
 
 @pytest.mark.parametrize("chunk", [0, 2])

@@ -158,6 +158,28 @@ def test_weighted_windows(
         assert_budget(f"gradient of {what}", *each)
 
 
+@NEEDS_TRITON
+@pytest.mark.parametrize("number", [1, 4, 5, 7])
+def test_tokens_in_no_window_have_no_part_in_gradients(number: int, device: torch.device) -> None:
+    """However many windows there are for the programs to share out."""
+    from nearfield.kernels import windows as kernel
+
+    starts, sizes = (x.to(device) for x in windows_of([3] * number, 2))
+    key, value = torch.randn(2, 1, 1, int(starts[-1]) + 5, 16, device=device)
+    key[:, :, 0], value[:, :, 1] = math.nan, math.inf
+    moments = (
+        torch.rand(2, 1, 1, 16, device=device) + torch.tensor([0.0, 1.0], device=device)[:, None, None, None]
+    )
+    grads = tuple(
+        torch.randn(shape, device=device) for shape in ((1, 1, number, 16),) * 2 + ((1, 1, number),)
+    )
+    arguments = (grads, key, value, moments, starts, sizes, 3, 0.25)
+    with poisoned_memory():
+        found = kernel.weighted_windows_backward(*arguments)
+    for one, wanted in zip(found, plain.weighted_windows_backward(*arguments), strict=True):
+        torch.testing.assert_close(one, wanted)
+
+
 @pytest.mark.parametrize("is_learned", [False, True], ids=["without gradients", "with gradients"])
 @pytest.mark.parametrize(("sizes", "gap", "window"), WINDOWS)
 def test_weighted_windows_window_by_window(sizes: list[int], gap: int, window: int, is_learned: bool) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
@@ -21,11 +20,8 @@ def is_unobserved(*tensors: Tensor | None) -> bool:
 
 
 def is_only_differentiated(*tensors: Tensor | None) -> bool:
-    """The same of a call that autograd alone may observe: eager training. (A graph that is captured keeps nothing that
-    was made for it, and costs the host nothing later.)"""
-    if _is_traced() or not all(x is None or _is_ordinary(x) for x in tensors):
-        return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    """The same of a call that autograd alone may observe: eager training."""
+    return not _is_traced() and all(x is None or _is_ordinary(x) for x in tensors)
 
 
 def node(
@@ -33,12 +29,16 @@ def node(
 ) -> Callable[..., Any]:
     """What an operator with these is to autograd, without the operator, for calls that are only differentiated.
 
+    Both save the same tensors in the same order, so that one may be recomputed as the other.
+
     Args:
-        remember, differentiate: as `register_autograd` takes them.
+        remember, differentiate: as `register_autograd` takes them. `differentiate` calls an operator unless it is
+            unobserved itself, and all that was saved for it, too: an operator without a gradient of its own refuses to
+            be differentiated once more, where a plain function would seem to be constant.
     """
-    names = {"forward": forward, "setup_context": remember, "backward": once_differentiable(differentiate)}
+    names = {"forward": forward, "setup_context": remember, "backward": differentiate}
     methods = {name: staticmethod(function) for name, function in names.items()}
-    kind: Any = type(forward.__name__, (torch.autograd.Function,), methods)
+    kind: Any = type(f"{forward.__name__.strip('_')}_node", (torch.autograd.Function,), methods)
     apply: Callable[..., Any] = kind.apply
     return apply
 
@@ -62,5 +62,7 @@ def is_transformed() -> bool:
 
 
 def _is_ordinary(x: Tensor) -> bool:
-    """Not of a subclass, not without data, not negated on paper alone (the imaginary part of a conjugate is)."""
-    return type(x) in _ORDINARY and not (x.is_meta or x.is_neg())
+    """Not of a subclass, not without data, not negated on paper alone (the imaginary part of a conjugate is), and not
+    several at once, as gradients may be (`is_grads_batched`)."""
+    is_one = not torch._C._functorch.is_legacy_batchedtensor(x)
+    return type(x) in _ORDINARY and is_one and not (x.is_meta or x.is_neg())

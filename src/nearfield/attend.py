@@ -25,14 +25,14 @@ from nearfield.operators import (
     Part,
     Pooling,
     all_lists,
+    attend_node,
     check_sizes,
     lse_dtype,
     merge,
     read,
     read_continued,
-    read_to_differentiate,
     read_together,
-    read_together_to_differentiate,
+    together_node,
 )
 from nearfield.plan import Packing, Plan
 
@@ -91,12 +91,11 @@ def attend(
     scale = _checked_scale(scale, query)
     if is_unobserved(query, key, value, key_bias):
         return read(query, Part(key, value, plan, key_bias, positions), scale, impl)
-    if is_only_differentiated(query, key, value, key_bias):
-        return read_to_differentiate(query, Part(key, value, plan, key_bias, positions), scale, impl)
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (query, key, value, key_bias)
     )
-    out, lse = torch.ops.nearfield.attend(
+    is_eager = is_only_differentiated(query, key, value, key_bias)
+    out, lse = (attend_node if is_eager else torch.ops.nearfield.attend)(
         query,
         key,
         value,
@@ -202,8 +201,6 @@ def attend_together(
     scale = _checked_scale(scale, query)
     if is_unobserved(*leaves):
         return read_together(query, parts, scale, impl)
-    if is_only_differentiated(*leaves):
-        return read_together_to_differentiate(query, parts, scale, impl, pooling, once)
     lists: list[Tensor | None] = []
     biases: dict[int, Tensor] = {}
     learned: list[int] = []
@@ -223,7 +220,7 @@ def attend_together(
                 learned.append(number)
         if part.positions is not None:
             positions[number] = part.positions
-    out, lse = torch.ops.nearfield.attend_together(
+    out, lse = (together_node if is_only_differentiated(*leaves) else torch.ops.nearfield.attend_together)(
         query,
         [part.key.detach() if pooling and number else part.key for number, part in enumerate(parts)],
         [part.value.detach() if pooling and number else part.value for number, part in enumerate(parts)],

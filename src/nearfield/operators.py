@@ -6,14 +6,15 @@ an implementation is chosen for the real tensors.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearfield import kernels
 from nearfield._checks import wrong_value
+from nearfield._eager import is_unobserved, node
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.implementations import explain_choice, implementation
 from nearfield.plan import Boxes, KnownPart, Packed, Packing, Plan
@@ -120,7 +121,6 @@ def _paired(query_positions: Tensor | None, key_positions: Tensor | None) -> Pos
     return Positions(query_positions, key_positions)
 
 
-@torch.library.custom_op("nearfield::attend", mutates_args=())
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -158,7 +158,10 @@ def read(query: Tensor, part: "Part", scale: float, impl: Impl) -> Attended:
     return attended
 
 
-@_attend.register_fake
+_attend_operator = torch.library.custom_op("nearfield::attend", _attend, mutates_args=())
+
+
+@_attend_operator.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
 
@@ -190,7 +193,6 @@ def read_continued(
     return attended
 
 
-@torch.library.custom_op("nearfield::attend_backward", mutates_args=())
 def _attend_backward(
     grad_out: Tensor,
     grad_lse: Tensor,
@@ -216,31 +218,26 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     transposed_lists = (transposed_offsets, transposed_blocks, transposed_order)
     plan = _rebuilt_plan(query, key, (offsets, blocks), order, transposed_lists, q_block, k_block)
-    part = Part(key, value, plan, key_bias, _paired(query_positions, key_positions))
-    grads, attended = Attended(grad_out, grad_lse), Attended(out, lse)
-    gradients = differentiate(grads, query, part, attended, scale, cast(Impl, impl))
+    positions = _paired(query_positions, key_positions)
+    choice = explain_choice(
+        query, key, plan, key_bias=key_bias, positions=positions, backward=True, impl=cast(Impl, impl)
+    )
+    with _undisturbed(query):
+        gradients: Gradients = implementation(choice.impl).attend_backward(
+            grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale
+        )
     bias_gradient = gradients.key_bias
     if bias_gradient is None:
         bias_gradient = lse.new_empty(0)
     return gradients.query, gradients.key, gradients.value, bias_gradient
 
 
-def differentiate(
-    grads: Attended, query: Tensor, part: "Part", attended: Attended, scale: float, impl: Impl
-) -> Gradients:
-    """What the operator does: the backward by the implementation that is chosen for these tensors."""
-    key, value, plan, key_bias, positions = part[:5]
-    choice = explain_choice(
-        query, key, plan, key_bias=key_bias, positions=positions, backward=True, impl=impl
-    )
-    with _undisturbed(query):
-        gradients: Gradients = implementation(choice.impl).attend_backward(
-            *grads, query, key, value, *attended, plan, key_bias, positions, scale
-        )
-    return gradients
+_attend_backward_operator = torch.library.custom_op(
+    "nearfield::attend_backward", _attend_backward, mutates_args=()
+)
 
 
-@_attend_backward.register_fake
+@_attend_backward_operator.register_fake
 def _(
     grad_out: Tensor,
     grad_lse: Tensor,
@@ -262,53 +259,19 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, *lists_and_bias, out, lse = ctx.saved_tensors
-    *gradients, bias_gradient = torch.ops.nearfield.attend_backward(
+    saved = ctx.saved_tensors  # which a checkpoint gives only once
+    query, key, value, *lists_and_bias, out, lse = saved
+    is_plain = is_unobserved(grad_out, grad_lse, *saved)
+    backward: Any = _attend_backward if is_plain else torch.ops.nearfield.attend_backward
+    *gradients, bias_gradient = backward(
         grad_out, grad_lse, query, key, value, out, lse, *lists_and_bias, *ctx.statics
     )
     has_bias = lists_and_bias[6] is not None
     return (*gradients, *[None] * 6, bias_gradient if has_bias else None, *[None] * (3 + len(ctx.statics)))
 
 
-_attend.register_autograd(_differentiate, setup_context=_save_for_backward)
-
-
-class _EagerAttend(torch.autograd.Function):
-    """The operator's forward and backward as a node of autograd's graph, with the plan as it is."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_bias: Tensor | None,
-        plan: Plan,
-        positions: Positions | None,
-        scale: float,
-        impl: Impl,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = read(query, Part(key, value, plan, key_bias, positions), scale, impl)
-        ctx.save_for_backward(query, key, value, key_bias, out, lse)
-        ctx.call = plan, positions, scale, impl
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, key_bias, out, lse = ctx.saved_tensors
-        plan, positions, scale, impl = ctx.call
-        part = Part(key, value, plan, key_bias, positions)
-        grads, attended = Attended(grad_out, grad_lse), Attended(out, lse)
-        return *differentiate(grads, query, part, attended, scale, impl), None, None, None, None
-
-
-def read_to_differentiate(query: Tensor, part: "Part", scale: float, impl: Impl) -> Attended:
-    """`read` for calls that autograd alone observes."""
-    all_lists(part.plan, query, part.key, True, impl)  # which the plan keeps
-    key, value, plan, key_bias, positions = part[:5]
-    call = query, key, value, key_bias, plan, positions, scale, impl
-    return Attended(*_EagerAttend.apply(*call))  # type: ignore[no-untyped-call]
+_attend_operator.register_autograd(_differentiate, setup_context=_save_for_backward)
+attend_node = node(_attend, _save_for_backward, _differentiate)
 
 
 # -- several parts -------------------------------------------------------------------------------------------------
@@ -330,9 +293,10 @@ class Part(NamedTuple):
     """Keys and values beside others, and who reads them; see `attend` for each.
 
     Args:
-        rows_alike: rows of the plan that are next to each other read much the same. Kernels may then walk several at
-            once, which is slower where it is not so; and what is not a number, or not finite, in a value that only one
-            of them reads reaches the others, too.
+        rows_alike: rows of the plan that are next to each other read much the same, and neighbouring keys are read by
+            much the same rows. Kernels may then walk several at once, which is slower where it is not so; and
+            what is not a number, or not finite, in what only one of them reads (or, in the backward, is read by)
+            reaches the others, too.
         packed: the plan's lists as such kernels walk them, if they are known already.
     """
 
@@ -394,7 +358,6 @@ def _rebuilt_parts(
     return parts
 
 
-@torch.library.custom_op("nearfield::attend_together", mutates_args=())
 def _attend_together(
     query: Tensor,
     keys: Sequence[Tensor],
@@ -469,12 +432,14 @@ def _plain(parts: Sequence[Part]) -> list[KnownPart]:
     return [(part.key, part.value, part.plan, part.key_bias, part.rows_alike) for part in parts]
 
 
-@_attend_together.register_fake
+_together_operator = torch.library.custom_op("nearfield::attend_together", _attend_together, mutates_args=())
+
+
+@_together_operator.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
 
 
-@torch.library.custom_op("nearfield::attend_together_backward", mutates_args=())
 def _attend_together_backward(
     grad_out: Tensor,
     grad_lse: Tensor,
@@ -495,41 +460,30 @@ def _attend_together_backward(
     """The gradients of the query, of all keys, of all values, and of the biases that are learned. Where the second part
     is pooled from the first, the first one's hold its."""
     parts = _rebuilt_parts(query, keys, values, lists, biases, biased, sizes)
-    grads, attended = Attended(grad_out, grad_lse), Attended(out, lse)
-    grad_query, others = _differentiate_together(
-        grads, query, parts, attended, learned, pooling, scale, cast(Impl, impl)
-    )
-    kinds = zip(*others, strict=True)
-    return [grad_query, *(gradient for kind in kinds for gradient in kind if gradient is not None)]
-
-
-def _differentiate_together(
-    grads: Attended,
-    query: Tensor,
-    parts: Sequence[Part],
-    attended: Attended,
-    learned: Sequence[int],
-    pooling: Sequence[int],
-    scale: float,
-    impl: Impl,
-) -> tuple[Tensor, list[tuple[Tensor | None, Tensor | None, Tensor | None]]]:
-    """What the operator does: the gradients of the query, and of each part's keys, values and bias."""
     for part in parts:
-        chosen = explain_choice(query, part.key, part.plan, key_bias=part.key_bias, backward=True, impl=impl)
+        chosen = explain_choice(
+            query, part.key, part.plan, key_bias=part.key_bias, backward=True, impl=cast(Impl, impl)
+        )
         if chosen.impl != "triton":
             raise NotImplementedError(
                 f"parts that were read together by {chosen.impl!r}, without gradients, cannot be differentiated. "
                 "Trace the call with inputs that require gradients."
             )
     with _undisturbed(query):
-        found: tuple[Tensor, list[tuple[Tensor | None, Tensor | None, Tensor | None]]]
-        found = kernels.load("triton").attend_together_backward(
-            *grads, query, _plain(parts), *attended, scale, learned, pooling
+        backward = kernels.load("triton").attend_together_backward
+        grad_query, others = backward(
+            grad_out, grad_lse, query, _plain(parts), out, lse, scale, learned, pooling
         )
-    return found
+    kinds = zip(*others, strict=True)
+    return [grad_query, *(gradient for kind in kinds for gradient in kind if gradient is not None)]
 
 
-@_attend_together_backward.register_fake
+_together_backward_operator = torch.library.custom_op(
+    "nearfield::attend_together_backward", _attend_together_backward, mutates_args=()
+)
+
+
+@_together_backward_operator.register_fake
 def _(
     grad_out: Tensor,
     grad_lse: Tensor,
@@ -559,96 +513,91 @@ def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.num_keys, ctx.statics = len(keys), (biased, learned, pooling, *statics)
 
 
-def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    query, out, lse, *rest = ctx.saved_tensors
+class _OfParts(NamedTuple):
+    """Gradients of several parts; None for keys and values that get theirs by way of what they are pooled from."""
+
+    query: Tensor
+    keys: list[Tensor | None]
+    values: list[Tensor | None]
+    biases: list[Tensor | None]
+    lists: list[None] | None
+
+
+def _gradients_of_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> _OfParts:
+    saved = ctx.saved_tensors
+    query, out, lse, *rest = saved
     biased, learned, pooling = ctx.statics[:3]
     parts = ctx.num_keys
     ends = parts, 2 * parts, 2 * parts + len(biased)
     keys, values, biases, lists = (
         rest[start:stop] for start, stop in zip((0, *ends), (*ends, None), strict=True)
     )
-    grad_query, *others = torch.ops.nearfield.attend_together_backward(
+    is_plain = is_unobserved(grad_out, grad_lse, *saved)
+    backward: Any = _attend_together_backward if is_plain else torch.ops.nearfield.attend_together_backward
+    grad_query, *others = backward(
         grad_out, grad_lse, query, out, lse, keys, values, lists, biases, *ctx.statics
     )
     known = 1 if pooling else parts
     gap = [None] * (parts - known)
-    of_keys, of_values, of_learned = others[:known], others[known : 2 * known], iter(others[2 * known :])
-    of_biases = [next(of_learned) if number in learned else None for number in biased]
-    # torch wants a list for a list of tensors, even if nothing in it has a gradient, and None for a list with gaps.
-    none_of_lists = None if any(x is None for x in lists) else [None] * len(lists)
-    # An empty list counts as one of tensors; parts with positions do not come here.
-    none_of_numbers: list[list[None] | None] = [
-        None if numbers else [] for numbers in (biased, learned, pooling)
-    ]
-    return (
-        *(grad_query, of_keys + gap, of_values + gap, none_of_lists, of_biases, *none_of_numbers),
-        *([], [], [None] * parts, None, None, None),
+    of_learned = iter(others[2 * known :])
+    return _OfParts(
+        grad_query,
+        [*others[:known], *gap],
+        [*others[known : 2 * known], *gap],
+        [next(of_learned) if number in learned else None for number in biased],
+        # torch wants a list for a list of tensors, even if nothing in it has a gradient, and None for one with gaps.
+        None if any(x is None for x in lists) else [None] * len(lists),
     )
 
 
-_attend_together.register_autograd(_differentiate_parts, setup_context=_save_parts)
+def _differentiate_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    # An empty list counts as one of tensors; parts with positions do not come here.
+    none_of_numbers: list[list[None] | None] = [None if numbers else [] for numbers in ctx.statics[:3]]
+    found = _gradients_of_parts(ctx, grad_out, grad_lse)
+    return (
+        *(found.query, found.keys, found.values, found.lists, found.biases, *none_of_numbers),
+        *([], [], [None] * ctx.num_keys, None, None, None),
+    )
 
 
-class _EagerTogether(torch.autograd.Function):
-    """As `_EagerAttend`, over several parts."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        parts: Sequence[Part],
-        learned: Sequence[int],
-        pooling: Sequence[int],
-        scale: float,
-        impl: Impl,
-        *leaves: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            leaves: keys, values and biases of all parts, for autograd to see.
-        """
-        out, lse = read_together(query, parts, scale, impl)
-        ctx.save_for_backward(query, out, lse, *leaves)
-        ctx.known = [(part.plan, None, part.rows_alike, part.packed) for part in parts]
-        ctx.call = learned, pooling, scale, impl
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, out, lse, *leaves = ctx.saved_tensors
-        parts = [
-            Part(key, value, plan, bias, *rest)
-            for key, value, bias, (plan, *rest) in zip(
-                leaves[::3], leaves[1::3], leaves[2::3], ctx.known, strict=True
-            )
-        ]
-        grads, attended = Attended(grad_out, grad_lse), Attended(out, lse)
-        grad_query, others = _differentiate_together(grads, query, parts, attended, *ctx.call)
-        return grad_query, *[None] * 5, *(gradient for part in others for gradient in part)
+_together_operator.register_autograd(_differentiate_parts, setup_context=_save_parts)
 
 
-def read_together_to_differentiate(
+def _listed(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What the operator takes, from what `together_node` gives a node."""
+    others, (num_parts, num_biases), query, *tensors = inputs
+    ends = (0, num_parts, 2 * num_parts, 2 * num_parts + num_biases, None)
+    keys, values, biases, lists = (tensors[start:stop] for start, stop in pairwise(ends))
+    return query, keys, values, lists, biases, *others
+
+
+def _together(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return _attend_together(*_listed(inputs))
+
+
+def _save_listed_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.num_lists = len(inputs) - 3 - 2 * inputs[1][0] - inputs[1][1]
+    _save_parts(ctx, _listed(inputs), output)
+
+
+def _differentiate_listed_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    found = _gradients_of_parts(ctx, grad_out, grad_lse)
+    return None, None, found.query, *found.keys, *found.values, *found.biases, *[None] * ctx.num_lists
+
+
+_together_node = node(_together, _save_listed_parts, _differentiate_listed_parts)
+
+
+def together_node(
     query: Tensor,
-    parts: Sequence[Part],
-    scale: float,
-    impl: Impl,
-    pooling: Pooling | None = None,
-    once: bool = False,
-) -> Attended:
-    """`read_together` for calls that autograd alone observes; see `attend_together`."""
-    if pooling:  # what is pooled gets its gradients by way of what it is pooled from
-        parts = [
-            parts[0],
-            *(part._replace(key=part.key.detach(), value=part.value.detach()) for part in parts[1:]),
-        ]
-    for part in parts:
-        all_lists(part.plan, query, part.key, not once, impl)  # which the plan keeps
-    learned = [
-        number
-        for number, part in enumerate(parts)
-        if part.key_bias is not None and part.key_bias.requires_grad
-    ]
-    leaves = [x for part in parts for x in (part.key, part.value, part.key_bias)]
-    call = query, parts, learned, tuple(pooling or ()), scale, impl, *leaves
-    return Attended(*_EagerTogether.apply(*call))  # type: ignore[no-untyped-call]
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lists: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    *others: Any,
+) -> tuple[Tensor, Tensor]:
+    """The operator `attend_together` as a plain node. Autograd does not look for tensors in lists, so they are given
+    one by one."""
+    found: tuple[Tensor, Tensor]
+    found = _together_node(others, (len(keys), len(biases)), query, *keys, *values, *biases, *lists)
+    return found

@@ -327,17 +327,25 @@ def _remember_both(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> Non
     ctx.set_materialize_grads(False)
 
 
+def _gradients_of_both(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if grad is None else _spread(grad, ctx.length, *ctx.call) for grad in grads[:2]]
+
+
 def _differentiate_both(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    spread = (None if grad is None else _spread(grad, ctx.length, *ctx.call) for grad in grads[:2])
     # An empty list of numbers counts as one of tensors.
-    return None, *spread, None, None, None, None, None, None if ctx.has_packing else [], None
+    none_of_packing: list[None] | None = None if ctx.has_packing else []
+    return None, *_gradients_of_both(ctx, grads), *[None] * 5, none_of_packing, None
 
 
 _pool_and_select.register_autograd(_differentiate_both, setup_context=_remember_both)
 
 
-_pool_and_select_node = node(
-    lambda *call: tuple(_pooled_and_chosen(*call)),
-    _remember_both,
-    lambda ctx, *grads: (*_differentiate_both(ctx, grads)[:3], *[None] * 7),
-)
+def _pool_and_select_tuple(*call: Any) -> tuple[Tensor, ...]:
+    return tuple(_pooled_and_chosen(*call))
+
+
+def _differentiate_tuple(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return None, *_gradients_of_both(ctx, grads), *[None] * 7
+
+
+_pool_and_select_node = node(_pool_and_select_tuple, _remember_both, _differentiate_tuple)

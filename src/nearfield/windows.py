@@ -121,20 +121,22 @@ def _differentiate_means(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return backward(grad, *ctx.saved_tensors, ctx.window, ctx.length, ctx.impl), None, None, None, None
 
 
-_operator = torch.library.custom_op("nearfield::window_means", _means, mutates_args=())
-_operator.register_autograd(_differentiate_means, setup_context=_remember_means)
+_means_operator = torch.library.custom_op("nearfield::window_means", _means, mutates_args=())
+_means_operator.register_autograd(_differentiate_means, setup_context=_remember_means)
 _means_node = node(_means, _remember_means, _differentiate_means)
 
 
-@_operator.register_fake
+@_means_operator.register_fake
 def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     return x.new_empty(*x.shape[:2], starts.shape[0], x.shape[3])
 
 
-_operator = torch.library.custom_op("nearfield::window_means_backward", _means_backward, mutates_args=())
+_means_backward_operator = torch.library.custom_op(
+    "nearfield::window_means_backward", _means_backward, mutates_args=()
+)
 
 
-@_operator.register_fake
+@_means_backward_operator.register_fake
 def _(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str) -> Tensor:
     return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
 
@@ -157,25 +159,28 @@ def _remember_sums(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 
 def _differentiate_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    backward: Any = _sums_backward if is_unobserved(grad) else torch.ops.nearfield.window_sums_backward
-    return backward(grad, *ctx.saved_tensors, ctx.window, ctx.impl), None, None, None, None
+    saved, operator = ctx.saved_tensors, torch.ops.nearfield.window_sums_backward
+    backward: Any = _sums_backward if is_unobserved(grad, *saved) else operator
+    return backward(grad, *saved, ctx.window, ctx.impl), None, None, None, None
 
 
-_operator = torch.library.custom_op("nearfield::window_sums", _sums, mutates_args=())
-_operator.register_autograd(_differentiate_sums, setup_context=_remember_sums)
+_sums_operator = torch.library.custom_op("nearfield::window_sums", _sums, mutates_args=())
+_sums_operator.register_autograd(_differentiate_sums, setup_context=_remember_sums)
 _sums_node = node(_sums, _remember_sums, _differentiate_sums)
 
 
-@_operator.register_fake
+@_sums_operator.register_fake
 def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(2, *x.shape[:2], x.shape[3], dtype=wide)
 
 
-_operator = torch.library.custom_op("nearfield::window_sums_backward", _sums_backward, mutates_args=())
+_sums_backward_operator = torch.library.custom_op(
+    "nearfield::window_sums_backward", _sums_backward, mutates_args=()
+)
 
 
-@_operator.register_fake
+@_sums_backward_operator.register_fake
 def _(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -224,24 +229,17 @@ def _remember_weighted(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ..
 
 
 def _differentiate_weighted(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    operator = torch.ops.nearfield.weighted_windows_backward
-    backward: Any = _weighted_backward if is_unobserved(*grads) else operator
-    return (
-        *backward(*grads, *ctx.saved_tensors, ctx.window, ctx.scale, ctx.impl),
-        None,
-        None,
-        None,
-        None,
-        None,
-    )
+    saved, operator = ctx.saved_tensors, torch.ops.nearfield.weighted_windows_backward
+    backward: Any = _weighted_backward if is_unobserved(*grads, *saved) else operator
+    return *backward(*grads, *saved, ctx.window, ctx.scale, ctx.impl), None, None, None, None, None
 
 
-_operator = torch.library.custom_op("nearfield::weighted_windows", _weighted, mutates_args=())
-_operator.register_autograd(_differentiate_weighted, setup_context=_remember_weighted)
+_weighted_operator = torch.library.custom_op("nearfield::weighted_windows", _weighted, mutates_args=())
+_weighted_operator.register_autograd(_differentiate_weighted, setup_context=_remember_weighted)
 _weighted_node = node(_weighted, _remember_weighted, _differentiate_weighted)
 
 
-@_operator.register_fake
+@_weighted_operator.register_fake
 def _(key: Tensor, value: Tensor, moments: Tensor, starts: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     shape = (*key.shape[:2], starts.shape[0])
     return (
@@ -251,12 +249,12 @@ def _(key: Tensor, value: Tensor, moments: Tensor, starts: Tensor, *_: Any) -> t
     )
 
 
-_operator = torch.library.custom_op(
+_weighted_backward_operator = torch.library.custom_op(
     "nearfield::weighted_windows_backward", _weighted_backward, mutates_args=()
 )
 
 
-@_operator.register_fake
+@_weighted_backward_operator.register_fake
 def _(
     grad_keys: Tensor,
     grad_values: Tensor,

@@ -125,7 +125,8 @@ def _add_kernel(parser: argparse.ArgumentParser, name: str, attention: str) -> N
 
 
 def _add_compile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
+    words = "let torch.compile make the model, or its blocks, faster"
+    parser.add_argument("--compile", action="store_true", help=words)
 
 
 def _add_results(parser: argparse.ArgumentParser, packing: str) -> None:

@@ -24,7 +24,7 @@ from nearfield.kernels.launch import (
     query_gradient_tiles,
     tile_sources,
 )
-from nearfield.kernels.pack import MOST_PACKED, Rows, fill_rows, room_for_rows, rows_of
+from nearfield.kernels.pack import Rows, fill_rows, has_room_for_bits, room_for_rows, rows_of
 from nearfield.kernels.pool import shares_of_means
 from nearfield.kernels.walk import (
     INF,
@@ -569,8 +569,11 @@ class KeyRows(NamedTuple):
 
 
 def _tiles_of(query: Tensor, key: Tensor, transposed: Plan, alike: bool) -> Tiles:
-    alike = alike and transposed.num_columns <= MOST_PACKED
-    return key_gradient_tiles(query, key, transposed.k_block, transposed.q_block, alike=alike)
+    blocks = transposed.k_block, transposed.q_block
+    tiles = key_gradient_tiles(query, key, *blocks, alike=alike)
+    if has_room_for_bits(transposed, tiles.pack):
+        return tiles
+    return key_gradient_tiles(query, key, *blocks)
 
 
 class Means(NamedTuple):

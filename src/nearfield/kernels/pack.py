@@ -3,6 +3,8 @@
 Rows of 16 queries leave tensor cores mostly idle, and each fetches its keys for itself. Neighbours choose much the same
 blocks; four of them walked together fill a tile of 64, and a block that several read is fetched once. What a row does
 not read is masked. At worst nothing is shared: then the same keys are fetched, and four times the products computed.
+In the backward, rows are blocks of keys: up to 16 small ones, read by the same queries, fill a tile of which each would
+fill but a part.
 """
 
 from typing import NamedTuple
@@ -16,8 +18,6 @@ from nearfield.kernels.launch import Tiles, list_strides
 from nearfield.kernels.order import longest_first, order_into, room_for_order
 from nearfield.plan import Packed, Plan
 
-MOST_PACKED = 2**15
-"""Blocks whose ids leave room for the bits of 16 rows, the most that are packed."""
 _GROUPS = 32
 _NONE = tl.constexpr(2**31 - 1)
 
@@ -81,6 +81,11 @@ def _pack_kernel(
     bounds += (flat * num_groups + group) * 2
     tl.store(bounds, start, mask=exists)
     tl.store(bounds + 1, count, mask=exists)
+
+
+def has_room_for_bits(plan: Plan, pack: int) -> bool:
+    """Whether ids of the plan, and a bit for each of so many rows, fit into 32 bits."""
+    return plan.num_columns << pack <= 2**31
 
 
 def rows_of(plan: Plan, tiles: Tiles, batch: int, heads: int) -> Rows:

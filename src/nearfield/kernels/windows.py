@@ -203,24 +203,21 @@ def _weighted_gradient_kernel(
     number = tl.arange(0, TOKENS)
     to_centre = tl.zeros([PAD], tl.float32)
     to_spread = tl.zeros([PAD], tl.float32)
-    for step in tl.range(0, WINDOWS):
+    for step in tl.range(0, tl.minimum(WINDOWS, num_windows - program * WINDOWS)):
         row = program * WINDOWS + step
-        exists = row < num_windows
-        start = tl.load(starts + row, mask=exists, other=0).to(tl.int64)
-        size = tl.load(sizes + row, mask=exists, other=0)
+        start, size = tl.load(starts + row).to(tl.int64), tl.load(sizes + row)
         top, total, mean, mean_square, mean_value = _weigh(
-            key, value, start, tl.maximum(size, 1), mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd,
+            key, value, start, size, mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd,
             WINDOW, TOKENS, DIM, PAD,
         )  # fmt: skip
-        is_channel = (channel < DIM) & exists
-        of_key = tl.load(
-            grad_keys + row.to(tl.int64) * stride_gkn + channel * stride_gkd, mask=is_channel, other=0.0
-        )
+        is_channel = channel < DIM
+        long_row = row.to(tl.int64)
+        of_key = tl.load(grad_keys + long_row * stride_gkn + channel * stride_gkd, mask=is_channel, other=0.0)
         of_value = tl.load(
-            grad_values + row.to(tl.int64) * stride_gvn + channel * stride_gvd, mask=is_channel, other=0.0
+            grad_values + long_row * stride_gvn + channel * stride_gvd, mask=is_channel, other=0.0
         )
         of_key, of_value = of_key.to(tl.float32), of_value.to(tl.float32)
-        of_bias = tl.load(grad_bias + row.to(tl.int64) * stride_gbn, mask=exists, other=0.0)
+        of_bias = tl.load(grad_bias + long_row * stride_gbn)
         variance = tl.maximum(mean_square - mean * mean, 0.0)
         rest = tl.sum(variance * spread, 0) * (scale * scale / 2)
         of_rest = of_bias / (1 + rest / 2) * (scale * scale / 2)

@@ -149,9 +149,8 @@ class FlowTraining(TrainingRun):
             return None
         pipeline = DemoPipeline(self.model)
         pipeline.autoencoder.to(self.device)
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # graphs of another size would take longer than they save
+        # Graphs of another size would take longer than they save.
+        with torch.compiler.set_stance("force_eager"):
             sampled = pipeline(self.recipe.samples, steps=self.recipe.sample_steps, batch=16)
         self.model.train()
         return sampled.images
