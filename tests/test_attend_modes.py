@@ -236,6 +236,21 @@ def test_tensors_that_are_negated_on_paper_alone(impl: str, device: torch.device
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("negated", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_what_is_chosen_by_tensors_that_are_negated_on_paper_alone(
+    impl: str, negated: int, needs_gradient: bool, device: torch.device
+) -> None:
+    call, found = _trained("LogLinear", impl, device)
+    inputs = list(found)
+    inputs[negated] = torch.view_as_complex(torch.randn(*inputs[0].shape, 2, device=device)).conj().imag
+    assert inputs[negated].is_neg()
+    wanted = call(*(x.resolve_neg() for x in inputs))
+    for one, other in zip(call(*(x.requires_grad_(needs_gradient) for x in inputs)), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_tensors_without_data_give_shapes() -> None:
     x = torch.empty(1, 2, 20, 16, device="meta")
     plan = planning.full(20, q_block=16)

@@ -332,4 +332,8 @@ def test_autocast_does_not_reach_weighted_windows(
             torch.autograd.grad(sum(x.sum() for x in found), call[:3])
             for found in (inside, weighted_windows(*call))
         ]
+        total = sum(x.sum() for x in weighted_windows(*call))
+        with torch.autocast(device.type, torch.bfloat16):  # the backward alone
+            around_backward = torch.autograd.grad(total, call[:3])
+        assert all(torch.equal(one, other) for one, other in zip(around_backward, gradients[1], strict=True))
         assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

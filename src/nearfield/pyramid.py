@@ -87,10 +87,11 @@ def pool_and_select(
         turned: the lowest products are chosen, not the highest.
         packing: how to merge the lists that were chosen.
     """
-    call = (query.detach(), key, value, block, levels, topk, keep_own, turned, list(packing or ()), impl)
-    if is_unobserved(key, value):
+    inputs = query.detach(), key, value
+    call = (*inputs, block, levels, topk, keep_own, turned, list(packing or ()), impl)
+    if is_unobserved(*inputs):
         found = _pooled_and_chosen(*call)
-    elif is_only_differentiated(key, value):
+    elif is_only_differentiated(*inputs):
         found = list(_pool_and_select_node(*call))
     else:
         found = torch.ops.nearfield.pool_and_select(*call)

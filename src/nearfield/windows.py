@@ -216,7 +216,7 @@ def _weighted_backward(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = grad_keys, grad_values, grad_bias
-    with torch.cuda.device_of(key):
+    with torch.cuda.device_of(key), torch.autocast(key.device.type, enabled=False):
         found: tuple[Tensor, Tensor, Tensor] = _module(key, impl).weighted_windows_backward(
             grads, key, value, moments, starts, sizes, window, scale
         )
