@@ -211,6 +211,31 @@ def test_kernels_of_torch_have_graphs_of_their_own(graphs: Any, monkeypatch: pyt
     assert graphs() == 3  # what follows attention is the same
 
 
+def test_a_graph_asks_for_its_kernel_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps what it compiled by graphs of calls. If a kernel were only in use around them, graphs would be equal,
+    and one kernel be timed as another: that has happened."""
+    found: dict[str, list[str]] = {}
+
+    def kept(name: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.setdefault(name, []).extend(str(node.target) + str(node.args) for node in graph.graph.nodes)
+        return graph.forward
+
+    compile_model = torch.compile
+    model = lively().float()
+    images, level = (x.float() for x in call())
+    for name in ("auto", "math", "flash"):
+        torch.compiler.reset()
+        monkeypatch.setattr(torch, "compile", partial(compile_model, backend=partial(kept, name)))
+        with torch.no_grad():
+            out = model(images, level, compiled_body(model.body, name))
+        torch.testing.assert_close(out, model(images, level).detach())
+    assert found["auto"] != found["math"] != found["flash"]
+    for name, kernel in (("math", SDPBackend.MATH), ("flash", SDPBackend.FLASH_ATTENTION)):
+        first = next(words for words in found[name] if "_backend_from_string" in words)
+        assert kernel.name in first
+    assert not any("_sdpa_kernel" in words for words in found["auto"])
+
+
 @NEEDS_TRITON
 def test_the_kernels_compile_as_one_graph(
     graphs: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,13 @@ def is_only_differentiated(*tensors: Tensor | None) -> bool:
     return not _is_traced() and all(x is None or _is_ordinary(x) for x in tensors)
 
 
+def way(plain: Any, operator: Any, *tensors: Tensor | None, differentiable: Any = None) -> Any:
+    """What to call: the function itself, its node, if there is one, or, where something else looks on, its operator."""
+    if is_unobserved(*tensors):
+        return plain
+    return differentiable if differentiable is not None and is_only_differentiated(*tensors) else operator
+
+
 def node(
     forward: Callable[..., Any], remember: Callable[..., None], differentiate: Callable[..., Any]
 ) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearfield import kernels
 from nearfield._checks import wrong_value
-from nearfield._eager import is_unobserved, node
+from nearfield._eager import node, way
 from nearfield._types import Attended, Gradients, Impl, Positions
 from nearfield.implementations import explain_choice, implementation
 from nearfield.plan import Boxes, KnownPart, Packed, Packing, Plan
@@ -261,8 +261,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # which a checkpoint gives only once
     query, key, value, *lists_and_bias, out, lse = saved
-    is_plain = is_unobserved(grad_out, grad_lse, *saved)
-    backward: Any = _attend_backward if is_plain else torch.ops.nearfield.attend_backward
+    backward = way(_attend_backward, torch.ops.nearfield.attend_backward, grad_out, grad_lse, *saved)
     *gradients, bias_gradient = backward(
         grad_out, grad_lse, query, key, value, out, lse, *lists_and_bias, *ctx.statics
     )
@@ -532,8 +531,8 @@ def _gradients_of_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> _OfPart
     keys, values, biases, lists = (
         rest[start:stop] for start, stop in zip((0, *ends), (*ends, None), strict=True)
     )
-    is_plain = is_unobserved(grad_out, grad_lse, *saved)
-    backward: Any = _attend_together_backward if is_plain else torch.ops.nearfield.attend_together_backward
+    operator = torch.ops.nearfield.attend_together_backward
+    backward = way(_attend_together_backward, operator, grad_out, grad_lse, *saved)
     grad_query, *others = backward(
         grad_out, grad_lse, query, out, lse, keys, values, lists, biases, *ctx.statics
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nearfield import kernels, planning
 from nearfield._checks import wrong_value
-from nearfield._eager import is_only_differentiated, is_unobserved, node
+from nearfield._eager import node, way
 from nearfield._types import Impl
 from nearfield.levels import level_length, level_starts, num_represented
 from nearfield.plan import Packed, Packing, Plan, check_block
@@ -42,13 +42,8 @@ class Pyramid(NamedTuple):
 
 def pool(x: Tensor, block: int, levels: int, impl: Impl = "auto") -> Pyramid:
     """Means of `[B, H, N, D]` over `block` consecutive tokens, of those means, and so on. Differentiable."""
-    if is_unobserved(x):
-        pooled = _pool(x, block, levels, impl)
-    elif is_only_differentiated(x):
-        pooled = _pool_node(x, block, levels, impl)
-    else:
-        pooled = torch.ops.nearfield.pool(x, block, levels, impl)
-    return Pyramid(pooled, x.shape[2], block, levels)
+    read = way(_pool, torch.ops.nearfield.pool, x, differentiable=_pool_node)
+    return Pyramid(read(x, block, levels, impl), x.shape[2], block, levels)
 
 
 class Picked(NamedTuple):
@@ -88,13 +83,9 @@ def pool_and_select(
         packing: how to merge the lists that were chosen.
     """
     inputs = query.detach(), key, value
-    call = (*inputs, block, levels, topk, keep_own, turned, list(packing or ()), impl)
-    if is_unobserved(*inputs):
-        found = _pooled_and_chosen(*call)
-    elif is_only_differentiated(*inputs):
-        found = list(_pool_and_select_node(*call))
-    else:
-        found = torch.ops.nearfield.pool_and_select(*call)
+    operator = torch.ops.nearfield.pool_and_select
+    choose = way(_pooled_and_chosen, operator, *inputs, differentiable=_pool_and_select_node)
+    found = choose(*inputs, block, levels, topk, keep_own, turned, list(packing or ()), impl)
     keys, values = (Pyramid(data, key.shape[2], block, levels) for data in found[:2])
     picks = tuple(found[2 : 2 + levels])
     packed = Packed(found[-2], found[-1], *packing) if packing else None
@@ -313,8 +304,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _spread(grad: Tensor, *call: Any) -> Tensor:
-    spread: Any = _pool_backward if is_unobserved(grad) else torch.ops.nearfield.pool_backward
-    found: Tensor = spread(grad, *call)
+    found: Tensor = way(_pool_backward, torch.ops.nearfield.pool_backward, grad)(grad, *call)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearfield import kernels
-from nearfield._eager import is_only_differentiated, is_unobserved, node
+from nearfield._eager import node, way
 from nearfield._types import Impl
 from nearfield.reference import windows as reference
 
@@ -22,7 +22,7 @@ def window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: Im
         starts: `[windows]`, the first token of each.
         sizes: `[windows]`, how many tokens each holds, from 1 to `window`. No token is in two windows.
     """
-    read = _reading(_means, _means_node, torch.ops.nearfield.window_means, x)
+    read = way(_means, torch.ops.nearfield.window_means, x, differentiable=_means_node)
     means: Tensor = read(x, starts, sizes, window, impl)
     return means
 
@@ -65,7 +65,7 @@ def weighted_windows(
             moments = query_sums(query, starts, sizes, window, key.shape[1], impl) / sizes.sum()
         scale = query.shape[3] ** -0.5 if scale is None else scale
         operator = torch.ops.nearfield.weighted_windows
-        read = _reading(_weighted, _weighted_node, operator, key, value, moments)
+        read = way(_weighted, operator, key, value, moments, differentiable=_weighted_node)
         keys, values, bias = read(key, value, moments, starts, sizes, window, scale, impl)
     shared_by = query.shape[1] // key.shape[1]
     return WeightedWindows(keys, values, bias if shared_by == 1 else bias.repeat_interleave(shared_by, dim=1))
@@ -76,16 +76,9 @@ def query_sums(
 ) -> Tensor:
     """Sums of queries, and of their squares, over the tokens of all windows, averaged over the heads of each group:
     `[2, B, groups, D]`, in float32 or more. Differentiable."""
-    read = _reading(_sums, _sums_node, torch.ops.nearfield.window_sums, query)
+    read = way(_sums, torch.ops.nearfield.window_sums, query, differentiable=_sums_node)
     sums: Tensor = read(query, starts, sizes, window, impl)
     return sums if query.shape[1] == groups else sums.unflatten(2, (groups, -1)).mean(dim=3)
-
-
-def _reading(plain: Any, differentiable: Any, operator: Any, *tensors: Tensor) -> Any:
-    """What to call: the operator only where something other than autograd looks at the call."""
-    if is_unobserved(*tensors):
-        return plain
-    return differentiable if is_only_differentiated(*tensors) else operator
 
 
 def _module(x: Tensor, impl: str) -> Any:
@@ -117,7 +110,7 @@ def _remember_means(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 
 def _differentiate_means(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    backward: Any = _means_backward if is_unobserved(grad) else torch.ops.nearfield.window_means_backward
+    backward = way(_means_backward, torch.ops.nearfield.window_means_backward, grad)
     return backward(grad, *ctx.saved_tensors, ctx.window, ctx.length, ctx.impl), None, None, None, None
 
 
@@ -159,8 +152,8 @@ def _remember_sums(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 
 def _differentiate_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    saved, operator = ctx.saved_tensors, torch.ops.nearfield.window_sums_backward
-    backward: Any = _sums_backward if is_unobserved(grad, *saved) else operator
+    saved = ctx.saved_tensors
+    backward = way(_sums_backward, torch.ops.nearfield.window_sums_backward, grad, *saved)
     return backward(grad, *saved, ctx.window, ctx.impl), None, None, None, None
 
 
@@ -229,8 +222,8 @@ def _remember_weighted(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ..
 
 
 def _differentiate_weighted(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    saved, operator = ctx.saved_tensors, torch.ops.nearfield.weighted_windows_backward
-    backward: Any = _weighted_backward if is_unobserved(*grads, *saved) else operator
+    saved = ctx.saved_tensors
+    backward = way(_weighted_backward, torch.ops.nearfield.weighted_windows_backward, *grads, *saved)
     return *backward(*grads, *saved, ctx.window, ctx.scale, ctx.impl), None, None, None, None, None
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_value
@@ -27,7 +28,15 @@ from nearfield.tokenmap import Ordering
 
 Attention = Literal["full", "loglinear", "gated", "linear"]
 Method = LogLinear | GatedBlocks | SparseLinear
+DenseKernel = Literal["auto", "flash", "cudnn", "efficient", "math"]
+"""Which of torch's kernels computes full attention."""
 
+DENSE_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 CHANNELS = 3
 KIND, COMMAND = "pixel", "nearfield train pixel"
 
@@ -183,22 +192,24 @@ class Body(nn.Module):
         return velocity
 
 
-def compiled_body(body: Body, dense_kernel: str = "auto") -> Callable[..., Tensor]:
+def compiled_body(body: Body, dense_kernel: DenseKernel = "auto") -> Callable[..., Tensor]:
     """`body` with its layers compiled. They are alike, so that one graph serves all: a twelfth of the time to compile.
     What follows them is another graph.
 
     Args:
-        dense_kernel: the name of torch's kernel for full attention that is in use where it is called. A graph keeps the
-            kernel it was traced with, and torch.compile takes it for others, too, unless a name tells them apart.
+        dense_kernel: the name of torch's kernel for full attention. The graph itself asks for it: one that is traced
+            where a kernel is in use keeps that, and would be taken for others, too, from torch's caches as well.
     """
     compiled = partial(torch.compile, fullgraph=True)
     return partial(body, call=partial(compiled(_called), dense_kernel), leave=compiled(body.leave))
 
 
-def _called(dense_kernel: str, layer: nn.Module, *arguments: Any) -> Tensor:
-    if not dense_kernel:  # read, so that a graph is kept for each name
-        wrong_value("dense_kernel", "have a name", repr(dense_kernel))
-    out: Tensor = layer(*arguments)
+def _called(dense_kernel: DenseKernel, layer: nn.Module, *arguments: Any) -> Tensor:
+    if dense_kernel == "auto":
+        out: Tensor = layer(*arguments)
+    else:
+        with sdpa_kernel(DENSE_KERNELS[dense_kernel]):
+            out = layer(*arguments)
     return out
 
 

@@ -5,25 +5,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 import nearfield
 from nearfield._checks import wrong_value
 from nearfield.demo.pictures import grid_of, write_picture
+from nearfield.demo.pixel import DENSE_KERNELS, DenseKernel
 from nearfield.training.loop import CHECKPOINT, Loop, Mark, Outcome, Schedule
 
-Backend = Literal["auto", "flash", "cudnn", "efficient", "math"]
+Backend = DenseKernel
 MODEL = "model.safetensors"
-
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 class TrainingRun(ABC):
@@ -102,5 +96,5 @@ def quiet_compiling() -> Iterator[None]:
 @contextmanager
 def attention_backend(name: Backend) -> Iterator[None]:
     """Dense attention by one of torch's kernels."""
-    with sdpa_kernel(_BACKENDS[name]) if name != "auto" else nullcontext():
+    with sdpa_kernel(DENSE_KERNELS[name]) if name != "auto" else nullcontext():
         yield
