@@ -120,6 +120,20 @@ def _moments_of(moments, batch_head, num_batch_heads, DIM: tl.constexpr, PAD: tl
 
 
 @triton.jit
+def _scored(
+    key, value, start, size, number, mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd,
+    DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens with these numbers in a window: which there are, keys, values, and scores with the mean query."""
+    is_there = number < size
+    one = load_rows(key, start, number, is_there, stride_kn, stride_kd, DIM, PAD, True)
+    other = load_rows(value, start, number, is_there, stride_vn, stride_vd, DIM, PAD, True)
+    one, other = one.to(tl.float32), other.to(tl.float32)
+    score = tl.where(is_there, tl.sum(one * mean_query[None, :], 1) * scale, float("-inf"))
+    return is_there, one, other, score
+
+
+@triton.jit
 def _weigh(
     key, value, start, size, mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
@@ -134,11 +148,10 @@ def _weigh(
     value_sum = tl.zeros([PAD], tl.float32)
     number = tl.arange(0, TOKENS)
     for first in tl.range(0, WINDOW, TOKENS):
-        is_there = first + number < size
-        one = load_rows(key, start, first + number, is_there, stride_kn, stride_kd, DIM, PAD, True)
-        other = load_rows(value, start, first + number, is_there, stride_vn, stride_vd, DIM, PAD, True)
-        one, other = one.to(tl.float32), other.to(tl.float32)
-        score = tl.where(is_there, tl.sum(one * mean_query[None, :], 1) * scale, float("-inf"))
+        _, one, other, score = _scored(
+            key, value, start, size, first + number, mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd,
+            DIM, PAD,
+        )  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 0))
         kept = tl.exp(top - higher)
         weight = tl.exp(score - higher)
@@ -226,11 +239,10 @@ def _weighted_gradient_kernel(
         # Of all weights together, as much as a token's own is less by: the softmax sums to one.
         shared = tl.sum(of_mean * mean + of_square * mean_square + of_value * mean_value, 0) - of_bias
         for first in tl.range(0, WINDOW, TOKENS):
-            is_there = first + number < size
-            one = load_rows(key, start, first + number, is_there, stride_kn, stride_kd, DIM, PAD, True)
-            other = load_rows(value, start, first + number, is_there, stride_vn, stride_vd, DIM, PAD, True)
-            one, other = one.to(tl.float32), other.to(tl.float32)
-            score = tl.where(is_there, tl.sum(one * mean_query[None, :], 1) * scale, float("-inf"))
+            is_there, one, other, score = _scored(
+                key, value, start, size, first + number, mean_query, scale, stride_kn, stride_kd, stride_vn, stride_vd,
+                DIM, PAD,
+            )  # fmt: skip
             weight = tl.exp(score - top) / total
             own = one * (of_mean[None, :] + of_square[None, :] * one) + of_value[None, :] * other
             of_score = weight * (tl.sum(own, 1) - shared)
