@@ -4,9 +4,9 @@
 
 The same call again goes on where time was up, with the next batch of pictures or the next step of training. First a
 few pictures of each pattern in the group "search" say which of them is tuned; that choice is kept in STATE/chosen.json,
-and made anew when the group has changed. Then pictures and training run side by side. What was done, what it took and
-what broke is in STATE/plan.json; what a part printed, in STATE/printed. A part that breaks is tried again without
---compile, and then left.
+and made anew when the group has changed. A call that names another one tunes that, and leaves the choice as it is. Then
+pictures and training run side by side. What was done, what it took and what broke is in STATE/plan.json; what a part
+printed, in STATE/printed. A part that breaks is tried again without --compile, and then left.
 
 Names and values are the fields of `Settings`. Lists stand between commas, switches are yes or no. Those that figures
 hang on stay as they are in STATE/plan.json.
@@ -33,6 +33,7 @@ from nearfield.bench.quality_cases import (
     Pattern,
     as_file_name,
     pattern_named,
+    tuned_name,
     without_dense_steps,
 )
 from nearfield.demo.lora import method_of_lora, suits
@@ -47,8 +48,6 @@ CANDIDATES = [pattern.name for pattern in GROUPS["search"]]
 FULL, NATIVE = "full", "native"
 URGENT = 7
 """So many tables come before other ways of tuning."""
-TUNED = ", tuned: "
-"""In a name, between a pattern and how the model was tuned for it."""
 FIXED = ("size", "steps", "pairs", "weights")
 """What rows of one STATE have in common, though their names do not say it."""
 FIXED_TUNING = ("tuning_steps", "cool_down", "equal_steps", "tuning_batch")
@@ -348,22 +347,26 @@ class Plan(planned.Plan):
         how = {FULL: "all weights", NATIVE: "natively sparse"}.get(tuning.rank, f"LoRA of rank {tuning.rank}")
         result = str(self.result(tuning))
         own = {"weights": result} if tuning.rank in (FULL, NATIVE) else {"lora": result}
-        return replace(pattern, name=f"{pattern.name}{TUNED}{how}, {self.steps_of(tuning)} steps", **own)
+        name = tuned_name(pattern.name, f"{how}, {self.steps_of(tuning)} steps")
+        return replace(pattern, name=name, **own)
 
     # -- what is known -------------------------------------------------------------------------------------------
 
     def chosen(self) -> Pattern | None:
-        """The pattern that is tuned, once all that could be have been looked at."""
+        """The pattern that is tuned: one that this call names, or the choice."""
+        choice = self._choice()
+        name = self.settings.tuned or choice
+        return None if name is None else pattern_named(name)
+
+    def _choice(self) -> str | None:
+        """The best of those that could be tuned, once all of them have been looked at; it is kept, and stays."""
         path = self.state / "chosen.json"
         known = read_json(path) or {}
-        name = self.settings.tuned or self._known_choice(known) or self._least_fid()
-        if name is None:
-            return None
-        pattern = pattern_named(name)
-        made = {"name": name, "among": CANDIDATES, "fields": dict(pattern.fields)}
-        if (known.get("name"), known.get("among")) != (name, CANDIDATES):
-            write_json(path, made)
-        return pattern
+        name = self._known_choice(known) or self._least_fid()
+        if name is not None and (known.get("name"), known.get("among")) != (name, CANDIDATES):
+            fields = dict(pattern_named(name).fields)
+            write_json(path, {"name": name, "among": CANDIDATES, "fields": fields})
+        return name
 
     def _known_choice(self, known: Mapping[str, Any]) -> str | None:
         """One that was made among other patterns is none."""

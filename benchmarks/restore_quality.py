@@ -14,12 +14,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plan_quality import CANDIDATES, TUNED, Plan, Settings, digest_of
+from plan_quality import CANDIDATES, Plan, Settings, digest_of
 from planned import Record, read_json
 
 from nearfield._files import write_json
 from nearfield.bench.picture_runs import Task, is_known
-from nearfield.bench.quality_cases import GROUPS, Pattern, as_file_name, pattern_named, without_dense_steps
+from nearfield.bench.quality_cases import (
+    GROUPS,
+    Pattern,
+    as_file_name,
+    pattern_named,
+    untuned_name,
+    without_dense_steps,
+)
 from nearfield.bench.quality_results import PUBLISHED_TUNINGS
 from nearfield.demo.model import EMBEDDED
 from nearfield.quality.results import QualityRow, as_document, read_rows
@@ -119,7 +126,7 @@ def pattern_of(row: QualityRow) -> Pattern | None:
     """The pattern that is called as a row's now, with the row's own files; None for dense, and where there is none."""
     listed = [pattern for patterns in GROUPS.values() for pattern in patterns]
     listed += [without_dense_steps(pattern_named(name)) for name in CANDIDATES]  # they are tuned
-    name = row.pattern.partition(TUNED)[0]
+    name = untuned_name(row.pattern)
     found = next((pattern for pattern in listed if pattern.name == name), None)
     if found is None:
         return None

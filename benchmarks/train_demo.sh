@@ -19,7 +19,7 @@ usage: benchmarks/train_demo.sh COMMAND ...
   native-tune STATE MINUTES [OPTION]  tune that at 512 px, with sparse attention, too, in STATE/native-tune
   distill STATE MINUTES [OPTION]  a LoRA for sparse attention, in STATE/distill, for the model of STATE/tune
   sample STATE RUN DIR [OPTION]   pictures by the model of STATE/RUN
-  sweep STATE RUN MINUTES [OPTION]   FID of the model of STATE/RUN with many patterns, to STATE/quality/RUN.json
+  sweep STATE RUN MINUTES [OPTION]   FID of the model of STATE/RUN with many patterns, to STATE/RUN/quality.json
   collect STATE RUN DIR        what travels: the result in parts, the newest sheet, the log
   join STATE RUN PART...       put a collected model back: STATE/RUN/model.safetensors
 OPTIONs are those of the nearfield command that runs; the last one wins.
@@ -94,7 +94,7 @@ sample)
 sweep)
     [ $# -ge 2 ] || usage
     nearfield bench quality --photographs "$state/photographs" --weights "$(model_of "$1")" \
-        --inception "$state/files/inception_fid_fp16.safetensors" --out "$state/quality/$1.json" --minutes "$2" "${@:3}"
+        --inception "$state/files/inception_fid_fp16.safetensors" --out "$state/$1/quality.json" --minutes "$2" "${@:3}"
     ;;
 collect)
     [ $# -eq 2 ] || usage
@@ -107,7 +107,7 @@ collect)
     [ -z "$sheet" ] || cp "$sheet" "$2/$1-$(basename "$sheet")"
     gzip -c "$state/$1/log.jsonl" > "$2/$1-log.jsonl.gz"
     [ ! -f "$state/$1/last.json" ] || cp "$state/$1/last.json" "$2/$1-last.json"
-    [ ! -f "$state/quality/$1.json" ] || cp "$state/quality/$1.json" "$2/$1-quality.json"
+    [ ! -f "$state/$1/quality.json" ] || cp "$state/$1/quality.json" "$2/$1-quality.json"
     ls -l "$2"
     ;;
 join)

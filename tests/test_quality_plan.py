@@ -22,7 +22,14 @@ from nearfield._files import write_json
 from nearfield.bench import collected, quality_results
 from nearfield.bench import quality as sweeping
 from nearfield.bench.picture_runs import Task, method_of
-from nearfield.bench.quality_cases import GROUPS, SECTIONS, as_file_name, pattern_named, without_dense_steps
+from nearfield.bench.quality_cases import (
+    GROUPS,
+    SECTIONS,
+    as_file_name,
+    pattern_named,
+    tuned_name,
+    without_dense_steps,
+)
 from nearfield.demo.model import save_model
 from nearfield.demo.storage import write_tensors
 from nearfield.quality.results import QualityRow, as_document, read_rows
@@ -589,10 +596,12 @@ def test_a_choice_among_other_patterns_is_made_anew(tmp_path: Path, planning: Mo
         write_json(state / "chosen.json", {"name": name, "fields": {}})
         assert plan.chosen() is None  # the others were not looked at yet
     named = planning.Plan(state, planning.Settings.read([*SETTINGS, f"tuned={CANDIDATES[1]}"]), 0.0)
-    assert named.chosen().name == chosen_in(state) == CANDIDATES[1]
-    (state / "chosen.json").unlink()
+    assert named.chosen().name == CANDIDATES[1]
     screened(state, dict.fromkeys(CANDIDATES, 40.0) | {CANDIDATES[1]: 39.0})
-    assert plan.chosen().name == CANDIDATES[1]
+    assert plan.chosen().name == chosen_in(state) == CANDIDATES[1]
+    other = planning.Plan(state, planning.Settings.read([*SETTINGS, f"tuned={CANDIDATES[0]}"]), 0.0)
+    assert other.chosen().name == CANDIDATES[0]
+    assert chosen_in(state) == CANDIDATES[1]  # what a call names is no choice
     screened(state, {CANDIDATES[0]: 1.0})
     assert plan.chosen().name == CANDIDATES[1]  # it stays
 
@@ -774,7 +783,7 @@ def made_up(
     write_json(folder / "plan.json", {"settings": settings, "parts": {}})
     rows = []
     for name, fid in fids.items():
-        known = {"method": "hilbert", "steps": 16, "tuning": "LoRA" if name == "tuned" else "none"}
+        known = {"method": "hilbert", "steps": 16, "tuning": "LoRA" if "tuned" in name else "none"}
         known |= {} if name == "dense" else {"fields": {"dense_steps": 3}}
         is_dense = name == "dense"
         values = figures | (own or {}).get(name, {})
@@ -866,6 +875,17 @@ def test_tables_begin_with_what_is_tuned(tmp_path: Path) -> None:
     assert [row.pattern for row in last.rows] == ["dense", "around, means", chosen, other]
     words = "Tuned with batch 32: rank-4-of-x unfinished, 487 of 600 steps, rank-64-equal-of-x 200 steps."
     assert words in quality_results.markdown(after).replace("\n", " ")
+
+
+def test_what_was_tuned_stands_behind_the_same_untuned(tmp_path: Path) -> None:
+    """Where several patterns were tuned, the chosen one first."""
+    chosen, other = CANDIDATES[:2]
+    write_json(tmp_path / "chosen.json", {"name": chosen})
+    names = [chosen, *(tuned_name(chosen, how) for how in ("LoRA of rank 16", "LoRA of rank 4"))]
+    names += [other, tuned_name(other, "LoRA of rank 4")]
+    found = made_up(tmp_path, {"dense": 20.0} | dict.fromkeys(reversed(names), 25.0), 5000)
+    (section,) = [each for each in quality_results.sections(found) if each.num == 5000]
+    assert [row.pattern for row in section.rows] == ["dense", *names]
 
 
 def test_all_commits_are_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Fields = Mapping[str, Any]
+_TUNED = ", tuned: "
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,16 @@ def without_dense_steps(pattern: Pattern) -> Pattern:
     """The same with every step sparse, and a name that speaks of none: all that tuning knows of a pattern."""
     words = [word for word in pattern.name.split(", ") if not re.search("dense steps?$|steps? dense$", word)]
     return replace(pattern, name=", ".join(words), fields={**pattern.fields, "dense_steps": 0})
+
+
+def tuned_name(name: str, how: str) -> str:
+    """What a pattern is called with a model that was tuned for it."""
+    return f"{name}{_TUNED}{how}"
+
+
+def untuned_name(name: str) -> str:
+    """What it is called without."""
+    return name.partition(_TUNED)[0]
 
 
 def as_file_name(name: str) -> str:

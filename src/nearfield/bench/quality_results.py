@@ -18,7 +18,7 @@ from nearfield.bench.collected import (
     read_plan,
 )
 from nearfield.bench.picture_runs import DENSE
-from nearfield.bench.quality_cases import BASE, GROUPS, SECTIONS, as_file_name
+from nearfield.bench.quality_cases import BASE, GROUPS, SECTIONS, as_file_name, untuned_name
 from nearfield.bench.report import table
 from nearfield.demo.pictures import Row, read_picture
 from nearfield.methods import Hilbert
@@ -50,7 +50,7 @@ _SHOWN = (
 )
 PUBLISHED_TUNINGS = "published-tunings.json"
 """What is known of tunings whose folders were lost with their machine."""
-_OF_ONE_CALL = ("ranks", "sections", "lanes")
+_OF_ONE_CALL = ("tuned", "ranks", "sections", "lanes")
 """Settings that say what the last call was to add; results are of all calls."""
 _MOST_PAIRS, _MOST_DENSE_STEPS = 0.25, 0.2
 _UNTUNED, _TUNED, _SEAM = 1.25, 1.05, 1.02
@@ -61,7 +61,7 @@ class Collected(NamedTuple):
     """All that was collected: settings and parts are the plan's.
 
     Args:
-        chosen: the pattern that was tuned; None if that was not decided yet.
+        chosen: the pattern that was best untuned; None if that was not decided yet.
         tunings: what the last command of each said; of those of an earlier machine, what was published.
     """
 
@@ -134,7 +134,7 @@ def sections(collected: Collected) -> list[Section]:
     """Tables of rows that may be compared, the most important first; none without anything to compare."""
     num, screen = collected.settings["num"], collected.settings["screen"]
     candidates = [pattern.name for pattern in GROUPS["search"]]
-    own = [*filter(None, [collected.chosen]), *collected.tuned]
+    own = _before_and_after(collected)
     has_tuned = any(row.is_tuned for row in collected.at(num).values())
     wanted: list[tuple[str, int, Sequence[str]]] = [
         (_TUNING, collected.settings["most"], own),
@@ -154,6 +154,16 @@ def sections(collected: Collected) -> list[Section]:
         if any(row.pattern not in known for row in rows):
             found.append(Section(title, count, rows))
     return found
+
+
+def _before_and_after(collected: Collected) -> list[str]:
+    """Names of what was tuned, each after its pattern without; the chosen pattern comes first."""
+    untuned = [*filter(None, [collected.chosen]), *map(untuned_name, collected.tuned)]
+    return [
+        name
+        for pattern in dict.fromkeys(untuned)
+        for name in (pattern, *(tuned for tuned in collected.tuned if untuned_name(tuned) == pattern))
+    ]
 
 
 def _repeated(title: str, candidates: Sequence[str]) -> Sequence[str]:
