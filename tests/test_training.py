@@ -20,6 +20,7 @@ from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
 from tests.tiles import paper
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend
 
 from nearfield import FineGrained, Hilbert, apply
 from nearfield.adapters.compiling import compiled_blocks
@@ -369,6 +370,26 @@ def test_a_compiled_model_learns_the_same(tmp_path: Path, monkeypatch: pytest.Mo
         flow(tmp_path / name, 3, size=64, compiled=name == "compiled").run() for name in ("compiled", "plain")
     ]
     torch.testing.assert_close(*(torch.tensor(run.losses) for run in runs))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_a_compiled_model_asks_for_its_kernel_itself(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else torch's cache would give the graph of one kernel for that of another."""
+    found: list[str] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(str(node.target) + str(node.args) for node in graph.graph.nodes)
+        return graph.forward
+
+    compile_model = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile_model(model, backend=kept))
+    torch.compiler.reset()
+    flow(tmp_path, 1, size=64, compiled=True, attention=kernel).run()
+    asked = [words for words in found if "_backend_from_string" in words]
+    assert found
+    assert [SDPBackend.MATH.name in words for words in asked[:1]] == [True] * (kernel == "math")
 
 
 @pytest.mark.parametrize("method", [Hilbert(dense_steps=0), Hilbert(tiles=4, near="tile", dense_steps=0)])

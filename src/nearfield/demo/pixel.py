@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_value
 from nearfield._types import Impl
+from nearfield.demo.dense_kernels import DenseKernel, called_with
 from nearfield.demo.model import Packing, put_weights, read_weights, write_weights
 from nearfield.demo.storage import BadFile
 from nearfield.geometry import Geometry
@@ -28,15 +28,6 @@ from nearfield.tokenmap import Ordering
 
 Attention = Literal["full", "loglinear", "gated", "linear"]
 Method = LogLinear | GatedBlocks | SparseLinear
-DenseKernel = Literal["auto", "flash", "cudnn", "efficient", "math"]
-"""Which of torch's kernels computes full attention."""
-
-DENSE_KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 CHANNELS = 3
 KIND, COMMAND = "pixel", "nearfield train pixel"
 
@@ -197,20 +188,10 @@ def compiled_body(body: Body, dense_kernel: DenseKernel = "auto") -> Callable[..
     What follows them is another graph.
 
     Args:
-        dense_kernel: the name of torch's kernel for full attention. The graph itself asks for it: one that is traced
-            where a kernel is in use keeps that, and would be taken for others, too, from torch's caches as well.
+        dense_kernel: the name of torch's kernel for full attention.
     """
     compiled = partial(torch.compile, fullgraph=True)
-    return partial(body, call=partial(compiled(_called), dense_kernel), leave=compiled(body.leave))
-
-
-def _called(dense_kernel: DenseKernel, layer: nn.Module, *arguments: Any) -> Tensor:
-    if dense_kernel == "auto":
-        out: Tensor = layer(*arguments)
-    else:
-        with sdpa_kernel(DENSE_KERNELS[dense_kernel]):
-            out = layer(*arguments)
-    return out
+    return partial(body, call=partial(compiled(called_with), dense_kernel), leave=compiled(body.leave))
 
 
 class Layer(nn.Module):

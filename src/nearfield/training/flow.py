@@ -7,6 +7,7 @@ function of normal numbers, so that the middle, where the picture is decided, is
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from nearfield._checks import check_int, check_member, wrong_value
 from nearfield.adapters import apply
 from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
 from nearfield.demo.autoencoder import PIXELS_PER_TOKEN
+from nearfield.demo.dense_kernels import called_with
 from nearfield.demo.model import ModelConfig, Packing, TinyFlux, load_model, reconfigured, save_model
 from nearfield.demo.sampler import DemoPipeline, precision
 from nearfield.methods import Method
@@ -106,8 +108,7 @@ class FlowTraining(TrainingRun):
         self.latents = latents.to(self.device) if fits(latents.values, self.device) else latents
         self._draws = Draws(recipe.seed, self.device)
         self.handle = self._sparse(schedule.parts)
-        is_whole = recipe.compiled and recipe.method is None
-        self._network = torch.compile(self.model.transformer) if is_whole else None
+        self._network = self._compiled_network() if recipe.compiled and recipe.method is None else None
         facts = recipe.facts() | {"model": asdict(self.model.config)}
         self.loop = Loop(dict(self.model.named_parameters()), self.loss, schedule, folder, facts)
 
@@ -120,6 +121,9 @@ class FlowTraining(TrainingRun):
         text = self.model.config.condition_tokens
         handle.prepare(height=side, width=side, text=text, batch=self.recipe.batch // parts)
         return handle
+
+    def _compiled_network(self) -> Callable[..., Any]:
+        return partial(torch.compile(called_with), self.recipe.attention, self.model.transformer)
 
     def run(self) -> Outcome:
         with self._compiled_blocks():

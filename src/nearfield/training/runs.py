@@ -12,8 +12,8 @@ from torch.nn.attention import sdpa_kernel
 
 import nearfield
 from nearfield._checks import wrong_value
+from nearfield.demo.dense_kernels import DENSE_KERNELS, DenseKernel
 from nearfield.demo.pictures import grid_of, write_picture
-from nearfield.demo.pixel import DENSE_KERNELS, DenseKernel
 from nearfield.training.loop import CHECKPOINT, Loop, Mark, Outcome, Schedule
 
 Backend = DenseKernel
