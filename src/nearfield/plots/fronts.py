@@ -136,6 +136,8 @@ _BESIDE = (
     *((0, 7, "center"), (0, -13, "center"), (9, -3, "left"), (-9, -3, "right")),
 )
 """Where a name may stand: points across and up from its mark, and the side of it that is there."""
+_FURTHER = ((5, -19, "left"), (-5, -19, "right"), (5, 13, "left"), (-5, 13, "right"))
+"""The same for names of the best, which are to be read even where they stand in line."""
 
 
 def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
@@ -153,7 +155,7 @@ def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool
     for place, name, is_best in sorted(
         names, key=lambda each: (not each[2], -len(each[1]) if each[2] else 0)
     ):
-        for across, up, side in _BESIDE:
+        for across, up, side in (*_BESIDE, *(_FURTHER if is_best else ())):
             text = axis.annotate(
                 name,
                 place,
