@@ -373,3 +373,21 @@ def test_the_good_call_of_the_table_is_good():
 def test_lists_are_not_read_where_check_is_off():
     meta = {name: GOOD[name].to("meta") for name in ("offsets", "blocks")}
     assert Plan(**{**GOOD, **meta}, check=False).layout == Plan(**GOOD).layout
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_plan_of_known_lists_is_what_checks_would_have_given(uniform):
+    plan, known = Plan(**GOOD, uniform=uniform), Plan._of_known(**GOOD, uniform=uniform)
+    assert known == plan
+    assert vars(known).keys() == vars(plan).keys()
+    assert (known.uniform, known.layout) == (plan.uniform, plan.layout)
+    assert (known._extent.shape, known._extent.dtype) == (plan._extent.shape, plan._extent.dtype)
+
+
+def test_a_plan_of_known_lists_steps_through_them_by_one():
+    apart = {name: GOOD[name].repeat_interleave(2, -1)[..., ::2] for name in ("offsets", "blocks")}
+    assert not any(lists.is_contiguous() for lists in apart.values())
+    known = Plan._of_known(**{**GOOD, **apart})
+    assert known == Plan(**GOOD)
+    assert known.offsets.is_contiguous()
+    assert known.blocks.is_contiguous()

@@ -43,8 +43,14 @@ def node(
             unobserved itself, and all that was saved for it, too: an operator without a gradient of its own refuses to
             be differentiated once more, where a plain function would seem to be constant.
     """
-    names = {"forward": forward, "setup_context": remember, "backward": differentiate}
-    methods = {name: staticmethod(function) for name, function in names.items()}
+
+    # Not a `setup_context` of its own: torch would then inspect the signature of `forward` at every call.
+    def read_and_remember(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        remember(ctx, inputs, output)
+        return output
+
+    methods = {"forward": staticmethod(read_and_remember), "backward": staticmethod(differentiate)}
     kind: Any = type(f"{forward.__name__.strip('_')}_node", (torch.autograd.Function,), methods)
     apply: Callable[..., Any] = kind.apply
     return apply

@@ -6,7 +6,6 @@ an implementation is chosen for the real tensors.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -95,12 +94,12 @@ def _rebuilt_plan(
     """
     batch, heads, num_queries = query.shape[:3]
     num_keys = key.shape[2]
-    plan = Plan(*lists, q_block, k_block, num_queries, num_keys, uniform=order is None, check=False)
+    plan = Plan._of_known(*lists, q_block, k_block, num_queries, num_keys, uniform=order is None)
     if order is not None:
         plan._derived["order", batch, heads] = order
     offsets, blocks, key_order = transposed_lists
     if offsets is not None and blocks is not None:
-        transposed = Plan(offsets, blocks, k_block, q_block, num_keys, num_queries, check=False)
+        transposed = Plan._of_known(offsets, blocks, k_block, q_block, num_keys, num_queries)
         transposed._derived["order", batch, key.shape[1]] = key_order
         plan._derived["transpose"] = transposed
     return plan
@@ -564,9 +563,8 @@ _together_operator.register_autograd(_differentiate_parts, setup_context=_save_p
 
 def _listed(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """What the operator takes, from what `together_node` gives a node."""
-    others, (num_parts, num_biases), query, *tensors = inputs
-    ends = (0, num_parts, 2 * num_parts, 2 * num_parts + num_biases, None)
-    keys, values, biases, lists = (tensors[start:stop] for start, stop in pairwise(ends))
+    num_parts, lists, others, query, *tensors = inputs
+    keys, values, biases = tensors[:num_parts], tensors[num_parts : 2 * num_parts], tensors[2 * num_parts :]
     return query, keys, values, lists, biases, *others
 
 
@@ -575,13 +573,12 @@ def _together(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save_listed_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.num_lists = len(inputs) - 3 - 2 * inputs[1][0] - inputs[1][1]
     _save_parts(ctx, _listed(inputs), output)
 
 
 def _differentiate_listed_parts(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     found = _gradients_of_parts(ctx, grad_out, grad_lse)
-    return None, None, found.query, *found.keys, *found.values, *found.biases, *[None] * ctx.num_lists
+    return None, None, None, found.query, *found.keys, *found.values, *found.biases
 
 
 _together_node = node(_together, _save_listed_parts, _differentiate_listed_parts)
@@ -595,8 +592,8 @@ def together_node(
     biases: Sequence[Tensor],
     *others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The operator `attend_together` as a plain node. Autograd does not look for tensors in lists, so they are given
-    one by one."""
+    """The operator `attend_together` as a plain node. Autograd does not look for tensors in lists, so what may have a
+    gradient is given one by one. Lists of plans are many and have none: they are only saved."""
     found: tuple[Tensor, Tensor]
-    found = _together_node(others, (len(keys), len(biases)), query, *keys, *values, *biases, *lists)
+    found = _together_node(len(keys), lists, others, query, *keys, *values, *biases)
     return found

@@ -116,6 +116,27 @@ class Plan:
         if check:
             _check_lists(self)
 
+    @classmethod
+    def _of_known(
+        cls,
+        offsets: Tensor,
+        blocks: Tensor,
+        q_block: int,
+        k_block: int,
+        num_queries: int,
+        num_keys: int,
+        uniform: bool = False,
+    ) -> "Plan":
+        """A plan of lists and sizes that are another plan's, or follow from them: nothing is checked again. Every call
+        makes several, and checks would take most of their time."""
+        plan = cls.__new__(cls)
+        vars(plan).update(
+            offsets=offsets.contiguous(), blocks=blocks.contiguous(), q_block=q_block, k_block=k_block,
+            num_queries=num_queries, num_keys=num_keys, uniform=uniform, _derived={},
+            _extent=torch.empty(num_queries, num_keys, 0, device=offsets.device),
+        )  # fmt: skip
+        return plan
+
     # -- sizes ---------------------------------------------------------------------------------------------------
 
     @property
