@@ -16,6 +16,7 @@ from nearfield.kernels import is_interpreted
 from nearfield.kernels.launch import (
     LOG2_E,
     Tiles,
+    ceil_div,
     chunk_of,
     key_gradient_tiles,
     optional_inputs,
@@ -475,7 +476,7 @@ def row_statistics(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor)
     batch, heads, num_queries, dim = out.shape
     delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
     tile = 128 if not is_interpreted() else 64
-    _delta_kernel[(batch * heads, triton.cdiv(num_queries, tile))](
+    _delta_kernel[(batch * heads, ceil_div(num_queries, tile))](
         grad_out, out, lse, grad_lse, delta, lse_log2, *grad_out.stride(), *out.stride(), *grad_lse.stride(),
         heads, num_queries, DIM=dim, PAD=padded(dim), TILE=tile,
     )  # fmt: skip
@@ -663,10 +664,10 @@ def key_gradient(
 
 def _chunks(query: Tensor, key: Tensor, transposed: Plan, tiles: Tiles) -> tuple[int, int]:
     """After how many steps another program goes on with a row (0: none does), and how many programs a row gets."""
-    longest = triton.cdiv(query.shape[2], tiles.other)
+    longest = ceil_div(query.shape[2], tiles.other)
     if query.shape[1] != key.shape[1]:  # a key head then walks several lists
         return 0, 1
     chunk = tiles.chunk
     if chunk is None:
         chunk = chunk_of(query.shape[0] * query.shape[1], transposed, tiles)
-    return (chunk, triton.cdiv(longest, chunk)) if 0 < chunk < longest else (0, 1)
+    return (chunk, ceil_div(longest, chunk)) if 0 < chunk < longest else (0, 1)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import LOG2_E, padded, tile_sources
+from nearfield.kernels.launch import LOG2_E, ceil_div, padded, tile_sources
 from nearfield.kernels.walk import INF, LOG2E, copy_rows, dot, load_rows
 
 _TILE_Q, _TILE_K = 128, 64
@@ -122,14 +122,14 @@ def column_statistics(
     """See `nearfield.reference.columns`."""
     batch, heads, num_queries, dim = query.shape
     num_keys = key.shape[2]
-    rows, columns = triton.cdiv(num_queries, q_block), triton.cdiv(num_keys, k_block)
+    rows, columns = ceil_div(num_queries, q_block), ceil_div(num_keys, k_block)
     shape = (batch, heads, rows, columns)
     maxima, masses = (torch.empty(shape, device=query.device, dtype=torch.float32) for _ in range(2))
     tile_k = max(_TILE_K, k_block)
-    steps = max(1, min(_STRETCH // tile_k, triton.cdiv(num_keys, tile_k)))
+    steps = max(1, min(_STRETCH // tile_k, ceil_div(num_keys, tile_k)))
     tile_q, more_q = _query_tiles(q_block)
     by_engine, k_desc, _ = tile_sources(key, key, tile_k, tile_k)
-    _column_kernel[(batch * heads * rows, triton.cdiv(num_keys, tile_k * steps))](
+    _column_kernel[(batch * heads * rows, ceil_div(num_keys, tile_k * steps))](
         query, key, k_desc, lse.contiguous(), maxima, masses, *query.stride(), *key.stride(),
         heads, heads // key.shape[1], rows, columns, num_queries, num_keys, scale * LOG2_E,
         Q_BLOCK=q_block, K_BLOCK=k_block, TILE_Q=tile_q, MORE_Q=more_q, TILE_K=tile_k, STEPS=steps,

@@ -160,9 +160,19 @@ def chunk_of(num_heads: int, transposed: Plan, tiles: Tiles) -> int:
     return max(_LEAST_CHUNK, math.ceil(longest / _MOST_CHUNKS))
 
 
+def ceil_div(number: int, by: int) -> int:
+    """The quotient, rounded up. Triton's own functions take ten times as long as these, and every call asks often."""
+    return -(-number // by)
+
+
+def power_of_two(number: int) -> int:
+    """The least that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 def padded(dim: int) -> int:
-    """The next power of two, at least 16. Triton's own function takes ten times as long, and every call asks."""
-    return max(16, 1 << (dim - 1).bit_length())
+    """The next power of two, at least 16."""
+    return max(16, power_of_two(dim))
 
 
 def options_for(query: Tensor, tiles: Tiles, own_block: int) -> dict[str, Any]:
@@ -182,13 +192,12 @@ def options_for(query: Tensor, tiles: Tiles, own_block: int) -> dict[str, Any]:
 
 def list_strides(offsets: Tensor, blocks: Tensor) -> tuple[int, ...]:
     """Strides of both over batch and heads; 0 where one list serves all."""
-    strides = []
-    for lists in (offsets, blocks):
-        strides += [
-            0 if size == 1 else stride
-            for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)
-        ]
-    return tuple(strides)
+    return (*_strides_of(offsets), *_strides_of(blocks))
+
+
+def _strides_of(lists: Tensor) -> tuple[int, int]:
+    (batch, heads, _), (batch_stride, head_stride, _) = lists.shape, lists.stride()
+    return 0 if batch == 1 else batch_stride, 0 if heads == 1 else head_stride
 
 
 def optional_inputs(

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import padded
+from nearfield.kernels.launch import ceil_div, padded, power_of_two
 
 _TOKENS = 64
 """Tokens that one program reads at least."""
@@ -52,12 +52,12 @@ def unsupported(x: Tensor) -> str | None:
 def block_means(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """See `nearfield.reference.means`."""
     batch, heads, length, dim = x.shape
-    num_means = triton.cdiv(length, block)
-    lanes = triton.next_power_of_2(block)
+    num_means = ceil_div(length, block)
+    lanes = power_of_two(block)
     rows = max(1, _TOKENS // lanes)
     means = torch.empty(batch, heads, num_means, dim, device=x.device, dtype=torch.float32)
     likeness = torch.empty(batch, heads, num_means, device=x.device, dtype=torch.float32)
-    _means_kernel[(batch * heads, triton.cdiv(num_means, rows))](
+    _means_kernel[(batch * heads, ceil_div(num_means, rows))](
         x, means, likeness, *x.stride(), heads, length, num_means,
         BLOCK=block, LANES=lanes, ROWS=rows, DIM=dim, PAD=padded(dim), num_warps=8 if lanes > _TOKENS else 4,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.launch import list_strides
+from nearfield.kernels.launch import ceil_div, list_strides
 from nearfield.plan import Plan
 
 _MOST_ROWS = 2**15
@@ -66,6 +66,6 @@ def order_into(order: Tensor, plan: Plan, batch: int, heads: int) -> None:
         order.copy_(plan._sorted_rows(batch, heads))
         return
     strides = list_strides(plan.offsets, plan.blocks)[:2]
-    _order_kernel[(triton.cdiv(total, _OWN),)](
+    _order_kernel[(ceil_div(total, _OWN),)](
         plan.offsets, order, *strides, heads, plan.num_rows, total, OWN=_OWN, OTHERS=_OTHERS, num_warps=4
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.launch import Tiles, list_strides
+from nearfield.kernels.launch import Tiles, ceil_div, list_strides
 from nearfield.kernels.order import longest_first, order_into, room_for_order
 from nearfield.plan import Packed, Plan
 
@@ -106,7 +106,7 @@ def room_for_rows(plan: Plan, tiles: Tiles, batch: int, heads: int) -> Rows:
     if tiles.pack == 1:
         return _own_rows(plan, room_for_order(plan, batch, heads))
     lists, capacity = plan.blocks.shape[:2], plan.blocks.shape[2]
-    groups = triton.cdiv(plan.num_rows, tiles.pack)
+    groups = ceil_div(plan.num_rows, tiles.pack)
     packed_capacity = capacity + groups * (_multiple(plan, tiles) - 1)
     bounds = torch.empty(*lists, 2 * groups, device=plan.device, dtype=torch.int32)
     packed = torch.empty(*lists, packed_capacity, device=plan.device, dtype=torch.int32)
@@ -120,7 +120,7 @@ def fill_rows(rows: Rows, plan: Plan, tiles: Tiles, batch: int, heads: int) -> N
             order_into(rows.order, plan, batch, heads)
         return
     lists = plan.blocks.shape[0] * plan.blocks.shape[1]
-    _pack_kernel[(lists, triton.cdiv(rows.number, _GROUPS))](
+    _pack_kernel[(lists, ceil_div(rows.number, _GROUPS))](
         plan.offsets, plan.blocks, rows.offsets, rows.blocks,
         plan.num_rows, rows.number, plan.blocks.shape[2], rows.blocks.shape[2],
         PACK=tiles.pack, MULTIPLE=_multiple(plan, tiles), GROUPS=_GROUPS,
@@ -139,5 +139,5 @@ def _own_rows(plan: Plan, order: Tensor | None) -> Rows:
 
 
 def _packed_rows(plan: Plan, tiles: Tiles, bounds: Tensor, packed: Tensor) -> Rows:
-    groups = triton.cdiv(plan.num_rows, tiles.pack)
+    groups = ceil_div(plan.num_rows, tiles.pack)
     return Rows(bounds, packed, None, list_strides(bounds, packed), groups, plan.q_block * tiles.pack)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nearfield._types import Attended
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import padded
+from nearfield.kernels.launch import ceil_div, padded
 
 _ROWS = 8
 """Queries of one program."""
@@ -70,7 +70,7 @@ def merge_partials(out: Tensor, lse: Tensor) -> Attended:
     merged_lse = torch.empty(batch, heads, length, device=out.device, dtype=torch.float32)
     if length:
         with torch.cuda.device_of(out):
-            _merge_kernel[(batch * heads, triton.cdiv(length, _ROWS))](
+            _merge_kernel[(batch * heads, ceil_div(length, _ROWS))](
                 out, lse, merged, merged_lse, *out.stride()[:4], *lse.stride(), parts, heads, length,
                 ROWS=_ROWS, DIM=dim, PAD=padded(dim), num_warps=4,
             )  # fmt: skip

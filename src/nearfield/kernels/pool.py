@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import padded
+from nearfield.kernels.launch import ceil_div, padded, power_of_two
 from nearfield.kernels.walk import load_rows, store_rows
 from nearfield.levels import level_length, level_starts
 
@@ -164,7 +164,7 @@ def _pooled(tensors: Sequence[Tensor], block: int, levels: int) -> list[Tensor]:
         if last < levels:
             kept = level_length(length, block, last)
             sums = torch.empty(number, batch, heads, kept, dim, device=x.device, dtype=torch.float32)
-        programs = max(triton.cdiv(slots, rows), triton.cdiv(upper_slots * block, rows))
+        programs = max(ceil_div(slots, rows), ceil_div(upper_slots * block, rows))
         _pool_kernel[(batch * heads, programs, number)](
             *_three(sources), *_three(means), sums, *sources[0].stride(), *means[0].stride(),
             heads, sources[0].shape[2], num_means, slots, num_upper, upper_slots, length, block**level,
@@ -183,7 +183,7 @@ def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _warps(size: int) -> int:
     """As many as it takes for each thread to load 16 bytes at once."""
-    return int(min(8, max(1, triton.next_power_of_2(size) // 512)))
+    return int(min(8, max(1, power_of_two(size) // 512)))
 
 
 def pool_backward(grad: Tensor, length: int, block: int, levels: int) -> Tensor:
@@ -191,7 +191,7 @@ def pool_backward(grad: Tensor, length: int, block: int, levels: int) -> Tensor:
     batch, heads, _, dim = grad.shape
     out = torch.empty(batch, heads, length, dim, device=grad.device, dtype=grad.dtype)
     tokens = 128
-    _unpool_kernel[(batch * heads, triton.cdiv(length, tokens))](
+    _unpool_kernel[(batch * heads, ceil_div(length, tokens))](
         grad, out, *grad.stride(), heads, length,
         BLOCK=block, LEVELS=levels, TOKENS=tokens, DIM=dim, PAD=padded(dim), num_warps=4,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import padded
+from nearfield.kernels.launch import ceil_div, padded
 
 _TOKENS, _HEADS = 16, 4
 """Of one program."""
@@ -69,7 +69,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     row_strides = [
         stride for rows in (cos, sin) for stride in (rows.stride(0) if len(rows) > 1 else 0, rows.stride(2))
     ]
-    _rotate_kernel[(triton.cdiv(heads, _HEADS), triton.cdiv(tokens, _TOKENS), batch)](
+    _rotate_kernel[(ceil_div(heads, _HEADS), ceil_div(tokens, _TOKENS), batch)](
         x, cos, sin, out, heads, tokens, *x.stride()[:3], *out.stride()[:3],
         *row_strides,
         HEADS=_HEADS, TOKENS=_TOKENS, DIM=dim, PAD=padded(dim), num_warps=4,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import padded
+from nearfield.kernels.launch import ceil_div, padded, power_of_two
 from nearfield.kernels.walk import dot, load_rows
 
 MOST_CANDIDATES = 1024
@@ -118,7 +118,7 @@ def unsupported(query: Tensor, num_candidates: int) -> str | None:
     """Why the kernel cannot run this selection, or None."""
     if num_candidates > MOST_CANDIDATES:
         return f"{num_candidates} candidates are more than the {MOST_CANDIDATES} that fit in registers"
-    lanes = max(16, triton.next_power_of_2(num_candidates))
+    lanes = max(16, power_of_two(num_candidates))
     if query.dtype == torch.float32 and lanes * padded(query.shape[3]) > _MOST_WIDE:
         return (
             f"{num_candidates} candidates of {query.shape[3]} channels in float32 do not fit in shared memory"
@@ -161,21 +161,21 @@ def _select(
     num_keys = key.shape[2]
     num_parents = 0 if parents is None else parents.shape[3]
     group = num_queries if parents is None else block
-    num_groups = triton.cdiv(num_queries, group)
+    num_groups = ceil_div(num_queries, group)
     candidates = num_keys if parents is None else num_parents * block
-    tiles = triton.cdiv(group, _ROWS)
-    lanes = max(16, triton.next_power_of_2(candidates))
+    tiles = ceil_div(group, _ROWS)
+    lanes = max(16, power_of_two(candidates))
     chosen = torch.empty(batch, heads, num_queries, count, device=query.device, dtype=torch.int32)
     bounds, packed = chosen, chosen
     if pack > 1:
-        rows, width = triton.cdiv(num_queries, pack), triton.cdiv(pack * count, multiple) * multiple
+        rows, width = ceil_div(num_queries, pack), ceil_div(pack * count, multiple) * multiple
         bounds = torch.empty(batch, heads, 2 * rows, device=query.device, dtype=torch.int32)
         packed = torch.empty(batch, heads, rows * width, device=query.device, dtype=torch.int32)
     lists = chosen if parents is None else parents.contiguous()
     _select_kernel[(batch * heads * num_groups * tiles,)](
         query, key, lists, chosen, bounds, packed, *query.stride(), *key.stride(),
         heads, heads // key.shape[1], num_queries, num_keys, num_groups, num_parents, group, tiles, count,
-        BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=triton.next_power_of_2(count),
+        BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=power_of_two(count),
         DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", PACK=pack, MULTIPLE=multiple,
         num_warps=min(8, max(1, lanes // _PER_WARP)), num_stages=1, maxnreg=_REGISTERS,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
+from nearfield.kernels.launch import ceil_div
 from nearfield.plan import Plan
 
 _TILE = 1024
@@ -104,7 +105,7 @@ def transpose_together(plans: Sequence[Plan]) -> list[Plan]:
 def room_for_transpose(plan: Plan) -> Plan:
     """A plan of the transpose's sizes, whose lists `transpose_into` writes."""
     lists = _room(plan.offsets, plan.blocks, plan.num_columns)
-    return Plan(*lists, plan.k_block, plan.q_block, plan.num_keys, plan.num_queries, check=False)
+    return Plan._of_known(*lists, plan.k_block, plan.q_block, plan.num_keys, plan.num_queries)
 
 
 def transpose_into(found: Sequence[Plan], plans: Sequence[Plan]) -> None:
@@ -137,14 +138,14 @@ def _transpose_into(
     cells = torch.empty(slots[-1], device=every[0][1].device, dtype=wide)
     for number, (offsets, blocks, _) in enumerate(every):
         if length := blocks.shape[2]:
-            _cells_kernel[(lists[number], triton.cdiv(length, _TILE))](
+            _cells_kernel[(lists[number], ceil_div(length, _TILE))](
                 offsets, blocks, cells[slots[number] :], *sizes[number], first_cells[number],
                 TILE=_TILE, HALVINGS=sizes[number][0].bit_length(), num_warps=4,
             )  # fmt: skip
     ordered = torch.sort(cells).values
     for number, (begins, rows) in enumerate(found):
         _, columns, length = sizes[number]
-        _lists_kernel[(lists[number], triton.cdiv(max(length, columns + 1), _TILE))](
+        _lists_kernel[(lists[number], ceil_div(max(length, columns + 1), _TILE))](
             ordered[slots[number] :], begins, rows, *sizes[number], first_cells[number],
             TILE=_TILE, HALVINGS=length.bit_length(), num_warps=4,
         )  # fmt: skip

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import padded
+from nearfield.kernels.launch import ceil_div, padded
 
 _ROWS, _HEADS = 16, 16
 """Tokens of a program, whose angles it holds, and heads (of all layers) that it turns by them."""
@@ -48,7 +48,7 @@ def unsupported(x: Tensor) -> str | None:
 def turn(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> None:
     """See `nearfield.reference.turn`."""
     layers, groups, length, dim = source.shape
-    grid = (triton.cdiv(length, _ROWS), triton.cdiv(layers * groups, _HEADS))
+    grid = (ceil_div(length, _ROWS), ceil_div(layers * groups, _HEADS))
     _turn_kernel[grid](
         source, target, cos.contiguous(), sin.contiguous(), partner, *source.stride()[:3], *target.stride()[:3],
         length, layers * groups, groups,

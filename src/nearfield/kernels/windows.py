@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import padded
+from nearfield.kernels.launch import ceil_div, padded, power_of_two
 from nearfield.kernels.walk import load_rows, store_rows
 
 _ROWS = 16
@@ -272,7 +272,7 @@ def window_means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) 
     """See `nearfield.reference.windows`."""
     batch, heads, _, dim = x.shape
     means = torch.empty(batch, heads, len(starts), dim, device=x.device, dtype=x.dtype)
-    _means_kernel[(batch * heads, triton.cdiv(len(starts), _ROWS))](
+    _means_kernel[(batch * heads, ceil_div(len(starts), _ROWS))](
         x, means, starts, sizes, *x.stride(), heads, len(starts),
         WINDOW=window, ROWS=_ROWS, DIM=dim, PAD=padded(dim), num_warps=4,
     )  # fmt: skip
@@ -282,7 +282,7 @@ def window_means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) 
 def window_sums_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
     """See `nearfield.reference.windows`."""
     batch, heads, _, dim = x.shape
-    programs = triton.cdiv(len(starts), _ROWS)
+    programs = ceil_div(len(starts), _ROWS)
     sums = torch.empty(2, batch, heads, programs, dim, device=x.device, dtype=torch.float32)
     _sums_kernel[(batch * heads, programs)](
         x, sums, starts, sizes, *x.stride(), heads, len(starts),
@@ -295,7 +295,7 @@ def window_sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor,
     """See `nearfield.reference.windows`."""
     batch, heads, length, dim = x.shape
     out = torch.zeros(x.shape, device=x.device, dtype=x.dtype)
-    _spread_sums_kernel[(batch * heads, triton.cdiv(len(starts), _ROWS))](
+    _spread_sums_kernel[(batch * heads, ceil_div(len(starts), _ROWS))](
         grad.contiguous(), x, out, starts, sizes, *x.stride(), heads, len(starts), length,
         WINDOW=window, ROWS=_ROWS, DIM=dim, PAD=padded(dim), num_warps=4,
     )  # fmt: skip
@@ -314,7 +314,7 @@ def weighted_windows_forward(
     _weighted_kernel[(batch * heads * len(starts),)](  # the second side of a grid has an end
         key, value, moments.contiguous(), keys, values, bias, starts, sizes,
         *key.stride(), *value.stride(), heads, len(starts), scale,
-        WINDOW=window, TOKENS=min(triton.next_power_of_2(window), _TOKENS), DIM=dim, PAD=padded(dim), num_warps=1,
+        WINDOW=window, TOKENS=min(power_of_two(window), _TOKENS), DIM=dim, PAD=padded(dim), num_warps=1,
     )  # fmt: skip
     return keys, values, bias
 
@@ -333,13 +333,13 @@ def weighted_windows_backward(
     batch, heads, length, dim = key.shape
     # Tokens in no window get none.
     grad_key, grad_value = (torch.zeros(x.shape, device=x.device, dtype=x.dtype) for x in (key, value))
-    programs = triton.cdiv(len(starts), _WINDOWS)
+    programs = ceil_div(len(starts), _WINDOWS)
     partials = torch.empty(2, batch, heads, programs, dim, device=key.device, dtype=torch.float32)
     _weighted_gradient_kernel[(batch * heads * programs,)](
         *grads, key, value, moments.contiguous(), grad_key, grad_value, partials, starts, sizes,
         *(stride for grad in grads for stride in grad.stride()), *key.stride(), *value.stride(),
         heads, len(starts), length, programs, scale,
-        WINDOWS=_WINDOWS, WINDOW=window, TOKENS=min(triton.next_power_of_2(window), _TOKENS),
+        WINDOWS=_WINDOWS, WINDOW=window, TOKENS=min(power_of_two(window), _TOKENS),
         DIM=dim, PAD=padded(dim), num_warps=1,
     )  # fmt: skip
     return grad_key, grad_value, partials.sum(dim=3)
@@ -349,7 +349,7 @@ def window_means_backward(grad: Tensor, starts: Tensor, sizes: Tensor, window: i
     """See `nearfield.reference.windows`."""
     batch, heads, _, dim = grad.shape
     out = torch.zeros(batch, heads, length, dim, device=grad.device, dtype=grad.dtype)
-    _spread_kernel[(batch * heads, triton.cdiv(len(starts), _ROWS))](
+    _spread_kernel[(batch * heads, ceil_div(len(starts), _ROWS))](
         grad, out, starts, sizes, *grad.stride(), heads, len(starts), length,
         WINDOW=window, ROWS=_ROWS, DIM=dim, PAD=padded(dim), num_warps=4,
     )  # fmt: skip
