@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -468,30 +469,65 @@ def test_predictions_of_kernels_and_of_plain_torch(device: torch.device) -> None
         torch.testing.assert_close(plain.dropped, fused.dropped, rtol=1e-4, atol=1e-6)
 
 
+LOG_LINEAR: dict[str, tuple[LogLinear, tuple[int, int, int], torch.dtype]] = {
+    "whole blocks": (LogLinear(topk=3, levels=1), (160, 160, 16), torch.float16),
+    "a ragged block": (LogLinear(topk=3, levels=1), (150, 150, 16), torch.float16),
+    "single precision": (LogLinear(topk=2, levels=1), (150, 150, 16), torch.float32),
+    "wide heads": (LogLinear(topk=2, levels=1), (110, 110, 128), torch.float16),
+    "an odd number of channels": (LogLinear(topk=2, levels=1), (150, 150, 24), torch.float16),
+    "other lengths": (LogLinear(topk=2, levels=1), (150, 100, 16), torch.float16),
+    "more than there are": (LogLinear(topk=99, levels=1), (110, 110, 16), torch.float16),
+    "two levels": (LogLinear(block=4, topk=2, levels=2), (110, 110, 16), torch.float16),
+    "excluded": (LogLinear(block=4, topk=2, levels=2, exclude_selected=True), (110, 110, 16), torch.float16),
+    "own kept": (LogLinear(topk=1, levels=1, keep_own=True), (150, 150, 16), torch.float16),
+    "not enriched": (LogLinear(topk=3, levels=1, enrich=0), (150, 150, 16), torch.float16),
+    "not weighted": (LogLinear(topk=3, levels=1, weighted=False), (150, 150, 16), torch.float16),
+}
+
+
+def exactly(
+    method: LogLinear, leaves: Sequence[Tensor], cotangent: Tensor
+) -> tuple[list[Tensor], list[float]]:
+    """Result and gradients in double precision, and what no kernel of the tensors' precision can avoid of their errors.
+
+    A backward pass multiplies the gradient with the `out` that was saved. What its rounding takes from that product is
+    as good as a gradient of `lse`, whose effect is known exactly.
+    """
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    out, lse = _attend(method, *doubles, None, None, "grouped")
+    gradients = torch.autograd.grad(out, doubles, cotangent.double(), retain_graph=True)
+    taken = (cotangent.double() * (out.to(leaves[0].dtype) - out)).sum(-1).detach()
+    of_rounding = torch.autograd.grad(lse, doubles, taken, allow_unused=True)
+    inherent = [0.0] + [0.0 if x is None else float(x.abs().max()) for x in of_rounding]
+    return [out.detach(), *gradients], inherent
+
+
 @NEEDS_TRITON
-@pytest.mark.parametrize("length", [160, 150])
+@pytest.mark.parametrize("name", LOG_LINEAR)
 def test_log_linear_attention_by_kernels_is_what_plain_torch_makes_of_the_same_picks(
-    length: int, device: torch.device
+    name: str, device: torch.device
 ) -> None:
     """In half precision, where rows are packed and one kernel reads both parts; equal bits from run to run."""
+    method, (num_queries, num_keys, dim), dtype = LOG_LINEAR[name]
     generator = torch.Generator().manual_seed(0)
     # Whole numbers, repeated over blocks: means and products are exact, so picks are equal.
-    made = torch.randint(-2, 3, (3, 1, 1, 10, 16), generator=generator).repeat_interleave(16, 3)
-    leaves = [x[:, :, :length].to(device, torch.float16).requires_grad_() for x in made]
-    method = LogLinear(topk=3, levels=1)
+    made = torch.randint(-2, 3, (3, 1, 1, 10, dim), generator=generator).repeat_interleave(16, 3)
+    lengths = num_queries, num_keys, num_keys
+    leaves = [x[:, :, :length].to(device, dtype) for x, length in zip(made, lengths, strict=True)]
     cotangent = torch.randn(leaves[0].shape, generator=generator).to(leaves[0])
 
-    def results(impl: str, dtype: torch.dtype) -> list[Tensor]:
-        fresh = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    def results(impl: str) -> list[Tensor]:
+        fresh = [x.detach().requires_grad_() for x in leaves]
         with poisoned_memory():
             out = log_linear_attention(*fresh, method=method, impl=impl)  # type: ignore[arg-type]
-            return [out.detach(), *torch.autograd.grad(out, fresh, cotangent.to(dtype))]
+            return [out.detach(), *torch.autograd.grad(out, fresh, cotangent)]
 
-    got, again = (results("triton", torch.float16) for _ in range(2))
+    got, again = (results("triton") for _ in range(2))
     assert all(map(torch.equal, got, again))
-    exact, low = results("grouped", torch.float64), results("grouped", torch.float16)
-    for name, *values in zip(("out", "query", "key", "value"), got, exact, low, strict=True):
-        assert_budget(name, *values)
+    exact, inherent = exactly(method, leaves, cotangent)
+    parts = ("out", "query", "key", "value")
+    for part, error, *values in zip(parts, inherent, got, exact, results("grouped"), strict=True):
+        assert_budget(part, *values, error)
 
 
 @NEEDS_TRITON
@@ -530,15 +566,7 @@ def test_log_linear_attention_is_what_plain_torch_makes_of_the_same_picks(
     out = log_linear_attention(*leaves, method=method)
     cotangent = torch.randn_like(out)
     got = [out, *torch.autograd.grad(out, leaves, cotangent)]
-    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
-    exact, lse = _attend(method, *exact_leaves, None, None, "grouped")
-    gradients = torch.autograd.grad(exact, exact_leaves, cotangent.double(), retain_graph=True)
-    exact_results = [exact, *gradients]
-    # A backward pass multiplies the gradient with the `out` that was saved, in half precision. What its rounding takes
-    # from that product is as good as a gradient of `lse`, whose effect is known exactly.
-    taken = (cotangent.double() * (exact.to(dtype) - exact)).sum(-1).detach()
-    of_rounding = torch.autograd.grad(lse, exact_leaves, taken, allow_unused=True)
-    inherent = [0.0] + [0.0 if x is None else float(x.abs().max()) for x in of_rounding]
+    exact_results, inherent = exactly(method, leaves, cotangent)
     low_leaves = [x.detach().requires_grad_() for x in leaves]
     low = log_linear_attention(*low_leaves, method=method, impl="grouped")
     low_results = [low, *torch.autograd.grad(low, low_leaves, cotangent)]

@@ -514,6 +514,22 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
         "`key_mask` must be bool; got torch.float32. True marks keys that may be read.",
     ),
     (
+        lambda: log_linear_attention(*(x[:, :, :0] for x in inputs(20))),
+        ValueError,
+        "`query` must have at least one token; got shape [2, 4, 0, 8].",
+    ),
+    (
+        lambda: log_linear_attention(inputs(20)[0], *(x[..., :3] for x in inputs(20)[1:])),
+        ValueError,
+        "`key` must have the batch (2) and head dimension (8) of `query`; got shape [2, 2, 20, 3]."
+        " Expected [batch, heads, tokens, head_dim].",
+    ),
+    (
+        lambda: log_linear_attention(torch.randn(2, 3, 20, 8), *[torch.randn(2, 2, 20, 8)] * 2),
+        ValueError,
+        "`key` must have a number of heads that divides `query`'s (3); got 2.",
+    ),
+    (
         lambda: LogLinearAttention(10, 3),
         ValueError,
         "`dim` must be a multiple of `heads` (3); got 10.",

@@ -275,6 +275,13 @@ def _suits_kernels(query: Tensor) -> bool:
 
 
 def _check_call(query: Tensor, key: Tensor, value: Tensor, plan: Plan, impl: str) -> None:
+    check_tensors(query, key, value)
+    check_member("impl", impl, get_args(Impl))
+    _check_plan(plan, query, key)
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """What every call asks of them, whoever reads whom."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, dims=4, hint=_LAYOUT_HINT)
     if query.dtype not in _DTYPES:
@@ -292,8 +299,6 @@ def _check_call(query: Tensor, key: Tensor, value: Tensor, plan: Plan, impl: str
         wrong_value("query", "have at least one head and one channel", shape_of(query), _LAYOUT_HINT)
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         wrong_value("key", f"have a number of heads that divides `query`'s ({query.shape[1]})", key.shape[1])
-    check_member("impl", impl, get_args(Impl))
-    _check_plan(plan, query, key)
 
 
 def _check_plan(plan: Plan, query: Tensor, key: Tensor) -> None:

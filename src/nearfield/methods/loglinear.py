@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nearfield import planning
-from nearfield._checks import check_bool, check_int, check_member, check_tensor, wrong_value
+from nearfield._checks import check_bool, check_int, check_member, shape_of, wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.attend import Part, Pooling, attend, attend_together, packing_for
+from nearfield.attend import Part, Pooling, attend, attend_together, check_tensors, packing_for
 from nearfield.dense_parts import DenseParts, DenseSteps
 from nearfield.geometry import Geometry
 from nearfield.keeping import kept
@@ -205,8 +205,10 @@ def log_linear_attention(
         method: its fields; the defaults of `LogLinear` if left out.
         key_mask: `[B, M]` bool, False for text that nobody may read. Needs a geometry.
     """
-    check_tensor("query", query, dims=4, hint="Expected [batch, heads, tokens, head_dim].")
-    check_tensor("key", key, dims=4, hint="Expected [batch, heads, tokens, head_dim].")
+    check_tensors(query, key, value)
+    for name, x in (("query", query), ("key", key)):
+        if not x.shape[2]:
+            wrong_value(name, "have at least one token", shape_of(x))
     method = method or LogLinear()
     if geometry is None:
         if key_mask is not None:
