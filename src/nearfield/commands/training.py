@@ -545,7 +545,7 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
     speed = f", {done * arguments.batch / outcome.seconds:,.1f} samples/s" if done else ""
     if done and outcome.tokens_per_second:
         speed += f", {outcome.tokens_per_second:,.0f} tokens/s without pauses"
-    print(f"step {outcome.step:,}: loss {outcome.loss:.4f}{speed} ({reasons[outcome.ending]})")
+    print(f"step {outcome.step:,}: loss {outcome.loss:.4g}{speed} ({reasons[outcome.ending]})")
     print(f"wrote {arguments.out / result}")
     record = {
         "format": 1,
@@ -566,4 +566,4 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
 
 
 def _loss_words(loss: float | None) -> str:
-    return "" if loss is None else f"loss {loss:.4f}"
+    return "" if loss is None else f"loss {loss:.4g}"

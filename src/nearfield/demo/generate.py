@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -44,9 +45,9 @@ class Run(NamedTuple):
 
     @property
     def seconds_per_step(self) -> float:
-        """The mean over all steps, without the first: that one warms up."""
+        """The median of all steps, without the first: that one warms up, and others may wait for something else."""
         steps = self.seconds[1:] or self.seconds
-        return statistics.fmean(steps)
+        return statistics.median(steps)
 
 
 def embedded_weights() -> Path:
@@ -100,10 +101,16 @@ def demo_sampler(pipeline: DemoPipeline, num: int, on_step: OnStep | None = None
 
 
 def open_pipeline(name: str, device: torch.device) -> Any:
-    """A diffusers pipeline by its id on the Hub, or from a folder."""
+    """A diffusers pipeline by its id on the Hub, or from a folder. Raises OSError where there is none."""
     kind = from_diffusers("DiffusionPipeline", extra="diffusers")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pipeline = kind.from_pretrained(name, torch_dtype=dtype)
+    with warnings.catch_warnings():
+        # The name that the oldest supported diffusers knows.
+        warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
+        try:
+            pipeline = kind.from_pretrained(name, torch_dtype=dtype)
+        except ValueError as error:  # a path that is not there, or a name that cannot be an id
+            raise FileNotFoundError(f"{name!r} holds no pipeline of diffusers: {error}") from None
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 

@@ -15,7 +15,8 @@ import torch
 from nearfield._files import write_json
 from nearfield.geometry import Geometry
 from nearfield.methods.hilbert import Hilbert
-from nearfield.quality.inception import MissingWeights
+from nearfield.quality import inception
+from nearfield.quality.inception import WHERE_TO_GET_IT, MissingWeights
 from nearfield.quality.measure import BY_FEATURES, BY_PAIRS, METRICS, Source, Task, measure
 from nearfield.quality.seams import Borders, tile_borders
 from nearfield.quality.storage import MissingExtra
@@ -24,6 +25,8 @@ OK, FAILED, USAGE = 0, 1, 2
 
 Facts = Callable[[], dict[str, Any]]
 
+_FEW = 200
+"""Below so many images a note says what that does to figures."""
 _PLACE_FIELDS = {"text": 0, "pixels": 16, "q_block": None}
 _EXAMPLES = """examples:
   nearfield quality samples/ photographs.tar --num 1500 --size 256
@@ -104,6 +107,8 @@ def _run(arguments: argparse.Namespace, facts: Facts) -> int:
     first = Source(Path(arguments.images), task.size, task.num)
     second = Source(Path(arguments.references), task.size, task.num) if arguments.references else None
     notes = _remarks(first, second, task)
+    if arguments.metrics is None and not task.needs_features:
+        notes.append(f"no {', '.join(BY_FEATURES)}: their network is not installed. {WHERE_TO_GET_IT}")
     if arguments.pairs and second is not None:
         _check_pairs(first, second)
     for note in notes:
@@ -154,7 +159,8 @@ def _metrics(arguments: argparse.Namespace) -> tuple[str, ...]:
         return ("fid",)
     if arguments.metrics is None:
         seams = ("seams",) if arguments.seam_method else ()
-        return (*BY_FEATURES, *(BY_PAIRS if arguments.pairs else ()), *seams)
+        others = (*(BY_PAIRS if arguments.pairs else ()), *seams)
+        return others if others and not _has_features(arguments) else (*BY_FEATURES, *others)
     chosen = tuple(dict.fromkeys(name.strip() for name in arguments.metrics.split(",")))
     for name in chosen:
         if name not in METRICS:
@@ -173,6 +179,12 @@ def _metrics(arguments: argparse.Namespace) -> tuple[str, ...]:
             "--metrics", "name seams where `--seam-method` is given, and only there", repr(arguments.metrics)
         )
     return chosen
+
+
+def _has_features(arguments: argparse.Namespace) -> bool:
+    """Whether features can be computed, or were, or must be; else figures that need none are enough."""
+    is_kept = all(name.endswith(".safetensors") for name in (arguments.images, arguments.references))
+    return bool(is_kept or arguments.save or arguments.inception or inception.packaged_file())
 
 
 def seam_borders(text: str, size: int) -> Borders:
@@ -263,6 +275,11 @@ def _remarks(first: Source, second: Source | None, task: Task) -> list[str]:
         notes.append(
             f"A has {len(first):,} images and B {len(second):,}: FID depends on the number of images,"
             " compare it with figures of the same numbers only (--num takes equally many)"
+        )
+    fewest = min(len(source) for source in (first, second) if source is not None)
+    if second is not None and task.needs_features and fewest < _FEW:
+        notes.append(
+            f"{fewest} images are few: an FID is then mostly bias, and precision and recall say next to nothing"
         )
     for source in filter(None, (first, second)):
         if source.statistics is not None and source.statistics.size not in (0, task.size):
