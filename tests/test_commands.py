@@ -15,8 +15,8 @@ from PIL import Image
 from tests import tiny_models
 from tests.cats import CATS, lively_model
 
-from nearfield import Hilbert, cli
-from nearfield.commands import methods, training
+from nearfield import BlockTopK, FineGrained, Hilbert, LogLinear, Merge, cli
+from nearfield.commands import generating, methods, training
 from nearfield.commands.progress import Bar, time_for
 from nearfield.commands.reports import collect
 from nearfield.demo import generate
@@ -46,7 +46,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 BAD_CALLS = {
     "generate --size 100": "`--size` must be pixels or height x width, in multiples of 8; got '100'. "
     "Example: --size 512",
-    "generate --method fast": "`--method` must be one of hilbert, dense; got 'fast'.",
+    "generate --method fast": "`--method` must be one of hilbert, dense, loglinear, fine, blocks, merge; got 'fast'.",
+    "generate --method blocks --tiles 4": "`--tiles` must be left out with `--method blocks`; got 4.",
+    "generate --method merge --dense-steps 1": "`--dense-steps` must be left out with `--method merge`; got 1.",
+    "distill --out x --data . --method blocks": "`--method` must be one of hilbert, dense; got 'blocks'.",
     "generate --method dense --tiles 4": "`--tiles` must be left out with `--method dense`; got 4.",
     "generate --method dense --compare": "`--compare` must compare dense with another `--method`; got dense.",
     "generate --weights none.safetensors": "`--weights` must name a file that is there; got 'none.safetensors'.",
@@ -114,6 +117,10 @@ METHODS = {
     "--dense-layers 2, --dense-steps 0": Hilbert(dense_layers=(2,), dense_steps=0),
     "--far 0 --shared centre --shared-tokens 64": Hilbert(far=None, shared="centre", shared_tokens=64),
     "--method dense": None,
+    "--method loglinear": LogLinear(),
+    "--method fine": FineGrained(),
+    "--method blocks --dense-layers 2 --dense-steps 1": BlockTopK(dense_layers=2, dense_steps=1),
+    "--method merge": Merge(),
 }
 
 
@@ -185,12 +192,45 @@ def test_generate_compares(capsys: pytest.CaptureFixture[str], weights: Path, tm
             assert picture.size == (96, 64)
 
 
+def test_unsteady_times_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    images = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
+    for seconds, is_noted in (((9.0, 2.0, 2.5), False), ((9.0, 2.0, 8.0), True)):
+        generating._note_unsteady(generate.Run("dense", images, seconds))
+        noted = capsys.readouterr().err
+        assert noted.startswith("note: dense steps took 2 to 8 s: something else was busy") == is_noted
+        assert bool(noted) == is_noted
+
+
 def test_generate_dense_alone(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
     printed = run(
         *(capsys, "generate", "--weights", weights, "--method", "dense", "--steps", 1),
         *("--num", 1, "--out", tmp_path / "b.png"),
     )
     assert printed.splitlines()[1:] == [f"wrote {tmp_path / 'b.png'}"]
+
+
+@pytest.mark.parametrize("method", ["blocks", "merge"])
+def test_generate_with_another_method(
+    method: str, capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
+) -> None:
+    printed = run(
+        *(
+            capsys,
+            "generate",
+            "--weights",
+            weights,
+            "--method",
+            method,
+            "--compare",
+            "--steps",
+            2,
+            "--size",
+            64,
+        ),
+        *("--num", 1, "--out", tmp_path / "b.png", "--images", tmp_path / "images"),
+    )
+    assert f"nearfield: {methods.OTHERS[method]}(" in printed
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted(["dense", method])
 
 
 def test_a_diffusers_pipeline_is_sampled(tmp_path: Path) -> None:

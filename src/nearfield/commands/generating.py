@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _PIXELS, _ON_SHEET = 8, 8
 _LORA_OFF = "none"
+_UNSTEADY = 1.5
+"""How many times as long as another a step may take."""
 _SHEET = Path("cats.png")
 ENGINES = ("process", "ray")
 
@@ -35,14 +37,14 @@ def add_commands(commands: Any) -> None:
         _generate,
         "make pictures with sparse attention: on the embedded model, or on a diffusers pipeline",
         "  nearfield generate --compare --out cats.png\n  nearfield generate --recipe cats-close --compare\n"
-        "  nearfield generate --method dense --num 8 --seed 7\n"
+        "  nearfield generate --method dense --num 8 --seed 7\n  nearfield generate --method fine --compare\n"
         "  nearfield generate --weights run/model.safetensors --tiles 4 --dense-steps 0 --compare\n"
         "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare\n"
         "  torchrun --nproc-per-node 4 -m -- nearfield generate --size 2048 --num 1\n"
         "  nearfield generate --num 10000 --engine ray --images samples",
     )
     add_recipe(parser)
-    add_method(parser, "hilbert")
+    add_method(parser, "hilbert", others=True)
     parser.add_argument(
         "--compare", action="store_true", help="make the dense model's pictures, too, and compare"
     )
@@ -154,8 +156,18 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(f"{run.name}: {generate.figures(record)}")
         if run.summary:
             print(run.summary)
+    if arguments.compare:
+        _note_unsteady(runs[0])
     print(f"wrote {arguments.out}")
     return OK if write_reports(_document(arguments, records), arguments.json) else 1
+
+
+def _note_unsteady(dense: "Run") -> None:
+    """Where steps of one kind took times of many kinds, something else was busy, too."""
+    shortest, longest = dense.extremes
+    if longest > _UNSTEADY * shortest:
+        times = f"dense steps took {shortest:.2g} to {longest:.2g} s"
+        print(f"note: {times}: something else was busy, too, and speed-ups are off", file=sys.stderr)
 
 
 def _speaks(mesh: "DeviceMesh | None") -> bool:

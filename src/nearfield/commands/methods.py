@@ -1,6 +1,8 @@
 """Fields of a method on the command line, and the method they make."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from nearfield.bench.pixel_cases import ATTENTION
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from nearfield.recipes import Recipe
 
 METHODS = ("hilbert", "dense")
+OTHERS = {"loglinear": "LogLinear", "fine": "FineGrained", "blocks": "BlockTopK", "merge": "Merge"}
+"""Further methods, by their public names."""
 
 _FIELDS = (*METHOD_FIELDS, "cycle", "dense_layers", "dense_steps")
 
@@ -25,14 +29,20 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_method(parser: argparse.ArgumentParser, default: str) -> None:
-    """`--method`, and all fields of the Hilbert method."""
+def add_method(parser: argparse.ArgumentParser, default: str, *, others: bool = False) -> None:
+    """`--method`, and all fields of the Hilbert method.
+
+    Args:
+        others: take further methods, too. Of the fields these have dense layers and steps; a recipe says the rest.
+    """
+    names = (*METHODS, *OTHERS) if others else METHODS
+    rest = "; fields of others than hilbert stand in a --recipe" if others else ""
     parser.add_argument(
         "--method",
-        type=member("--method", METHODS),
+        type=member("--method", names),
         default=default,
         metavar="NAME",
-        help=f"who reads whom: {' or '.join(METHODS)} (default {default})",
+        help=f"who reads whom: {', '.join(names[:-1])} or {names[-1]} (default {default}){rest}",
     )
     add_method_fields(parser)
     parser.add_argument(
@@ -60,15 +70,18 @@ def method_of(arguments: argparse.Namespace, **defaults: Any) -> Any:
     """The method that was asked for; None for dense.
 
     Args:
-        defaults: fields that the command sets where the user does not.
+        defaults: fields of Hilbert that the command sets where the user does not.
     """
-    if arguments.method == "dense":
-        _refuse_fields(arguments, "--method dense")
-        return None
-    from nearfield import Hilbert
+    import nearfield
 
+    name = arguments.method
+    kind = None if name == "dense" else getattr(nearfield, OTHERS.get(name, "Hilbert"))
+    own = () if kind is None else tuple(each.name for each in fields(kind))
+    _refuse_fields(arguments, f"--method {name}", own)
+    if kind is None:
+        return None
     try:
-        return Hilbert(**(defaults | given(arguments, _FIELDS)))
+        return kind(**((defaults if name == "hilbert" else {}) | given(arguments, _FIELDS)))
     except (TypeError, ValueError) as error:  # fields that do not go together
         raise UsageError(str(error)) from None
 
@@ -85,7 +98,7 @@ def recipe_of(arguments: argparse.Namespace, **defaults: Any) -> "Recipe | None"
         method = method_of(arguments, **defaults)
         return None if method is None else recipes.recipe_of(method)
     _refuse_fields(arguments, "--recipe")
-    if arguments.method == "dense":
+    if arguments.method != METHODS[0]:
         wrong("--method", "be left out with `--recipe`", arguments.method)
     try:
         return recipes.recipe_of(arguments.recipe)
@@ -93,8 +106,9 @@ def recipe_of(arguments: argparse.Namespace, **defaults: Any) -> "Recipe | None"
         raise UsageError(str(error).replace("`recipe`", "`--recipe`")) from None
 
 
-def _refuse_fields(arguments: argparse.Namespace, beside: str) -> None:
-    for name, value in given(arguments, _FIELDS).items():
+def _refuse_fields(arguments: argparse.Namespace, beside: str, own: Sequence[str] = ()) -> None:
+    """All but those that a method has of its own."""
+    for name, value in given(arguments, [name for name in _FIELDS if name not in own]).items():
         wrong(f"--{name.replace('_', '-')}", f"be left out with `{beside}`", value)
 
 

@@ -45,9 +45,18 @@ class Run(NamedTuple):
 
     @property
     def seconds_per_step(self) -> float:
-        """The median of all steps, without the first: that one warms up, and others may wait for something else."""
-        steps = self.seconds[1:] or self.seconds
-        return statistics.median(steps)
+        """The mean over all steps, without the first: that one warms up. Not the median, which dense steps among sparse
+        ones would have no part in."""
+        return statistics.fmean(self._timed)
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The shortest and the longest of these steps; of the dense model they should be much the same."""
+        return min(self._timed), max(self._timed)
+
+    @property
+    def _timed(self) -> tuple[float, ...]:
+        return self.seconds[1:] or self.seconds
 
 
 def embedded_weights() -> Path:
