@@ -201,6 +201,15 @@ def test_unsteady_times_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
         assert bool(noted) == is_noted
 
 
+@pytest.mark.parametrize(
+    ("words", "alike"),
+    [("--num 3 --batch 4", True), ("--num 8 --batch 4", True), ("--num 5 --batch 4", False)],
+)
+def test_times_of_a_smaller_last_batch_are_no_sign(words: str, alike: bool) -> None:
+    arguments = cli._parser(["generate"]).parse_args(["generate", "--compare", *words.split()])
+    assert generating._are_batches_alike(arguments) == alike
+
+
 def test_generate_dense_alone(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
     printed = run(
         *(capsys, "generate", "--weights", weights, "--method", "dense", "--steps", 1),

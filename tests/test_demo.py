@@ -28,6 +28,7 @@ from nearfield.demo.model import (
     unpacked,
 )
 from nearfield.demo.sampler import DemoPipeline, noise
+from nearfield.methods import Merged
 from nearfield.training.data import decoded
 from nearfield.training.data import pictures as pictures_in
 from nearfield.training.flow import mixed
@@ -305,7 +306,7 @@ def test_runs_are_compared() -> None:
 def test_models_that_are_not_there_are_said(tmp_path: Path) -> None:
     """A path, and a folder without a pipeline: both are errors of the file system, in one line."""
     for name, words in (
-        (str(tmp_path / "none"), "holds no pipeline of diffusers"),
+        (str(tmp_path / "none"), "cannot be opened as a pipeline of diffusers"),
         (str(tmp_path), "model_index.json"),
     ):
         with warnings.catch_warnings():
@@ -316,6 +317,8 @@ def test_models_that_are_not_there_are_said(tmp_path: Path) -> None:
 
 def test_method_is_named_by_what_was_set() -> None:
     assert generate.name_of(Hilbert(tiles=4, far=None)) == "Hilbert(tiles=4, far=None)"
+    assert generate.name_of(Merged(Merge())) == "Merge()"
+    assert generate.name_of(Merge(ratio=0.25) | Hilbert(tiles=4)) == "Merge(ratio=0.25) | Hilbert(tiles=4)"
 
 
 def test_sheets_are_drawn(tmp_path: Path) -> None:

@@ -516,7 +516,12 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: log_linear_attention(*(x[:, :, :0] for x in inputs(20))),
         ValueError,
-        "`query` must have at least one token; got shape [2, 4, 0, 8].",
+        "`query` must have at least one sample and one token; got shape [2, 4, 0, 8].",
+    ),
+    (
+        lambda: log_linear_attention(*(x[:0] for x in inputs(20))),
+        ValueError,
+        "`query` must have at least one sample and one token; got shape [0, 4, 20, 8].",
     ),
     (
         lambda: log_linear_attention(inputs(20)[0], *(x[..., :3] for x in inputs(20)[1:])),

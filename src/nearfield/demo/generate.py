@@ -19,7 +19,7 @@ from nearfield.demo.model import EMBEDDED, from_diffusers
 from nearfield.demo.pictures import Row
 from nearfield.demo.sampler import DemoPipeline, OnStep, Sampled
 from nearfield.geometry import Geometry
-from nearfield.methods import Method
+from nearfield.methods import Merged, Method
 
 Sampler = Callable[[], Sampled]
 Measure = Callable[[Tensor, Tensor], float]
@@ -94,6 +94,8 @@ def run_sparse(
 def name_of(method: Method) -> str:
     """The method with the fields that were set."""
     value: Any = method
+    if isinstance(value, Merged):
+        return " | ".join(name_of(part) for part in (value.merge, value.attention) if part is not None)
     if not is_dataclass(value):
         return str(value)
     settings = ((field.name, getattr(value, field.name), field.default) for field in fields(value))
@@ -118,8 +120,10 @@ def open_pipeline(name: str, device: torch.device) -> Any:
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         try:
             pipeline = kind.from_pretrained(name, torch_dtype=dtype)
-        except ValueError as error:  # a path that is not there, or a name that cannot be an id
-            raise FileNotFoundError(f"{name!r} holds no pipeline of diffusers: {error}") from None
+        except (
+            ValueError
+        ) as error:  # a path that is not there, a name that cannot be an id, parts that are not known
+            raise OSError(f"{name!r} cannot be opened as a pipeline of diffusers: {error}") from None
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import power_of_two
+from nearfield.kernels.launch import next_power_of_two
 
 MOST_COLUMNS = 32768
 
@@ -78,7 +78,7 @@ def choose(
     batch, heads, rows, columns = scores.shape
     keep = torch.empty(scores.shape, device=scores.device, dtype=torch.bool)
     dropped = torch.empty(batch, heads, rows, device=scores.device, dtype=torch.float32)
-    lanes = max(32, power_of_two(columns))
+    lanes = max(32, next_power_of_two(columns))
     _choose_kernel[(batch * heads * rows,)](
         scores.contiguous(), whole.contiguous().view(torch.uint8), always.contiguous().view(torch.uint8),
         keep.view(torch.uint8), dropped, rows, columns, heads, heads // always.shape[1],

@@ -165,14 +165,14 @@ def ceil_div(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     """The least that is not below a positive number."""
     return 1 << (number - 1).bit_length()
 
 
 def padded(dim: int) -> int:
     """The next power of two, at least 16."""
-    return max(16, power_of_two(dim))
+    return max(16, next_power_of_two(dim))
 
 
 def options_for(query: Tensor, tiles: Tiles, own_block: int) -> dict[str, Any]:

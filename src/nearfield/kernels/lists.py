@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import power_of_two
+from nearfield.kernels.launch import next_power_of_two
 
 _CHUNK = 2048
 
@@ -38,6 +38,6 @@ def lists_of(mask: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     if columns:
         _lists_kernel[(batch * heads * rows,)](
             mask.contiguous().view(torch.uint8), offsets.contiguous(), blocks, rows, columns, capacity,
-            CHUNK=min(_CHUNK, max(32, power_of_two(columns))), num_warps=4,
+            CHUNK=min(_CHUNK, max(32, next_power_of_two(columns))), num_warps=4,
         )  # fmt: skip
     return blocks

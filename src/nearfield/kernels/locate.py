@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import power_of_two
+from nearfield.kernels.launch import next_power_of_two
 
 MOST_TOKENS = 16384
 _FEW = 256
@@ -137,7 +137,7 @@ def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tens
         unit = pad(unit, (0, 0, 0, -n % 16))
     similarity = (unit @ unit.mT).contiguous()
     chosen = torch.full((batch, regions, most), n, device=features.device, dtype=torch.int32)
-    side = max(16, power_of_two(n))
+    side = max(16, next_power_of_two(n))
     if n > _FEW:
         _locate_many_kernel[(batch * regions,)](
             similarity, similarity.mT.contiguous(), lengths, counts, chosen, regions, unit.shape[2], most,

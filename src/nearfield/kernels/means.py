@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import ceil_div, padded, power_of_two
+from nearfield.kernels.launch import ceil_div, next_power_of_two, padded
 
 _TOKENS = 64
 """Tokens that one program reads at least."""
@@ -53,7 +53,7 @@ def block_means(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """See `nearfield.reference.means`."""
     batch, heads, length, dim = x.shape
     num_means = ceil_div(length, block)
-    lanes = power_of_two(block)
+    lanes = next_power_of_two(block)
     rows = max(1, _TOKENS // lanes)
     means = torch.empty(batch, heads, num_means, dim, device=x.device, dtype=torch.float32)
     likeness = torch.empty(batch, heads, num_means, device=x.device, dtype=torch.float32)

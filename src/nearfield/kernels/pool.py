@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import ceil_div, padded, power_of_two
+from nearfield.kernels.launch import ceil_div, next_power_of_two, padded
 from nearfield.kernels.walk import load_rows, store_rows
 from nearfield.levels import level_length, level_starts
 
@@ -183,7 +183,7 @@ def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _warps(size: int) -> int:
     """As many as it takes for each thread to load 16 bytes at once."""
-    return int(min(8, max(1, power_of_two(size) // 512)))
+    return int(min(8, max(1, next_power_of_two(size) // 512)))
 
 
 def pool_backward(grad: Tensor, length: int, block: int, levels: int) -> Tensor:

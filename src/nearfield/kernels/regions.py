@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import ceil_div, power_of_two
+from nearfield.kernels.launch import ceil_div, next_power_of_two
 
 MOST_TOKENS = 256
 """Larger matrices are worth the tiles of a library."""
@@ -86,7 +86,7 @@ def multiply_into(
     """`nearfield.reference.regions.multiplied`, written to `out [B, regions, rows, C]`, a view of more."""
     batch, regions, rows, columns = matrix.shape
     channels = x.shape[3]
-    tile, wide = (min(_TILE, max(16, power_of_two(size))) for size in (rows, columns))
+    tile, wide = (min(_TILE, max(16, next_power_of_two(size))) for size in (rows, columns))
     lanes = _CHANNEL_BYTES // x.element_size()
     grid = ceil_div(channels, lanes) * ceil_div(rows, tile) * regions * batch
     taken, base = x if minus is None else minus, out if onto is None else onto

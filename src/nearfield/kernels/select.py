@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import ceil_div, padded, power_of_two
+from nearfield.kernels.launch import ceil_div, next_power_of_two, padded
 from nearfield.kernels.walk import dot, load_rows
 
 MOST_CANDIDATES = 1024
@@ -118,7 +118,7 @@ def unsupported(query: Tensor, num_candidates: int) -> str | None:
     """Why the kernel cannot run this selection, or None."""
     if num_candidates > MOST_CANDIDATES:
         return f"{num_candidates} candidates are more than the {MOST_CANDIDATES} that fit in registers"
-    lanes = max(16, power_of_two(num_candidates))
+    lanes = max(16, next_power_of_two(num_candidates))
     if query.dtype == torch.float32 and lanes * padded(query.shape[3]) > _MOST_WIDE:
         return (
             f"{num_candidates} candidates of {query.shape[3]} channels in float32 do not fit in shared memory"
@@ -164,7 +164,7 @@ def _select(
     num_groups = ceil_div(num_queries, group)
     candidates = num_keys if parents is None else num_parents * block
     tiles = ceil_div(group, _ROWS)
-    lanes = max(16, power_of_two(candidates))
+    lanes = max(16, next_power_of_two(candidates))
     chosen = torch.empty(batch, heads, num_queries, count, device=query.device, dtype=torch.int32)
     bounds, packed = chosen, chosen
     if pack > 1:
@@ -175,7 +175,7 @@ def _select(
     _select_kernel[(batch * heads * num_groups * tiles,)](
         query, key, lists, chosen, bounds, packed, *query.stride(), *key.stride(),
         heads, heads // key.shape[1], num_queries, num_keys, num_groups, num_parents, group, tiles, count,
-        BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=power_of_two(count),
+        BLOCK=block, CANDIDATES=lanes, ROWS=_ROWS, SLOTS=next_power_of_two(count),
         DIM=dim, PAD=padded(dim), HAS_PARENTS=parents is not None, KEEP_OWN=keep_own,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", PACK=pack, MULTIPLE=multiple,
         num_warps=min(8, max(1, lanes // _PER_WARP)), num_stages=1, maxnreg=_REGISTERS,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels import unsupported_tensor
-from nearfield.kernels.launch import ceil_div, padded, power_of_two
+from nearfield.kernels.launch import ceil_div, next_power_of_two, padded
 from nearfield.kernels.walk import load_rows, store_rows
 
 _ROWS = 16
@@ -314,7 +314,7 @@ def weighted_windows_forward(
     _weighted_kernel[(batch * heads * len(starts),)](  # the second side of a grid has an end
         key, value, moments.contiguous(), keys, values, bias, starts, sizes,
         *key.stride(), *value.stride(), heads, len(starts), scale,
-        WINDOW=window, TOKENS=min(power_of_two(window), _TOKENS), DIM=dim, PAD=padded(dim), num_warps=1,
+        WINDOW=window, TOKENS=min(next_power_of_two(window), _TOKENS), DIM=dim, PAD=padded(dim), num_warps=1,
     )  # fmt: skip
     return keys, values, bias
 
@@ -339,7 +339,7 @@ def weighted_windows_backward(
         *grads, key, value, moments.contiguous(), grad_key, grad_value, partials, starts, sizes,
         *(stride for grad in grads for stride in grad.stride()), *key.stride(), *value.stride(),
         heads, len(starts), length, programs, scale,
-        WINDOWS=_WINDOWS, WINDOW=window, TOKENS=min(power_of_two(window), _TOKENS),
+        WINDOWS=_WINDOWS, WINDOW=window, TOKENS=min(next_power_of_two(window), _TOKENS),
         DIM=dim, PAD=padded(dim), num_warps=1,
     )  # fmt: skip
     return grad_key, grad_value, partials.sum(dim=3)

@@ -207,8 +207,8 @@ def log_linear_attention(
     """
     check_tensors(query, key, value)
     for name, x in (("query", query), ("key", key)):
-        if not x.shape[2]:
-            wrong_value(name, "have at least one token", shape_of(x))
+        if not (x.shape[0] and x.shape[2]):
+            wrong_value(name, "have at least one sample and one token", shape_of(x))
     method = method or LogLinear()
     if geometry is None:
         if key_mask is not None:
