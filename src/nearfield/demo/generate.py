@@ -120,9 +120,8 @@ def open_pipeline(name: str, device: torch.device) -> Any:
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         try:
             pipeline = kind.from_pretrained(name, torch_dtype=dtype)
-        except (
-            ValueError
-        ) as error:  # a path that is not there, a name that cannot be an id, parts that are not known
+        except ValueError as error:
+            # A path that is not there, a name that cannot be an id, or parts that are not known.
             raise OSError(f"{name!r} cannot be opened as a pipeline of diffusers: {error}") from None
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
