@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from nearfield._checks import check_int, wrong_type, wrong_value
 from nearfield.retrieval.chunks import Chunk, Context, assemble, check_tokens, prefill_chunk
 from nearfield.retrieval.clock import Clock
-from nearfield.retrieval.fingerprint import chunk_id, fingerprint
+from nearfield.retrieval.fingerprint import Fingerprints, chunk_id
 from nearfield.retrieval.prompt import Prompt, chat_prompt, prefix_ids, question_ids, token_ids
 from nearfield.retrieval.recomputing import recompute
 from nearfield.retrieval.rotary import check_model
@@ -28,6 +28,7 @@ from nearfield.retrieval.selectors import (
 )
 from nearfield.retrieval.store import ChunkStore, DamagedChunk, MissingChunk
 
+_CHANGED = "The model has changed since the document was added."
 _ONE_ANSWER = ("num_beams", "num_return_sequences")
 _OURS = ("input_ids", "inputs", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
 
@@ -125,8 +126,14 @@ class Reuse:
         self.prompt = chat_prompt(tokenizer) if prompt is None else prompt
         self.separator = separator
         self.prefix = prefix_ids(tokenizer, self.prompt)
-        self.facts = fingerprint(model, self.prefix)
         self._documents: dict[str, Tensor] = {}
+        self._fingerprints = Fingerprints()
+        self._fingerprints.of(model, self.prefix)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The fingerprint of the model as it is now; weights are read again where they have changed."""
+        return self._fingerprints.of(self.model, self.prefix)
 
     # -- documents -----------------------------------------------------------------------------------------------
 
@@ -137,9 +144,10 @@ class Reuse:
             document: a text, or token ids as `split` gives them.
         """
         tokens = self._tokens(document)
-        identity = chunk_id(self.facts, tokens)
+        facts = self.facts
+        identity = chunk_id(facts, tokens)
         if identity not in self.store:
-            self.store.put(identity, self._prefilled(tokens), self.facts)
+            self.store.put(identity, self._prefilled(tokens), facts)
         self._documents[identity] = tokens
         return identity
 
@@ -153,7 +161,7 @@ class Reuse:
         return list(tokens.tensor_split(-(-len(tokens) // length)))
 
     def chunks(self, identities: Sequence[str]) -> list[Chunk]:
-        """The chunks of some ids, for the steps one by one. Missing and damaged ones are made anew."""
+        """The chunks of some ids, for the steps one by one. Missing, damaged and outdated ones are made anew."""
         return self._chunks(identities, {})
 
     def _tokens(self, document: str | Tensor) -> Tensor:
@@ -175,18 +183,23 @@ class Reuse:
     def _chunks(self, identities: Sequence[str], rebuilt: dict[str, str]) -> list[Chunk]:
         if isinstance(identities, str):
             wrong_type("chunks", "be a list of ids", "one string", "Write [id].")
-        return [self._chunk(identity, rebuilt) for identity in identities]
+        facts = self.facts
+        return [self._chunk(identity, facts, rebuilt) for identity in identities]
 
-    def _chunk(self, identity: str, rebuilt: dict[str, str]) -> Chunk:
+    def _chunk(self, identity: str, facts: Mapping[str, str], rebuilt: dict[str, str]) -> Chunk:
+        """A chunk of the model as it is now; `identity` may be what its document had before the model changed."""
+        tokens = self._documents.get(identity)
+        current = identity if tokens is None else chunk_id(facts, tokens)
         try:
-            return self.store.get(identity, self.facts)
+            return self.store.get(current, facts)
         except (DamagedChunk, MissingChunk) as error:
-            if identity not in self._documents:
+            if tokens is None:
                 raise
-            rebuilt[identity] = str(error)
-        chunk = self._prefilled(self._documents[identity])
+            is_outdated = current != identity and isinstance(error, MissingChunk)
+            rebuilt[identity] = _CHANGED if is_outdated else str(error)
+        chunk = self._prefilled(tokens)
         try:
-            self.store.put(identity, chunk, self.facts)
+            self.store.put(current, chunk, facts)
         except OSError as error:  # the answer does not need the store; the next one will
             rebuilt[identity] += f" It could not be stored: {error}."
         return chunk
