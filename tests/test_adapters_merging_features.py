@@ -1,6 +1,9 @@
 """Merged tokens together with what else is done to models: schedules, guidance, training, LoRA, compiling."""
 
+import json
+import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -26,7 +29,9 @@ from torch import Tensor
 
 import nearfield
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge
+from nearfield.blockwise import DENSE_FID
 from nearfield.geometry import Shortened
+from nearfield.methods import BipartiteMerge
 from nearfield.methods.merging import Merged
 
 assert graphs  # a fixture
@@ -350,7 +355,6 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(graphs: Any) -> None:
 # -- with sparse attention -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:LogLinear is made for models that are trained with it")
 @pytest.mark.parametrize(
     "attention",
     [
@@ -534,6 +538,63 @@ def test_cross_attention_in_the_place_of_self_attention_is_not_weighed() -> None
         assert_same(run(model, call), stock)
 
 
+# -- what apply says of it ------------------------------------------------------------------------------------------
+
+
+LOST = (
+    "Merging loses much of a picture: {} where dense attention has 31 (500 pictures of the embedded model; see "
+    "docs/merging.md). Use Hilbert() instead, or compare pictures of your own model with and without merging."
+)
+CAUTIONS = [
+    (Merge(), "Merge(ratio=0.5) has an FID of 155"),
+    (Merge(0.25), "Merge(ratio=0.25) has an FID of 56"),
+    (Merge(0.49), "Merge(ratio=0.25) has an FID of 56"),
+    (Merge(0.9), "Merge(ratio=0.75) has an FID of 286"),
+    (Merge() | Hilbert(), "Merge(ratio=0.5) has an FID of 155, and of 252 to 306 with tiles,"),
+    (Merge(0.3) | Hilbert(), "Merge(ratio=0.25) has an FID of 56"),
+    (BipartiteMerge(), "BipartiteMerge(ratio=0.5) has an FID of 296"),
+]
+
+
+@pytest.mark.parametrize(("method", "words"), CAUTIONS, ids=lambda value: str(value)[:40])
+def test_apply_warns_once_of_what_merging_loses(method: Any, words: str) -> None:
+    model, inputs = tiny_models.flux(), tiny_models.flux_inputs((6, 8))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with nearfield.apply(model, method):
+            run(model, inputs)
+            run(model, inputs)
+    assert [str(one.message) for one in warned] == [LOST.format(words)]
+    assert warned[0].filename == __file__
+
+
+def test_both_parts_warn_in_one_line() -> None:
+    with pytest.warns(UserWarning, match="Merging loses") as warned:
+        nearfield.apply(tiny_models.flux(), Merge() | LogLinear()).remove()
+    (told,) = (str(one.message) for one in warned)
+    assert told.endswith(f"without merging. {LogLinear.caution}")
+    assert "\n" not in told
+
+
+def test_ratios_below_all_that_was_measured_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in (Merge(0.24), Merge(0.0), Merge(0.2) | Hilbert(), BipartiteMerge(0.2)):
+            nearfield.apply(tiny_models.flux(), method).remove()
+
+
+def test_figures_in_warnings_are_the_measured_ones() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "quality-merge512-h200.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+    found = {row["pattern"]: f"{row['fid']:.0f}" for row in rows}
+    assert {row["samples"] for row in rows} == {500}
+    assert found["dense"] == str(DENSE_FID)
+    assert Merge.fids == {ratio: found[f"merge {ratio}, run"] for ratio in (0.25, 0.5, 0.75)}
+    assert BipartiteMerge.fids == {ratio: found[f"bipartite {ratio}"] for ratio in (0.25, 0.5, 0.75)}
+    tiles = f"{found['merge 0.5, 4 tiles']} to {found['merge 0.5, 16 tiles']}"
+    assert Merged.fids == Merge.fids | {0.5: f"{Merge.fids[0.5]}, and of {tiles} with tiles,"}
+
+
 WINDOW = "`region` must not be 'window' together with attention along a curve; got 'window'."
 BAD = [
     (
@@ -563,7 +624,6 @@ BAD = [
         ValueError,
         "`size_bias` must be False together with Hilbert",
     ),
-    (lambda: nearfield.apply(tiny_models.flux(), Merge), TypeError, "`method` must be a method such as"),
     (
         lambda: Shortened.of(Geometry((4, 4)), [(8, 4)]),
         ValueError,

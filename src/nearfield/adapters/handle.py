@@ -81,7 +81,7 @@ def apply(
     try:
         for region in regions:
             region.install()
-        caution = getattr(getattr(method, "attention", method), "caution", None)
+        caution = getattr(method, "caution", None)
         if caution is not None:
             warnings.warn(caution, stacklevel=2)  # which may be made an error
     except BaseException:  # nothing stays half applied

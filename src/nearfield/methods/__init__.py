@@ -85,7 +85,7 @@ class TimedReader(Reader, Protocol):
 
 
 class Method(Protocol):
-    """What `apply` asks of a method."""
+    """What `apply` asks of a method. It warns of the method's `caution`, if there is one and it is not None."""
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str) -> Ordering:
         """The order the image tokens shall stand in."""

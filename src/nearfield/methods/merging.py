@@ -8,7 +8,7 @@ run of a Hilbert curve: a compact patch of the image that lies in one piece, so 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -67,6 +67,9 @@ class Merge:
     skip_blocks: tuple[int, int] = (5, 5)
     size_bias: bool = False
     placement: Placement = "block"
+
+    fids: ClassVar[dict[float, str]] = {0.25: "56", 0.5: "155", 0.75: "286"}
+    """FIDs that were measured, by ratio."""
 
     def __post_init__(self) -> None:
         check_number("ratio", self.ratio)
@@ -159,6 +162,11 @@ class Merge:
 
     # -- words -----------------------------------------------------------------------------------------------------
 
+    @property
+    def caution(self) -> str | None:
+        """What `apply` warns of."""
+        return blockwise.caution_of("Merge", self.ratio, self.fids)
+
     def __or__(self, attention: Any) -> "Merged":
         """Merge, and let merged tokens read as another method says: `Merge() | Hilbert()`."""
         return Merged(self, attention)
@@ -209,6 +217,9 @@ class Merged:
     merge: Any
     attention: Any = None
 
+    fids: ClassVar[dict[float, str]] = Merge.fids | {0.5: f"{Merge.fids[0.5]}, and of 252 to 306 with tiles,"}
+    """The same with attention, where that was measured, and of `Merge` alone where it was not."""
+
     def __post_init__(self) -> None:
         if self.attention is None:
             return
@@ -227,6 +238,15 @@ class Merged:
     @property
     def dense_layers(self) -> Any:
         return getattr(self.attention, "dense_layers", ())
+
+    @property
+    def caution(self) -> str | None:
+        """What `apply` warns of: what merging loses, and what the attention says of itself."""
+        own = getattr(self.merge, "caution", None)
+        if self.attention is not None:
+            own = blockwise.caution_of("Merge", self.merge.ratio, self.fids)
+        cautions = (own, getattr(self.attention, "caution", None))
+        return " ".join(caution for caution in cautions if caution) or None
 
     @property
     def needs_moment(self) -> bool:

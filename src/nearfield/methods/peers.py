@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class BipartiteMerge:
     skip_blocks: tuple[int, int] = (5, 5)
     size_bias: bool = False
 
+    fids: ClassVar[dict[float, str]] = {0.25: "93", 0.5: "296", 0.75: "389"}
+    """FIDs that were measured, by ratio."""
+
     def __post_init__(self) -> None:
         check_int("stride", self.stride, at_least=2)
         check_int("seed", self.seed, at_least=0)
@@ -54,6 +57,11 @@ class BipartiteMerge:
             object.__setattr__(self, name, blockwise.checked_pair(name, getattr(self, name), least, meaning))
         blockwise.check_groups(self.groups)
         check_bool("size_bias", self.size_bias)
+
+    @property
+    def caution(self) -> str | None:
+        """What `apply` warns of."""
+        return blockwise.caution_of("BipartiteMerge", self.ratio, self.fids)
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """As tokens are: nothing has to lie together."""
