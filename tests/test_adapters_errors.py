@@ -3,8 +3,10 @@
 import copy
 import inspect
 import io
+import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -27,6 +29,7 @@ from tests.tiles import paper
 
 import nearfield
 from nearfield import GatedBlocks, Hilbert, Merge, SparseLinear
+from nearfield.recipes import Recipe
 
 MODELS = (
     "FluxTransformer2DModel, Flux2Transformer2DModel, SD3Transformer2DModel, PixArtTransformer2DModel, "
@@ -125,13 +128,54 @@ def test_bad_target(case: str) -> None:
     assert before is None or trace(target) == before
 
 
-def test_bad_method_and_impl() -> None:
+NAMED = (
+    "`method` must be a method, or name a recipe; got {}. Write a method as nearfield.Hilbert(), without quotes; "
+    "recipes that ship: cats-close, cats-fast."
+)
+NO_METHOD = "`method` must be a method such as nearfield.Hilbert(); got {}."
+BAD_METHODS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a name": ("hilbert", ValueError, NAMED.format("'hilbert'")),
+    "its words": ("Hilbert()", ValueError, NAMED.format("'Hilbert()'")),
+    "no words": ("", ValueError, NAMED.format("''")),
+    "its class": (Hilbert, TypeError, NO_METHOD.format("the class Hilbert") + " Write Hilbert()."),
+    "a class that merges": (Merge, TypeError, NO_METHOD.format("the class Merge") + " Write Merge()."),
+    "another class": (int, TypeError, NO_METHOD.format("the class int")),
+    "none": (None, TypeError, NO_METHOD.format("NoneType")),
+    "no recipe": (
+        "none.json",
+        ValueError,
+        "`recipe` must name a file that can be read, or one that ships (cats-close, cats-fast); got 'none.json' "
+        "(No such file or directory).",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_METHODS)
+def test_bad_method(case: str) -> None:
+    method, kind, message = BAD_METHODS[case]
     model = tiny_models.flux()
-    with pytest.raises(TypeError) as error:
-        nearfield.apply(model, Hilbert)  # type: ignore[arg-type]
-    assert str(error.value) == "`method` must be a method such as nearfield.Hilbert(); got Hilbert."
+    before = trace(model)
+    with pytest.raises(kind) as error:
+        nearfield.apply(model, method)
+    assert str(error.value) == message
+    assert trace(model) == before
+
+
+def test_without_a_method_it_is_hilbert() -> None:
+    with nearfield.apply(tiny_models.flux()) as handle:
+        assert handle.method == Hilbert()
+
+
+def test_a_recipe_in_a_file_without_a_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "hilbert"
+    path.write_text(json.dumps(Recipe(SPARSE).as_document()), encoding="utf-8")
+    with nearfield.apply(tiny_models.flux(), str(path)) as handle:
+        assert handle.method == SPARSE
+
+
+def test_bad_impl() -> None:
     with pytest.raises(ValueError) as wrong:
-        nearfield.apply(model, SPARSE, impl="fast")  # type: ignore[arg-type]
+        nearfield.apply(tiny_models.flux(), SPARSE, impl="fast")  # type: ignore[arg-type]
     assert str(wrong.value).startswith("`impl` must be one of 'auto',")
 
 

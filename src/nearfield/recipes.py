@@ -102,9 +102,12 @@ def _readable(method: Any) -> Any:
     """A method, also where merging was given alone."""
     if isinstance(method, Merge | BipartiteMerge):
         return Merged(method)
-    if not hasattr(method, "reader") or isinstance(method, type):
-        name = method.__name__ if isinstance(method, type) else type(method).__name__
-        wrong_type("method", "be a method such as nearfield.Hilbert()", name)
+    rule = "be a method such as nearfield.Hilbert()"
+    if isinstance(method, type):
+        hint = f"Write {method.__name__}()." if hasattr(method, "ordering") else ""
+        wrong_type("method", rule, f"the class {method.__name__}", hint)
+    if not hasattr(method, "reader"):
+        wrong_type("method", rule, type(method).__name__)
     return method
 
 

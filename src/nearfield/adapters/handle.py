@@ -23,19 +23,20 @@ from nearfield.adapters.specs import SPECS, spec_of
 from nearfield.adapters.steps import Steps
 from nearfield.adapters.summary import pairs_kept, summary
 from nearfield.geometry import Geometry, Grid
-from nearfield.methods import Method
+from nearfield.methods import Hilbert, Method
 from nearfield.methods.merging import Merge
 from nearfield.methods.peers import BipartiteMerge
 from nearfield.parallel import Ranks
 from nearfield.parallel.model import check_splittable
 from nearfield.recipes import Recipe, recipe_of
+from nearfield.recipes import names as recipe_names
 
 _COMPONENTS = ("transformer", "transformer_2", "unet")
 
 
 def apply(
     target: Any,
-    method: Method | Merge | BipartiteMerge | Recipe | str | Path,
+    method: Method | Merge | BipartiteMerge | Recipe | str | Path = Hilbert(),  # noqa: B008 -- frozen
     *,
     scheduler: Any = None,
     impl: Impl = "auto",
@@ -48,8 +49,9 @@ def apply(
 
     Args:
         target: a pipeline, or one of its models.
-        method: who reads whom, such as `Hilbert()`; `Merge()` merges tokens, and `Merge() | Hilbert()` does both. Or a
-            recipe: its file, as `nearfield tune` writes it, or its name if it ships (`recipes.names()`).
+        method: who reads whom, such as `Hilbert()`, the default; `Merge()` merges tokens, and `Merge() | Hilbert()`
+            does both. Or a recipe: its file, as `nearfield tune` writes it, or its name if it ships
+            (`recipes.names()`).
         scheduler: says which denoising step is being computed, so that the first steps can stay dense. A pipeline
             has one; without any, no step is dense.
         impl: passed on to `attend`.
@@ -62,6 +64,7 @@ def apply(
     Returns:
         A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
     """
+    _check_is_no_name(method)
     recipe = recipe_of(method)
     method = recipe.method
     check_member("impl", impl, get_args(Impl))
@@ -268,6 +271,18 @@ def _grid(region: Region, pixels: Pixels, names: tuple[str, str]) -> Grid:
         if not tokens:
             wrong_value(name, f"be enough pixels for a token of {region.part.spec.model}", side)
     return grid
+
+
+def _check_is_no_name(method: object) -> None:
+    """A string is a recipe: one that ships, a JSON file, or another file that is there."""
+    shipped = recipe_names()
+    if not isinstance(method, str) or method in shipped or method.endswith(".json"):
+        return
+    if not Path(method).is_file():
+        hint = "Write a method as nearfield.Hilbert(), without quotes; recipes that ship: " + ", ".join(
+            shipped
+        )
+        wrong_value("method", "be a method, or name a recipe", repr(method), f"{hint}.")
 
 
 # -- finding out what to change ------------------------------------------------------------------------------------
