@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nearfield import cli
+from nearfield import Hilbert, Merge, cli
+from nearfield.blockwise import DENSE_FID
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -185,6 +186,37 @@ def test_a_method_is_few_lines() -> None:
     classes = [node for node in ast.parse(example).body if isinstance(node, ast.ClassDef)]
     lines = [line for node in classes for line in ast.unparse(node).splitlines() if line.strip()]
     assert len(lines) <= 40
+
+
+def results_of(name: str) -> list[dict[str, Any]]:
+    document = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    return document["results"]
+
+
+def test_first_table_of_the_readme_is_what_was_measured() -> None:
+    """Speed and quality of one setting in one row; the whole call is reckoned from steps."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    files = ("model-h200-5.json", "model-h200-6.json")
+    steps = {row["pixels"]: row["speed_up"] for file in files for row in results_of(file)}
+    assert list(steps) == ["1024", "2048", "4096"]
+    dense, last = Hilbert().dense_ends(16)
+    assert (dense, last) == (3, 0)
+    whole = [16 / (dense + (16 - dense) / step) for step in steps.values()]
+    calls = {row["case"]: row["speed_up"] for row in results_of("hilbert-h200-7.json")}
+    one, two, four = (calls[f"{pixels}-default"] for pixels in steps)
+    rows = results_of("quality-campaign-cats512.json")
+    fids = {(row["pattern"], row["samples"]): f"{row['fid']:.1f}" for row in rows}
+    sparse = f"{fids['around', 5000]} | {fids['dense', 5000]}"
+    tuned = fids["around, tuned: LoRA of rank 4, 400 steps", 5000]
+    for row in (
+        f"one step | {' | '.join(f'{step:.2f}x' for step in steps.values())} | {sparse} | {tuned} |",
+        f"reckoned | {' | '.join(f'{all_steps:.2f}x' for all_steps in whole)} | "
+        f"{fids['around, first 3 steps dense', 1500]} | {fids['dense', 1500]} | not measured |",
+        f"kernel only | {one:.2f}x | {two:.1f}x | {four:.1f}x | {sparse} | {tuned} |",
+        f"| {fids['16 tiles', 1500]} | {fids['dense', 1500]} | not measured |",
+        f"FID {Merge.fids[0.5]}, dense {DENSE_FID} (500 pictures)",
+    ):
+        assert row in readme
 
 
 METHOD_PAGES = ("hilbert.md", "loglinear.md", "fine.md", "merging.md", "retrieval.md")
