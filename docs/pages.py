@@ -14,10 +14,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 # mkdocs takes a README for the index of its folder, and index.md is that already.
-ROOT_PAGES = {"start.md": "README.md"} | {
+ROOT_PAGES = {"start.md": "README.md", "results.md": "benchmarks/README.md"} | {
     name: name for name in ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")
 }
-SHOWN = ("examples/*.py", "examples/*.ipynb", "benchmarks/*.sh", "benchmarks/*.py", "LICENSE")
+SITE_NAMES = {source: name for name, source in ROOT_PAGES.items()}
+SHOWN = ("examples/*.py", "examples/*.ipynb", "LICENSE")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 ROW = re.compile(r"^\| \[([^]]+)\]\(([^)]+\.md)\)", re.MULTILINE)
 
@@ -26,7 +27,7 @@ def on_config(config: Any) -> Any:
     """The table of index.md is the table of contents."""
     rows = ROW.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
     config.nav = [{"Home": "index.md"}] + [{title: Path(page).name} for title, page in rows]
-    config.nav += [{"Readme": "start.md"}, {"Changes": "CHANGELOG.md"}]
+    config.nav += [{"Readme": "start.md"}, {"Results": "results.md"}, {"Changes": "CHANGELOG.md"}]
     return config
 
 
@@ -43,7 +44,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _program(name: str, suffix: str, text: str) -> str:
-    language = {".py": "python", ".sh": "sh"}.get(suffix, "text")
+    language = "python" if suffix == ".py" else "text"
     return f"# {name}\n\n```{language}\n{text}\n```\n"
 
 
@@ -60,8 +61,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _on_site(link: str) -> str:
     link = link.removeprefix("../").removeprefix("docs/")
-    if link == "README.md":
-        return "start.md"
+    if link in SITE_NAMES:
+        return SITE_NAMES[link]
     if link.startswith("benchmarks/results"):
         return "performance.md"  # where the results are tables and pictures
     is_shown = any(Path(link).match(pattern) for pattern in SHOWN)

@@ -7,7 +7,7 @@ import torch
 from tests.attending import NEEDS_TRITON, assert_budget, random_bias, random_inputs, random_plan
 from torch import Tensor
 
-from nearfield import Plan
+from nearfield import Plan, operators
 from nearfield.attend import Part, attend_together
 from nearfield.bench.check import poisoned_memory
 from nearfield.reference import attend as reference
@@ -254,6 +254,9 @@ def test_rows_are_packed_only_if_called_alike(device: torch.device) -> None:
         assert tuple(each.warps for each in tiles) == warps
     near, far = (random_plan(256, 256, q_block=q_block, k_block=16, device=device) for q_block in (16, 128))
     assert launch.pair_tiles(few, near, far) == launch.PAIR
+    for shape in (launch.PAIR, launch.PAIR_GRADIENT):  # rows are merged as these kernels walk them
+        assert shape is not None
+        assert (shape.pack, shape.other // 16) == operators.PACKING
     assert launch.pair_gradient_tiles(few, near, far) == launch.PAIR_GRADIENT
     assert launch.pair_tiles(wide, near, far) is None
 

@@ -15,7 +15,7 @@ from nearfield import Geometry, Hilbert, Merge, apply, cli
 from nearfield.bench import errors, pareto
 from nearfield.bench.errors import ErrorRow, ErrorSweep, OtherBlocks, StepError
 from nearfield.bench.picture_runs import Task, method_of
-from nearfield.bench.quality_cases import GROUPS, Pattern
+from nearfield.bench.quality_cases import GROUPS, Pattern, without_dense_steps
 from nearfield.demo.sampler import noise
 from nearfield.training.data import decoded, pictures
 
@@ -115,6 +115,27 @@ def test_dense_steps_are_set_aside() -> None:
     assert both == Merge() | Hilbert(dense_steps=0)
     tuned = [replace(TILES, name=name, lora=f"{name}/lora.safetensors") for name in "ab"]
     assert sweep().distinct([LATER, *tuned, TILES, FAR]) == [TILES, *tuned, FAR]
+
+
+def test_names_without_dense_steps() -> None:
+    """What has none stays as it is."""
+    for pattern in GROUPS["search"]:
+        assert without_dense_steps(pattern) == pattern
+    for group, names in {
+        "around": {"around"},
+        "three-steps": {"far 16, centre, interleave", "far 8, weighted"},
+        "far-tiles": {
+            "far 8, tiles by layer, weighted",
+            "far 16, tiles by layer, weighted",
+            "far 8, 12 tiles, weighted",
+        },
+    }.items():
+        dense = [pattern for pattern in GROUPS[group] if pattern.fields["dense_steps"]]
+        assert {without_dense_steps(pattern).name for pattern in dense} == names
+    for group in ("search", "around", "far-steps", "three-steps", "far-tiles"):
+        for pattern in GROUPS[group]:
+            assert without_dense_steps(pattern).fields["dense_steps"] == 0
+            assert "step" not in without_dense_steps(pattern).name
 
 
 def test_blocks_of_a_gpu() -> None:

@@ -128,51 +128,42 @@ def test_rows_of_before_there_was_such_a_field_are_of_tiles(
     assert not picture_runs.is_known(task.settings(tiles), today)
 
 
-def test_what_was_made_is_kept(task: picture_runs.Task, tmp_path: Path) -> None:
-    """A stopped pattern goes on with its next batch, also elsewhere; rows of fewer pictures come free."""
+def test_rows_of_fewer_pictures_come_free(task: picture_runs.Task, tmp_path: Path) -> None:
+    """They are made of the same batches, and say what a sweep of so few says."""
     seen: list[tuple[int, str]] = []
 
-    def sweep(name: str, *counts: int, **fields: Any) -> sweeping.Sweep:
+    def sweep(name: str, *counts: int) -> sweeping.Sweep:
         return sweeping.Sweep(
             task,
             lambda: references(tmp_path),
             Features(),
             tmp_path / f"{name}.json",
-            extent=sweeping.Extent(counts, pairs=4, **fields),
-            kept=tmp_path / "kept",
+            counts=counts,
+            pairs=4,
             on_picture=lambda *words: seen.append(words),
         )
 
-    assert not sweep("dense", 4, 8).run([], has_time=lambda: len(seen) < 2)
-    assert [row.samples for row in sweep("dense", 4).rows] == [4]
-    assert sweep("dense", 4, 8).run([])
-    assert seen == [(0, "dense"), (3, "dense"), (6, "dense")]
-    seen.clear()
-    assert not sweep("tiles", 7, has_dense_row=False).run(PATTERNS[:1], has_time=lambda: len(seen) < 1)
-    tiles = sweep("tiles", 5, 7, has_dense_row=False)
-    assert tiles.run(PATTERNS[:1])
-    assert seen == [(0, "2 tiles"), (3, "2 tiles"), (6, "2 tiles")]
-    assert [(row.pattern, row.samples) for row in tiles.rows] == [("2 tiles", 5), ("2 tiles", 7)]
-    assert tiles.rows[0].lpips == tiles.rows[1].lpips  # of the first four
-    assert tiles.rows[0].fid != tiles.rows[1].fid
+    both = sweep("both", 7, 5)
+    assert both.run(PATTERNS[:1])
+    assert seen == [(start, name) for name in ("dense", "2 tiles") for start in (0, 3, 6)]
+    assert [(row.pattern, row.samples) for row in both.rows] == [
+        (name, count) for name in ("dense", "2 tiles") for count in (5, 7)
+    ]
+    fewer, more = both.rows[2:]
+    assert fewer.lpips == more.lpips  # of the first four
+    assert fewer.fid != more.fid
+    for count, row in ((5, fewer), (7, more)):
+        alone = sweep(f"{count} alone", count)
+        assert alone.run(PATTERNS[:1])
+        figures = {name: value for name, value in vars(alone.rows[1]).items() if isinstance(value, float)}
+        for name, value in figures.items():
+            assert getattr(row, name) == pytest.approx(value, rel=1e-5, abs=1e-9), name
 
-    plain = sweeping.Sweep(replace(task, num=7), lambda: references(tmp_path), Features(), tmp_path / "plain.json",
-                           extent=sweeping.Extent(pairs=4))  # fmt: skip
-    assert plain.run(PATTERNS[:1])
-    at_seven = {name: value for name, value in vars(plain.rows[1]).items() if isinstance(value, float)}
-    for name, value in at_seven.items():
-        assert getattr(tiles.rows[1], name) == pytest.approx(value, rel=1e-5, abs=1e-9), name
-
-    # Under another name it is the same; with other weights it is not.
+    # Of what is known, the dense pictures are made again, as many as are compared.
     seen.clear()
-    other = replace(PATTERNS[0], name="again")
-    assert sweep("again", 7, has_dense_row=False).run([other])
-    assert not seen
-    save_model(tmp_path / "other.safetensors", lively_model(), packing="bf16")
-    assert sweep("own", 4, has_dense_row=False).run(
-        [replace(other, weights=str(tmp_path / "other.safetensors"))]
-    )
-    assert seen == [(0, "again"), (3, "again")]
+    again = sweep("both", 5, 7)
+    assert again.run(PATTERNS)
+    assert seen == [(0, "dense"), (3, "dense"), (0, "disc"), (3, "disc"), (6, "disc")]
 
 
 def test_photographs_are_measured_once(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
-from tests.scripts import load_script
 from tests.tiles import paper
 
 from nearfield import FineGrained, Hilbert, Merge, _files, apply
@@ -100,28 +99,6 @@ def test_packing_is_close_and_small(tmp_path: Path) -> None:
     for name, tensor in state.items():
         limit = tensor.abs().max() / 127 if tensor.dim() == 2 else 0
         assert (returned[name] - tensor).abs().max() <= limit * 0.51, name
-
-
-def test_noise_of_packing_moves_weights_as_packing_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noise_of = load_script("packing_noise")
-    weights = {
-        "matrix": torch.randn(48, 192, generator=torch.Generator().manual_seed(0)),
-        "bias": torch.ones(3),
-    }
-    once = unpacked(packed(weights))
-    moved = noise_of.with_noise(once)
-    assert torch.equal(moved["bias"], weights["bias"])
-    assert noise_of.change(once, moved) == pytest.approx(noise_of.change(weights, once), rel=0.02)
-
-    save_model(tmp_path / "model.safetensors", lively_model())
-    monkeypatch.setattr(noise_of, "EMBEDDED", tmp_path / "model.safetensors")
-    noise_of.main(tmp_path / "noisy.safetensors")
-    before, after = (load_model(tmp_path / f"{name}.safetensors")[0] for name in ("model", "noisy"))
-    assert 0 < noise_of.change(before.state_dict(), after.state_dict()) < 0.01
-    (pattern,) = json.loads((tmp_path / "noisy.json").read_text(encoding="utf-8"))
-    assert pattern["fields"]["dense_layers"] == CONFIG.joint_blocks + CONFIG.single_blocks
 
 
 @pytest.mark.parametrize(("packing", "limit"), [("int8", 0.02), ("bf16", 0.02), ("none", 0.0)])

@@ -111,6 +111,17 @@ def test_readme_lists_every_example() -> None:
         assert f"](examples/{path.name})" in readme
 
 
+def test_every_result_says_how_it_was_made() -> None:
+    """By its name, or as `name, -2, -3`."""
+    listed = set[str]()
+    for names in re.findall(
+        r"^\| ([a-z][\w-]*(?:, -\d)*) \|", (ROOT / "benchmarks/README.md").read_text(), re.M
+    ):
+        first, *others = names.split(", ")
+        listed |= {first, *(re.sub(r"-\d$", "", first) + number for number in others)}
+    assert listed - {"file"} == {path.stem for path in (ROOT / "benchmarks" / "results").iterdir()}
+
+
 def test_index_lists_every_page_once() -> None:
     """The table is also the site's table of contents."""
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")

@@ -120,7 +120,7 @@ def test_sdist_holds_the_package_and_what_works_on_it(tmp_path: Path) -> None:
         "mkdocs.yml",
         "tests/tiny_models.py",
     }
-    wanted |= {"comfy/nodes.py", "docs/support.py", "examples/first_look.ipynb", "benchmarks/train_demo.sh"}
+    wanted |= {"comfy/nodes.py", "docs/support.py", "examples/first_look.ipynb", "benchmarks/README.md"}
     assert wanted <= held
     made = (".venv", ".cache", "dist", "site", "__pycache__")
     assert not [name for name in held if set(name.split("/")) & set(made)]

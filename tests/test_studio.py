@@ -357,13 +357,15 @@ def test_committed_results_are_read() -> None:
         assert any(cell != "-" for row in one.rows for cell in row)
     model_file = next(one for one in found if one.kind == "model")
     assert "speed up" in model_file.headings
+    trained = next(one for one in found if one.kind == "pixel-training")
+    assert trained.headings[-2:] == ["equal time loss", "equal time fid"]
 
 
 def test_committed_results_are_drawn() -> None:
     """One file of each kind that the library has a picture for."""
     by_kind = {one.kind: one for one in map(results.read, results.names())}
     pictures = {kind: drawing.drawn(one.draw) for kind, one in by_kind.items() if one.draw}
-    assert {"attend", "hilbert", "model"} <= set(pictures)
+    assert {"attend", "hilbert", "model", "pixel-training"} <= set(pictures)
     assert all(min(picture.size) > 100 for picture in pictures.values())
 
 

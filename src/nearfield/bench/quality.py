@@ -1,43 +1,37 @@
 """What patterns of attention do to the embedded model's pictures: FID and likeness beside the share of pairs read.
 
 One process for many patterns: the networks are loaded once, and results are written after every pattern, so that a
-sweep that is stopped goes on with the next. Where batches are kept, it goes on with the next batch, and several
-processes may take a pattern each.
+sweep that is stopped goes on with the next.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nearfield import quality
 from nearfield.bench import picture_runs
-from nearfield.bench.kept_batches import Batch, KeptBatches, digest
 from nearfield.bench.picture_runs import DENSE, Drawing, Facts, PictureMaker, Task
 from nearfield.bench.quality_cases import Pattern, as_file_name
 from nearfield.demo.pictures import grid_of, write_picture
 from nearfield.quality.results import QualityRow, read_rows
 
 _ON_A_STRIP = 4
-_LIKENESS = ("psnr", "lpips", "ssim")
 
 
-@dataclass(frozen=True)
-class Extent:
-    """How much is made and measured.
+class Batch(NamedTuple):
+    """What was measured of pictures that were made together.
 
     Args:
-        counts: numbers of pictures for which there is a row, of each pattern; None: the task's.
-        pairs: of the first so many pictures each is held beside the dense one of the same noise.
-        has_dense_row: whether the dense model has rows, too, and not just pictures to compare with.
+        values: tensors by what they are, of every picture from the first on; some of the first few alone.
     """
 
-    counts: tuple[int, ...] | None = None
-    pairs: int = 512
-    has_dense_row: bool = True
+    values: Mapping[str, Tensor]
+    facts: Facts
+    is_compiled: bool
 
 
 class Sweep:
@@ -46,10 +40,11 @@ class Sweep:
     Args:
         references: gives statistics of the photographs' features; asked when the first row is due.
         network: what gives features of pictures.
+        counts: numbers of pictures for which there is a row, of each pattern; None: the task's.
+        pairs: each of the first so many pictures is compared with the dense one of the same noise.
         networks: others, for the distance to the dense pictures alone, by the names `QualityRow` has.
         on_picture: called with the number of pictures made and what they are.
         strips: a folder for the first pictures of every pattern, side by side in one file.
-        kept: a folder for what was measured of every picture; None: nothing outlives the sweep but rows.
     """
 
     def __init__(
@@ -59,51 +54,46 @@ class Sweep:
         network: nn.Module,
         out: Path,
         *,
-        extent: Extent | None = None,
+        counts: Sequence[int] | None = None,
+        pairs: int = 512,
         networks: Mapping[str, nn.Module] | None = None,
         device: torch.device | str = "cpu",
         on_picture: Callable[[int, str], None] | None = None,
         strips: Path | None = None,
-        kept: Path | None = None,
     ) -> None:
-        self.extent = extent or Extent()
-        self.counts = sorted(self.extent.counts or (task.num,))
+        self.counts = sorted(counts or (task.num,))
         self.task = replace(task, num=self.counts[-1])
+        self.pairs = min(pairs, self.task.num)
         self.network, self.out = network, out
         self.networks, self.device = networks or {}, torch.device(device)
         self.rows = read_rows(out) if out.exists() else []
-        self._on_picture, self._strips, self._folder = on_picture, strips, kept
+        self._on_picture, self._strips = on_picture, strips
         self._maker = PictureMaker(self.task, self.device)
         # Matrices of 2,048 features are decomposed, and all photographs compared, for every pattern.
         self._computing = self.device if self.device.type == "cuda" else torch.device("cpu")
         self._given = references
         self._references: quality.Statistics | None = None
         self._lpips = quality.load_lpips(device=self.device)
-        self._dense = self._kept(None)
+        self._dense: list[Batch] = []
 
     def run(self, patterns: Sequence[Pattern], has_time: Callable[[], bool] = lambda: True) -> bool:
         """Measure the dense model and what of the patterns is missing; returns whether all of it was."""
         picture_runs.check_patterns(patterns)
-        if self.extent.has_dense_row and not self._measure(None, self._dense, has_time):
-            return False
-        if self._folder is not None and not self._make(None, self._most_pairs, self._dense, has_time):
-            return False
+        self._measure(None, self._dense)
         for pattern in patterns:
             if not self._missing(pattern):
                 continue
-            if not has_time() or not self._make(None, self._most_pairs, self._dense, has_time):
+            if not has_time():
                 return False
-            if not self._measure(pattern, self._kept(pattern), has_time):
-                return False
+            self._make(None, self.pairs, self._dense)
+            self._measure(pattern, [])
         return True
 
-    def _measure(self, pattern: Pattern | None, kept: KeptBatches, has_time: Callable[[], bool]) -> bool:
-        """The missing rows of a pattern; returns whether time was enough."""
+    def _measure(self, pattern: Pattern | None, batches: list[Batch]) -> None:
+        """Add the missing rows of a pattern; its pictures are measured into `batches`."""
         for count in self._missing(pattern):
-            if not self._make(pattern, count, kept, has_time):
-                return False
-            self._add(self._row(pattern, count, kept))
-        return True
+            self._make(pattern, count, batches)
+            self._add(self._row(pattern, count, batches))
 
     @property
     def not_compiled(self) -> Mapping[str, str]:
@@ -129,54 +119,20 @@ class Sweep:
 
     # -- pictures ------------------------------------------------------------------------------------------------
 
-    def _kept(self, pattern: Pattern | None) -> KeptBatches:
-        """Where batches are kept: a pattern's name has no part in it, nor how many pictures are wanted."""
-        if self._folder is None:
-            return KeptBatches(None)
-        settings = self._settings(pattern, 0)
-        for name in ("num", "name", "tuning", "lora", "weights"):
-            settings.pop(name, None)
-        lora = Path(pattern.lora) if pattern and pattern.lora else None
-        weights = Path(pattern.weights) if pattern and pattern.weights else self.task.weights
-        kind = DENSE if pattern is None else "pattern"
-        return KeptBatches(self._folder / f"{kind}-{digest(settings, weights, lora)}")
-
     def _batches(self, count: int) -> Iterator[range]:
         """Of the first so many pictures, whole ones, so that they serve larger numbers, too."""
         return (numbers for numbers in self.task.batches() if numbers.start < count)
 
-    def _make(
-        self, pattern: Pattern | None, count: int, kept: KeptBatches, has_time: Callable[[], bool]
-    ) -> bool:
-        """Make and measure what is missing of so many pictures; returns whether time was enough."""
-        missing = [
-            numbers
-            for numbers in self._batches(count)
-            if kept.get(numbers, self._wanted(pattern, numbers)) is None
-        ]
+    def _make(self, pattern: Pattern | None, count: int, batches: list[Batch]) -> None:
+        """Make and measure what is missing of so many pictures."""
+        missing = list(self._batches(count))[len(batches) :]
         if not missing:
-            return True
+            return
         with self._maker.using(pattern) as drawing:
             for numbers in missing:
-                # What is not kept would be lost.
-                if self._folder is not None and not has_time():
-                    return False
                 if self._on_picture is not None:
                     self._on_picture(numbers.start, pattern.name if pattern else DENSE)
-                kept.put(numbers, self._made(pattern, numbers, drawing))
-        return True
-
-    def _wanted(self, pattern: Pattern | None, numbers: range) -> dict[str, int]:
-        paired = self._num_paired(numbers)
-        likeness = {"pictures": paired} if pattern is None else dict.fromkeys(_LIKENESS, paired)
-        return {"features": len(numbers)} | likeness
-
-    @property
-    def _most_pairs(self) -> int:
-        return min(self.extent.pairs, self.task.num)
-
-    def _num_paired(self, numbers: range) -> int:
-        return max(0, min(numbers.stop, self.extent.pairs) - numbers.start)
+                batches.append(self._made(pattern, numbers, drawing))
 
     def _made(self, pattern: Pattern | None, numbers: range, drawing: Drawing) -> Batch:
         images = drawing.pictures(numbers)
@@ -185,28 +141,22 @@ class Sweep:
             first = images[:_ON_A_STRIP].cpu()
             write_picture(strip_file(self._strips, pattern), grid_of(first, _ON_A_STRIP))
         values = {"features": quality.features_of(picture_runs.batches(images, self.device), self.network)}
-        paired = self._num_paired(numbers)
+        paired = max(0, min(numbers.stop, self.pairs) - numbers.start)
         if pattern is None:
             values["pictures"] = images[:paired].cpu()
         elif paired:
             values |= self._beside_dense(pattern, facts, values["features"], images[:paired], numbers)
-        own = {
-            "pairs_kept": facts.pairs_kept,
-            "tokens_kept": facts.tokens_kept,
-            "compiled": drawing.is_compiled,
-        }
-        return Batch(values, own)
+        return Batch(values, facts, drawing.is_compiled)
 
     def _beside_dense(
         self, pattern: Pattern, facts: Facts, features: Tensor, images: Tensor, numbers: range
     ) -> dict[str, Tensor]:
         """What is told of every pair with the dense picture of the same noise."""
-        known = self._dense.get(numbers, self._wanted(None, numbers))
-        assert known is not None  # `run` made them
-        dense = known.values["pictures"][: len(images)].to(self.device)
+        known = self._dense[numbers.start // self.task.batch].values
+        dense = known["pictures"].to(self.device)
         found = picture_runs.likeness_values(images, dense, self._lpips, self.device)
         found |= picture_runs.feature_distance_values(images, dense, self.networks, self.device)
-        pairs = (each[: len(images)] for each in (features, known.values["features"]))
+        pairs = (each[: len(images)] for each in (features, known["features"]))
         found["inception_distance"] = quality.cosine_distance(*pairs)
         borders = picture_runs.borders_of(picture_runs.method_of(pattern), facts.geometry, self.device)
         if borders is not None:
@@ -216,17 +166,14 @@ class Sweep:
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
-    def _row(self, pattern: Pattern | None, count: int, kept: KeptBatches) -> QualityRow:
+    def _row(self, pattern: Pattern | None, count: int, batches: Sequence[Batch]) -> QualityRow:
         """What all pictures say together."""
         parts: dict[str, list[Tensor]] = {}
-        facts: list[Mapping[str, Any]] = []
-        for numbers in self._batches(count):
-            batch = kept.get(range(numbers.start, min(numbers.stop, count)), {})
-            assert batch is not None  # `_make` made it
-            facts.append(batch.facts)
+        used = [(numbers.start, batch) for numbers, batch in zip(self._batches(count), batches, strict=False)]
+        for start, batch in used:
             for name, part in batch.values.items():
                 if name != "pictures":
-                    parts.setdefault(name, []).append(part)
+                    parts.setdefault(name, []).append(part[: count - start])
         values = {name: torch.cat(each) for name, each in parts.items()}
         found: dict[str, Any] = self._by_features(values.pop("features"))
         if "seam" in values:
@@ -234,10 +181,10 @@ class Sweep:
         found |= {name: picture_runs.finite_mean(each) for name, each in values.items()}
         return QualityRow(
             pattern.name if pattern else DENSE,
-            facts[0]["pairs_kept"],
+            batches[0].facts.pairs_kept,
             count,
-            tokens_kept=facts[0]["tokens_kept"],
-            compiled=all(each["compiled"] for each in facts),
+            tokens_kept=batches[0].facts.tokens_kept,
+            compiled=all(batch.is_compiled for _, batch in used),
             settings=self._settings(pattern, count),
             **found,
         )

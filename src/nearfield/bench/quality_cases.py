@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 Fields = Mapping[str, Any]
-_TUNED = ", tuned: "
 
 
 @dataclass(frozen=True)
@@ -212,79 +211,10 @@ ALL_METHODS = ("tiles", "default", "far", "far-shared", "chosen", "merge", "peer
 """Groups in which every method of the library has its place."""
 
 
-BASE = "far 16"
-SECTIONS: dict[str, Sequence[str]] = {
-    "Around in the place of tiles": (
-        BASE,
-        "far 16, weighted",
-        "around, means",
-        "around",
-        "around, text in summary",
-        "around, 16 tiles, far 8",
-    ),
-    "Fewer tiles": (BASE, "far 16, 4 tiles", "around", "around, 4 tiles"),
-    "The curve": (BASE, "far 16, hilbert", "far 16, morton", "far 16, raster"),
-    "Sliding": (BASE, "far 16, cycle 1"),
-    "A shared region": (
-        BASE,
-        "far 16, centre, two-way",
-        "far 16, centre, keys",
-        "far 16, distributed, two-way",
-        "far 16, distributed, keys",
-    ),
-    "Dense steps": ("around", *(f"around, {words}" for words in _STEPS)),
-    "Rivals at equal pairs": ("around", "disc of radius 18", "band of 832"),
-    "Dense layers": (
-        BASE,
-        "far 16, every fourth layer dense",
-        "far 16, last four dense",
-        "far 16, first layer dense",
-        "far 16, interleave",
-    ),
-    "The paper's method: a centre shared and no far field": (BASE, "16 tiles", "4 tiles"),
-    "Summaries": (
-        "far 8",
-        BASE,
-        "far 32",
-        "far 16, 8 tiles",
-        "far 16, 32 tiles",
-        "far 16, weighted",
-        "far 8, weighted",
-        "around, far 8",
-        "around, far 32",
-        "around, centre",
-        f"far 16, 8 tiles, weighted, {_BOTH_ENDS}",
-    ),
-    "Tiles by layer at equal pairs": (
-        f"far 8, 12 tiles, weighted, {_BOTH_ENDS}",
-        f"far 8, tiles by layer, weighted, {_BOTH_ENDS}",
-        f"far 16, tiles by layer, weighted, {_BOTH_ENDS}",
-    ),
-}
-"""What readers ask for, by the names of patterns, the most important first: a table each, named without commas, for
-they stand between commas where tables are chosen. The curve of "far 16" is the closed Hilbert curve, and nothing of it
-is shared or dense; nor of "around", whose summaries are weighted."""
-
-
-def pattern_named(name: str) -> Pattern:
-    """One of the groups' patterns; raises KeyError where none is called so."""
-    return {pattern.name: pattern for patterns in GROUPS.values() for pattern in patterns}[name]
-
-
 def without_dense_steps(pattern: Pattern) -> Pattern:
     """The same with every step sparse, and a name that speaks of none: all that tuning knows of a pattern."""
     words = [word for word in pattern.name.split(", ") if not re.search("dense steps?$|steps? dense$", word)]
     return replace(pattern, name=", ".join(words), fields={**pattern.fields, "dense_steps": 0})
-
-
-def tuned_name(name: str, how: str) -> str:
-    """What a pattern is called with a model that was tuned for it."""
-    return f"{name}{_TUNED}{how}"
-
-
-def untuned_name(name: str) -> str:
-    """What it is called without."""
-    return name.partition(_TUNED)[0]
 
 
 def as_file_name(name: str) -> str:

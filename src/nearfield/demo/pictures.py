@@ -1,4 +1,4 @@
-"""Pictures on one sheet, with captions, as PNG files, or as JPEG where a file is called so."""
+"""Pictures on one sheet, with captions, as PNG files."""
 
 import io
 import math
@@ -42,13 +42,6 @@ def grid_of(images: Tensor, columns: int | None = None) -> Tensor:
 def write_picture(path: Path, image: Tensor) -> None:
     """`[height, width, 3]` uint8 to a PNG file."""
     _write(path, _as_pillow(image))
-
-
-def read_picture(path: Path) -> Tensor:
-    """A file as `[height, width, 3]` uint8."""
-    with _pillow().Image.open(path) as image:
-        pixels = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
-        return pixels.view(image.height, image.width, 3)
 
 
 def write_pictures(folder: Path, images: Tensor, first: int = 0) -> None:
@@ -113,10 +106,7 @@ def _as_pillow(image: Tensor) -> Any:
 
 
 def _write(path: Path, image: Any) -> None:
-    if path.suffix == ".jpg":
-        replace_file(path, lambda part: image.save(part, format="JPEG", quality=88))
-    else:
-        replace_file(path, lambda part: _save(image, part))
+    replace_file(path, lambda part: _save(image, part))
 
 
 def _save(image: Any, target: Any) -> None:

@@ -158,7 +158,6 @@ def attend_forward(
     key_bias: Tensor | None,
     positions: Positions | None,
     scale: float,
-    launch: Launch | None = None,
     more: tuple[Tensor, Tensor] | None = None,
     far: KeyPart | None = None,
 ) -> Attended:
@@ -174,7 +173,7 @@ def attend_forward(
     lse = torch.empty(batch, heads, num_queries, device=query.device, dtype=torch.float32)
     query, scale = nonnegative(query, scale)
     order = plan.longest_first(batch, heads)
-    launch = launch or launch_for(plan.q_block, plan.k_block, dim)
+    launch = launch_for(plan.q_block, plan.k_block, dim)
     counter = torch.zeros(1, device=query.device, dtype=torch.int32) if order is not None else plan.offsets
     num_items = batch * heads * plan.num_rows
     box = launch.box(plan.k_block)
