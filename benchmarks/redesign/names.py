@@ -1,0 +1,168 @@
+"""Every name of nearfield that the comparison uses. A step that renames something edits this file and no other here.
+
+This folder serves the redesign alone, and goes away with its last commit.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nearfield
+from nearfield import Geometry, Plan, Positions, curves, merging, methods, planning, predict, pyramid, windows
+from nearfield.attend import attend_together as attend_parts
+from nearfield.operators import Part as KeyValuePart
+from nearfield.operators import Pooling, merge
+from nearfield.reference import partials as partials_reference
+from nearfield.reference import rotate as rotate_reference
+from nearfield.reference import turn as turn_reference
+
+PACKAGE = nearfield.__file__
+attend = nearfield.attend
+apply = nearfield.apply
+hilbert_attention = nearfield.hilbert_attention
+log_linear_attention = nearfield.log_linear_attention
+
+__all__ = [
+    "Geometry",
+    "KeyValuePart",
+    "Plan",
+    "Pooling",
+    "Positions",
+    "attend",
+    "attend_parts",
+    "curves",
+    "merge",
+    "planning",
+]
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def transpose(plan: Plan) -> Plan:
+    return plan.transpose()
+
+
+def start_order(plan: Plan, batch: int, heads: int) -> Tensor | None:
+    return plan.longest_first(batch, heads)
+
+
+def boxes(plan: Plan) -> tuple[Tensor, Tensor]:
+    found = plan.find_boxes()
+    return found.offsets, found.boxes
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+def method(name: str, **fields: Any) -> Any:
+    """A method by today's names of its class and fields."""
+    return getattr(methods, name)(**fields)
+
+
+def merged(merge_method: Any, attention: Any) -> Any:
+    return merge_method | attention if attention is not None else methods.Merged(merge_method)
+
+
+def layer_of(method: Any, geometry: Geometry, index: int, heads: int, device: torch.device) -> Any:
+    return method.reader(geometry, index, heads=heads, device=device)
+
+
+def order_of(method: Any, geometry: Geometry) -> Tensor:
+    order: Tensor = method.ordering(geometry).order
+    return order
+
+
+def set_step(layer: Any, index: int, total: int, branch: str = "") -> None:
+    layer.at(nearfield.Moment(index, total, branch))
+
+
+def set_num_layers(layer: Any, number: int) -> None:
+    layer.among(number)
+
+
+def read_share(layer: Any) -> tuple[int, int, float, float]:
+    """Of a layer that counts what it reads: full calls, sparse calls, the shares read and not read."""
+    return layer.tally.num_full, layer.tally.num_sparse, layer.tally.kept, layer.tally.dropped
+
+
+def self_attention(method: Any, dim: int, heads: int) -> torch.nn.Module:
+    kind = getattr(methods, f"{type(method).__name__}Attention")
+    place = (0,) if type(method).__name__ == "Hilbert" else ()
+    module: torch.nn.Module = kind(dim, heads, *place, method=method)
+    return module
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+window_means = windows.window_means
+weighted_windows = windows.weighted_windows
+query_sums = windows.query_sums
+pool = pyramid.pool
+pool_and_select = pyramid.pool_and_select
+select_blocks = pyramid.select_blocks
+chosen_blocks = pyramid.chosen_blocks
+Blocks = predict.Blocks
+by_weights = predict.by_weights
+by_means = predict.by_means
+pack_mask = predict.packed
+unpack_mask = predict.unpacked
+Regions = merging.Regions
+merging_of = merging.merging_of
+rotate = rotate_reference.rotate
+merge_partials = partials_reference.merge_partials
+rerotate_keys = turn_reference.turn
+
+
+def kernels_of(name: str) -> Any:
+    """The module with the kernels of `rotate`, `partials` or `turn`."""
+    import importlib
+
+    return importlib.import_module(f"nearfield.kernels.{name}")
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def tiny_models() -> Any:
+    from tests import tiny_models
+
+    return tiny_models
+
+
+def tiny_language_models() -> Any:
+    from tests import tiny_language_models
+
+    return tiny_language_models
+
+
+def faster_interpreter() -> None:
+    from tests.interpreter import patch_once_per_launch
+
+    patch_once_per_launch()
+
+
+def reuse(model: Any, tokenizer: Any) -> Any:
+    from nearfield.retrieval import Reuse
+
+    return Reuse(model, tokenizer)
+
+
+def recomputed_keys(
+    made: Any, chunks: list[str], question: Tensor, ratio: float, selector: Any = None
+) -> Any:
+    """Scores of the context's tokens, the rows that are computed again, and the keys and values after that."""
+    from nearfield import retrieval
+
+    context = retrieval.assemble(made.model, made.chunks(chunks))
+    scores = retrieval.score(made.model, context, question, selector or retrieval.InfoFlow())
+    rows = retrieval.select(context, scores, ratio)
+    retrieval.recompute(made.model, context, rows)
+    return scores, rows, [(layer.keys, layer.values) for layer in context.cache.layers]
+
+
+def embedded_pipeline(device: torch.device) -> Any:
+    from nearfield.demo import model, sampler
+
+    return sampler.DemoPipeline.load(model.EMBEDDED, device)
