@@ -82,10 +82,10 @@ class Case:
     """One call, or several, and what it gives.
 
     Args:
-        run: gives the results; the same ones on every device where they mean the same.
-        devices: where the case is run, with the implementations it is run by.
-        apart: devices on which parts are differentiated apart today. Gradients there stay inside the error budget;
-            `out` and `lse` of the differentiated call are those of today, or those of the call without gradients.
+        run: gives the results.
+        impl: the implementation it is run by.
+        apart: parts are differentiated apart today. Gradients then stay inside the error budget; `out` and `lse` of the
+            differentiated call are those of today, or those of the call without gradients.
     """
 
     name: str
