@@ -129,14 +129,14 @@ def _refusal(options: argparse.Namespace, path: Path) -> str | None:
     import torch
 
     package = Path(names.PACKAGE).resolve().parent
-    if package != ROOT / "src" / "nearfield":
-        return f"PYTHONPATH must name this tree's `src`; nearfield comes from {package}."
     if options.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda needs a GPU; torch sees none."
     if options.action == "record":
         if source_of(package) != BASE_SOURCE:
-            return f"record must run on the source of {BASE}; got source {source_of(package)}, not {BASE_SOURCE}."
+            return f"record must run on the source of {BASE}; PYTHONPATH gives another: {package}."
         return "record must run every case; got --only." if options.only else None
+    if package != ROOT / "src" / "nearfield":
+        return f"PYTHONPATH must name this tree's `src`; nearfield comes from {package}."
     if not path.exists():
         return f"FOLDER must hold {path.name}; record it on the source of {BASE} first."
     known = json.loads(path.read_text(encoding="utf-8"))["machine"]
