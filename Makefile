@@ -35,12 +35,13 @@ STUDIO := .cache/studio
 STUDIO_PINS := gradio==6.31.0 pillow==12.3.0
 PACKAGE := .cache/package
 SMOKE := .cache/smoke
+README := .cache/readme
 SMOKE_EXTRAS ?= bench,demo,retrieval,train,triton
 SMOKED ?= torch diffusers
 PACKAGES := -c 'import site; print(site.getsitepackages()[0])'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-studio check format bench docs package smoke test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
+.PHONY: help demo test test-studio check format bench docs package smoke readme test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,7 +63,7 @@ test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
 
 test-studio: $(STUDIO)/.installed ## run the studio in a headless Chromium (it skips without one)
-	$(STUDIO)/bin/python -m pytest tests/test_studio_page.py
+	$(STUDIO)/bin/python -m pytest -k studio tests/test_studio_page.py tests/test_extras.py
 
 # An environment on top of .venv, not in it: Gradio wants an older Pillow and tomlkit than constraints.txt pins.
 $(STUDIO)/.installed: $(STAMP)
@@ -121,6 +122,20 @@ smoke: package ## try wheel and sdist in clean environments: the lowest versions
 		install "$$(echo ../../dist/*.whl)[$(SMOKE_EXTRAS)]"; bin/python smoke.py "$$PWD/bin/nearfield" $$pins; \
 		install --no-deps --force-reinstall ../../dist/*.tar.gz; bin/python smoke.py "$$PWD/bin/nearfield" $$pins); \
 	done
+
+# Nothing of .venv is in this environment. torch comes first, as a CPU build, then what README's own line brings; all
+# versions are those of constraints.txt.
+readme: export PIP_CONSTRAINT = constraints.txt
+readme: export PIP_DISABLE_PIP_VERSION_CHECK = 1
+readme: ## install by README's line (without Triton) and run README's code there, FLUX as a tiny pipeline
+	rm -rf $(README)
+	$(PYTHON) -m venv $(README)
+	@set -e; PATH="$(abspath $(README))/bin:$$PATH"; \
+	pip install --quiet $(INSTALL_OPTIONS) torch; \
+	line=$$(python tests/readme_smoke.py install README.md); \
+	eval "$$line --quiet $(INSTALL_OPTIONS)"; \
+	cd $(README); OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python -I ../../tests/readme_smoke.py run ../../README.md 2> errors \
+		|| { cat errors; exit 1; }
 
 gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU
 	@set -e; for version in $(GLUON_TRITONS); do \

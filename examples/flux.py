@@ -1,4 +1,7 @@
-"""One call makes a FLUX pipeline sparse: what was changed, how much is saved, and the way back."""
+"""One call makes a FLUX pipeline sparse: what was changed, how much is saved, and the way back.
+
+It needs the extra `diffusers`: `pip install '.[diffusers]'` in a checkout.
+"""
 
 import time
 

@@ -1,4 +1,7 @@
-"""A method of one's own: it only decides who reads whom. `apply` then takes it to any model that it knows."""
+"""A method of one's own: it only decides who reads whom. `apply` then takes it to any model that it knows.
+
+It needs the extra `diffusers`: `pip install '.[diffusers]'` in a checkout.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple

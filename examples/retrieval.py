@@ -1,6 +1,7 @@
 """Answers from texts whose keys and values are computed once: a store, a report, and full prefill to compare with.
 
 The model is tiny and random, so what it says means nothing; what is reused, and that ratio 1 is full prefill, does.
+It needs the extra `retrieval`: `pip install '.[retrieval]'` in a checkout.
 """
 
 import tempfile
