@@ -108,6 +108,8 @@ def check_command(command: str) -> None:
     """The installed script examines itself; in this process, to import once, it draws and makes a picture."""
     doctor = subprocess.run([command, "doctor"], capture_output=True, text=True, check=True)
     assert nearfield.__version__ in doctor.stdout
+    assert "cats.safetensors: CC-BY-NC-4.0" in doctor.stdout
+    assert "CC-BY-NC-4.0" in importlib.metadata.metadata("nearfield")["License-Expression"]
     generate = "generate --recipe cats-close --size 64 --steps 2 --num 1 --device cpu"
     with tempfile.TemporaryDirectory() as elsewhere:
         for words, picture in (("show --grid 16x16", "show.png"), (generate, "cats.png")):

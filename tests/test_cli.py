@@ -13,6 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+import nearfield
 from nearfield import cli, kernels
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
@@ -399,6 +400,16 @@ def test_doctor_text_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None
     assert "(impl='triton' with TRITON_INTERPRET=1 in the environment)" in text
     assert "self-check passed" in text
     assert "\nWhat may be slow here:\n  There is " in text
+
+
+def test_doctor_lists_the_weights_with_their_licences(capsys: pytest.CaptureFixture[str]) -> None:
+    package = Path(nearfield.__file__).parent
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*.safetensors")}
+    listed = json.loads(run(capsys, "doctor", "--json"))["weights"]
+    assert {f"{record['folder']}/{record['file']}" for record in listed} == files
+    text = run(capsys, "doctor")
+    assert "weights       cats.safetensors: CC-BY-NC-4.0, not for commercial use\n" in text
+    assert all(f"{record['file']}: {record['licence']}, {record['use']}\n" in text for record in listed)
 
 
 def test_doctor_fails_when_the_answer_is_wrong(

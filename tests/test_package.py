@@ -16,10 +16,18 @@ from pathlib import Path
 import pytest
 
 import nearfield
+from nearfield.bench import weights
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "nearfield"
 INFO = f"nearfield-{nearfield.__version__}.dist-info"
+LICENCE_FILES = {
+    "LICENSE",
+    "src/nearfield/demo/weights/LICENSE-TAEF2",
+    "src/nearfield/demo/weights/README.md",
+    "src/nearfield/quality/weights/LICENSE",
+    "src/nearfield/quality/weights/README.md",
+}
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="needs hatchling")
 
@@ -48,7 +56,9 @@ def package_files() -> set[str]:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    about = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    about = {"METADATA", "WHEEL", "RECORD", "entry_points.txt"} | {
+        f"licenses/{name}" for name in LICENCE_FILES
+    }
     assert set(contents(wheel)) == package_files() | {f"{INFO}/{name}" for name in about}
     must = {"py.typed", "demo/weights/taef2_encoder.safetensors", "demo/weights/taef2_decoder.safetensors"}
     must |= {
@@ -70,6 +80,17 @@ def test_wheel_says_what_it_is(wheel: Path) -> None:
     always = [line for line in facts.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert always == ["torch>=2.11"], "torch is all that is always needed"
     assert {"diffusers", "triton", "studio"} <= set(facts.get_all("Provides-Extra", []))
+
+
+def test_wheel_says_its_licences(wheel: Path) -> None:
+    """Those of the code and of the weights, whose notes are in it."""
+    facts = email.message_from_bytes(contents(wheel)[f"{INFO}/METADATA"])
+    licences = {record["licence"] for record in weights.embedded()}
+    assert "CC-BY-NC-4.0" in licences
+    assert facts["License-Expression"] == " AND ".join(sorted({"Apache-2.0"} | licences))
+    assert set(facts.get_all("License-File", [])) == LICENCE_FILES
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert facts["License-Expression"] in readme.partition("## Licence")[2]
 
 
 def test_extras_that_messages_and_pages_name_are_the_wheels(wheel: Path) -> None:

@@ -1,6 +1,7 @@
 """The project's own papers agree with each other and speak of nothing but the project."""
 
 import ast
+import fnmatch
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import nearfield
+from nearfield.bench import weights
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -100,6 +102,38 @@ def test_files_name_no_machine() -> None:
 def test_machine_facts_are_found(kind: str, text: str) -> None:
     # Filled in here so that this file does not contain what it forbids.
     assert FORBIDDEN[kind].search(text.format("/", "index"))
+
+
+def data_files() -> list[Path]:
+    """Weights, pictures and whatever else is no text; all of the results and of the data of tests."""
+    folders = (ROOT / "benchmarks" / "results", ROOT / "tests" / "data")
+    return [
+        path
+        for path in project_files()
+        if path.name != "README.md"
+        and (b"\0" in path.read_bytes() or any(folder in path.parents for folder in folders))
+    ]
+
+
+def test_data_files_are_found() -> None:
+    found = {path.relative_to(ROOT).parent.as_posix() for path in data_files()}
+    package = {f"src/nearfield/{name}/weights" for name in ("demo", "quality")}
+    assert found == package | {"tests/data", "tests/data/cats", "docs/images", "benchmarks/results"}
+
+
+def test_each_data_file_has_a_note_with_its_licence() -> None:
+    """In the README of its folder: the first row whose pattern is its name; and no row is of no file."""
+    unused = set()
+    for folder in {path.parent for path in data_files()}:
+        assert (folder / "README.md").exists(), f"{folder} has no README that says what its files are"
+        patterns = list(weights.notes(folder / "README.md"))
+        assert all(all(record.values()) for record in patterns), f"{folder}: a cell is empty"
+        unused |= {(folder.name, record["file"]) for record in patterns}
+        for path in (path for path in data_files() if path.parent == folder):
+            found = [record["file"] for record in patterns if fnmatch.fnmatchcase(path.name, record["file"])]
+            assert found, f"{path.relative_to(ROOT)} is in no row of its folder's README"
+            unused.discard((folder.name, found[0]))
+    assert not unused
 
 
 def launches(file: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""What is installed here, which implementation runs, whether it computes the right thing, and what may be slow."""
+"""What is installed here and licensed how, which implementation runs and whether rightly, and what may be slow."""
 
 from typing import Any, get_args
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from nearfield import planning
 from nearfield._types import Impl
 from nearfield.attend import attend
-from nearfield.bench import machine, slowness
+from nearfield.bench import machine, slowness, weights
 from nearfield.bench.check import Checked, relative_error
 from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
@@ -16,7 +16,7 @@ from nearfield.plan import Plan
 _BROUGHT_BY = {
     "triton": "triton: kernels for the GPU",
     "diffusers": "diffusers: `apply`; demo: `nearfield generate`",
-    "transformers": "retrieval: `nearfield rag`",
+    "transformers": "diffusers: pipelines that read prompts; retrieval: `nearfield rag`",
     "matplotlib": "bench: pictures of `demo`, `show` and benchmarks",
 }
 """The extras that install what may be missing, and what for."""
@@ -29,7 +29,7 @@ def examine() -> dict[str, Any]:
     ok = all(found["self_check"]["passed"] for found in examined.values())
     facts = machine.facts()
     slow = slowness.reasons(facts, examined, slowness.has_nvidia_gpu())
-    return {"ok": ok, "machine": facts, "devices": examined, "slow": slow}
+    return {"ok": ok, "machine": facts, "devices": examined, "slow": slow, "weights": weights.embedded()}
 
 
 def text(report: dict[str, Any]) -> str:
@@ -51,6 +51,8 @@ def text(report: dict[str, Any]) -> str:
             f"{'gpu':<14}{gpu['name']}, capability {gpu['capability']}, {size}, driver {gpu['driver']}"
         )
     lines += [f"{'gpu':<14}none that torch can use"] if not about["gpus"] else []
+    for kept in report["weights"]:
+        lines.append(f"{'weights':<14}{kept['file']}: {kept['licence']}, {kept['use']}")
     for name, found in report["devices"].items():
         lines += [
             "",

@@ -123,7 +123,7 @@ def _require_drawable(arguments: argparse.Namespace) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    summary = "versions, devices, which implementation runs and why, and a self-check"
+    summary = "versions, devices, licences of weights, which implementation runs and why, and a self-check"
     parser = command(commands, "doctor", _doctor, summary, "  nearfield doctor\n  nearfield doctor --json")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

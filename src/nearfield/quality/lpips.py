@@ -1,6 +1,6 @@
 """LPIPS v0.1 with AlexNet (Zhang et al. 2018): how different two pictures look to a network trained on judgements.
 
-The weights (4.9 MB, BSD licence) come with the package: `weights/lpips_alex.safetensors`, `weights/LICENSE`.
+The weights (4.9 MB, BSD-2-Clause) come with the package: `weights/lpips_alex.safetensors`, `weights/LICENSE`.
 """
 
 from pathlib import Path
