@@ -130,10 +130,10 @@ class SparseCall:
     def _sparse(self, call: "Attention", geometry: Geometry, layer: int) -> Tensor:
         device = call.query.device
         ordering = _ordering(self.method, geometry, str(device))
-        reader = self.method.reader(geometry, layer, heads=call.heads, device=device)
+        attention = self.method.layer(geometry, layer, heads=call.heads, device=device)
         query, key, value = (call.entered(x, ordering) for x in (call.query, call.key, call.value))
         bias = call.key_bias(ordering)
-        return call.left(reader.attend(query, key, value, key_bias=bias, scale=call.scale).out, ordering)
+        return call.left(attention.attend(query, key, value, key_bias=bias, scale=call.scale).out, ordering)
 
     def summary(self) -> str:
         if not self.calls:
@@ -221,12 +221,12 @@ def is_dense_step(method: Hilbert, sigma: Tensor, schedule: Tensor | None) -> bo
 
     Samplers that call a model between two steps have then left the earlier one.
     """
-    if schedule is None or not any(method.dense_ends(_MANY_STEPS)):
+    if schedule is None or not any(method.num_dense_steps(_MANY_STEPS)):
         return False
     steps = schedule[:-1]
     step = int((steps > sigma.max().to(steps) * _SAME_SIGMA).sum())
     step = min(step, len(steps) - 1)  # less noise than in the last step still belongs to it
-    return stays_dense(method.dense_ends(len(steps)), step, len(steps))
+    return stays_dense(method.num_dense_steps(len(steps)), step, len(steps))
 
 
 @lru_cache(maxsize=64)

@@ -227,7 +227,7 @@ def merging(path: Path, scene: Tensor) -> None:
         path,
         [
             _cells("1,024 tokens", "runs of 64 tokens of a curve", before, regions),
-            _cells("Merged and parted", "into 256, 16 of each run", after, regions),
+            _cells("Composition and parted", "into 256, 16 of each run", after, regions),
             Drawing("The map of one run", "64 tokens into 16; dark: a large share", 1.0,
                     lambda axis: draw_shares(axis, shares[:16, :64])),
         ],

@@ -56,7 +56,7 @@ class Window:
         return 0, 0
 
     def describe(self, geometry: Geometry, *, device) -> str:
-        density = self.reader(geometry, 0, heads=None, device="cpu").plan.density
+        density = self.layer(geometry, 0, heads=None, device="cpu").plan.density
         return f"windows of {2 * self.reach + BLOCK} tokens on a curve: {density:.0%} of the pairs"
 
 

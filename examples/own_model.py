@@ -1,10 +1,10 @@
-"""A small diffusion transformer with HilbertAttention: its tokens are put in order once, then it trains."""
+"""A small diffusion transformer with SelfAttention: its tokens are put in order once, then it trains."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from nearfield import Geometry, Hilbert, HilbertAttention
+from nearfield import Geometry, Hilbert, SelfAttention
 
 GRID, TEXT, DIM, LAYERS = (16, 16), 16, 32, 4
 GEOMETRY = Geometry(GRID, text=TEXT)
@@ -15,7 +15,7 @@ class Block(nn.Module):
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
-        self.attention = HilbertAttention(DIM, heads=2, layer=layer, method=METHOD)
+        self.attention = SelfAttention(DIM, heads=2, method=METHOD, layer=layer)
         self.mix = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 import nearfield
-from nearfield import Plan, Positions, planning
+from nearfield import Plan, planning
+from nearfield._types import Positions
 from nearfield.implementations import explain_choice
 
 Results = dict[str, Tensor]

@@ -96,7 +96,9 @@ def rest(mesh: DeviceMesh, way: str) -> Rested:
 class _Cautious(Hilbert):
     """Warns when all is in place."""
 
-    caution = "about this"
+    @property
+    def warning(self) -> str:
+        return "about this"
 
 
 def _fail_to_apply(model: nn.Module) -> None:

@@ -184,8 +184,8 @@ def summarised(
     ranks, method = Ranks(mesh), METHODS[name]
     assert isinstance(method, Hilbert)
     model = SplitModel(even_split(method, SUMMARISED, ranks.size, 16), 16, ranks)
-    whole = method.reader(SUMMARISED, 1)
-    reader = model.reader(whole)
+    whole = method.layer(SUMMARISED, 1)
+    reader = model.layer(whole)
     assert whole.far is not None
     assert reader.num_pairs == whole.num_pairs
     held = model.split.held(ranks.index)
@@ -208,7 +208,7 @@ def summarised_by_one(name: str, key_heads: int = HEADS) -> list[Tensor]:
     leaves = [x.requires_grad_() for x in leaves]
     method = METHODS[name]
     assert isinstance(method, Hilbert)
-    result = method.reader(SUMMARISED, 1).attend(*leaves)
+    result = method.layer(SUMMARISED, 1).attend(*leaves)
     return [*(x.detach() for x in result), *torch.autograd.grad(tuple(result), leaves, grads)]
 
 

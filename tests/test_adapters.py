@@ -91,7 +91,7 @@ def summarised_attention(method: Hilbert, layouts: dict[int, Geometry]) -> Calla
             assert attn_mask.shape[1:3] == (1, 1)
             bias = torch.where(attn_mask[:, :, 0], 0.0, -torch.inf)[:, :, order]
         moved = [x[:, :, order] for x in (query, key, value)]
-        found = method.reader(geometry).attend(*moved, key_bias=bias, scale=kwargs.get("scale"))
+        found = method.layer(geometry).attend(*moved, key_bias=bias, scale=kwargs.get("scale"))
         return found.out[:, :, place]
 
     return attention
@@ -334,7 +334,7 @@ def test_far_field_is_read() -> None:
         projection(tokens[0]).unflatten(-1, (2, -1)).transpose(1, 2)
         for projection in (attention.to_q, attention.to_k, attention.to_v)
     )
-    expected = method.reader(geometry, 0, device="cpu").attend(query, key, value).out
+    expected = method.layer(geometry, 0, device="cpu").attend(query, key, value).out
     assert_same(seen[0], expected.transpose(1, 2).flatten(2))
 
 

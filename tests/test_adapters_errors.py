@@ -28,7 +28,8 @@ from tests.test_adapters import EVERYTHING, SPARSE, run, trace
 from tests.tiles import paper
 
 import nearfield
-from nearfield import GatedBlocks, Hilbert, Merge, SparseLinear
+from nearfield import Hilbert, Merge
+from nearfield.methods import GatedBlocks, SparseLinear
 from nearfield.recipes import Recipe
 
 MODELS = (

@@ -497,7 +497,7 @@ def test_compiled_blocks_share_graphs_whatever_the_lengths_of_lists(graphs: Any)
         method = paper(tiles=tiles, far=4, shared="distributed", share="keys", dense_layers=0, dense_steps=0)
         with nearfield.apply(model, method) as handle:
             run(model, call)
-            lengths |= {reader.near.blocks.shape[-1] for reader in handle._regions[0].ready.readers}
+            lengths |= {reader.near.blocks.shape[-1] for reader in handle._regions[0].ready.attentions}
         made.append(graphs())
     assert len(lengths) > 2
     assert made == [3, 3]  # a kind of block each, and one more where tokens come from a slice

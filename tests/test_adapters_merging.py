@@ -25,8 +25,7 @@ from torch.nn import functional
 
 import nearfield
 from nearfield import Geometry, Merge
-from nearfield.methods import BipartiteMerge, peers
-from nearfield.methods.merging import Merged
+from nearfield.methods import BipartiteMerge, Composition, peers
 from nearfield.reference import locate as reference
 
 NAMES = ("flux", "flux2", "sd3", "qwen", "sdxl", "pixart")
@@ -58,7 +57,7 @@ def blocks_of(name: str, model: Any) -> list[tuple[str, list[nn.Module]]]:
 class Oracle:
     """Stock blocks on tokens that were merged by hand."""
 
-    def __init__(self, name: str, method: Merged, whole: Geometry) -> None:
+    def __init__(self, name: str, method: Composition, whole: Geometry) -> None:
         self.name, self.method, self.merge, self.whole = name, method, method.merge, whole
         order, lengths = method.ordering(whole).order, list(method.regions(whole).lengths)
         self.regions = list(zip(order.split(lengths), method.regions(whole).counts, strict=True))
@@ -295,7 +294,7 @@ DENSE = functional.scaled_dot_product_attention
 @contextmanager
 def by_hand(name: str, model: Any, method: Any, whole: Geometry) -> Iterator[None]:
     """The stock model with blocks on tokens that are merged by hand."""
-    method = method if isinstance(method, Merged) else Merged(method)
+    method = method if isinstance(method, Composition) else Composition(method)
     kind = ModuleOracle if getattr(method.merge, "placement", "block") == "module" else Oracle
     oracle = kind(name, method, whole)
     changed, layer = [], 0

@@ -1,4 +1,4 @@
-"""Merged tokens together with what else is done to models: schedules, guidance, training, LoRA, compiling."""
+"""Composition tokens together with what else is done to models: schedules, guidance, training, LoRA, compiling."""
 
 import json
 import warnings
@@ -31,8 +31,7 @@ import nearfield
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge
 from nearfield.blockwise import DENSE_FID
 from nearfield.geometry import Shortened
-from nearfield.methods import BipartiteMerge
-from nearfield.methods.merging import Merged
+from nearfield.methods import BipartiteMerge, Composition
 
 assert graphs  # a fixture
 
@@ -365,7 +364,9 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(graphs: Any) -> None:
 )
 def test_methods_that_read_everything_change_nothing_about_merging(attention: Any) -> None:
     model, call = tiny_models.flux().double(), double(tiny_models.flux_inputs((6, 8), 2))
-    with by_hand("flux", model, Merged(HARD, paper(tiles=1, shared="none")), geometry_of("flux", (6, 8))):
+    with by_hand(
+        "flux", model, Composition(HARD, paper(tiles=1, shared="none")), geometry_of("flux", (6, 8))
+    ):
         expected = run(model, call)
     with nearfield.apply(model, HARD | attention):
         assert_same(run(model, call), expected)
@@ -592,7 +593,7 @@ def test_figures_in_warnings_are_the_measured_ones() -> None:
     assert Merge.fids == {ratio: found[f"merge {ratio}, run"] for ratio in (0.25, 0.5, 0.75)}
     assert BipartiteMerge.fids == {ratio: found[f"bipartite {ratio}"] for ratio in (0.25, 0.5, 0.75)}
     tiles = f"{found['merge 0.5, 4 tiles']} to {found['merge 0.5, 16 tiles']}"
-    assert Merged.fids == Merge.fids | {0.5: f"{Merge.fids[0.5]}, and of {tiles} with tiles,"}
+    assert Merge.fids_with_attention == {0.5: f"{Merge.fids[0.5]}, and of {tiles} with tiles,"}
 
 
 WINDOW = "`region` must not be 'window' together with attention along a curve; got 'window'."

@@ -349,7 +349,7 @@ def test_summary() -> None:
     assert told.startswith(SUMMARY)
     assert asked == told.replace("last call:", "384x320 pixels:")
     geometry = nearfield.Geometry((24, 20), 7)
-    shares = [method.reader(geometry, layer).num_pairs / 487**2 for layer in range(1, 5)]
+    shares = [method.layer(geometry, layer).num_pairs / 487**2 for layer in range(1, 5)]
     share = sum(shares) / 4
     assert f"pairs: {share:.1%} in sparse layers; attention at most {1 / share:.2f}x faster there" in told
     in_model = (1 + 4 * share) / 5

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import nearfield
-from nearfield import BlockTopK, FineGrained, Geometry, Hilbert
+from nearfield import FineGrained, Geometry, Hilbert
+from nearfield.methods import BlockTopK
 
 SIZES: list[tuple[VideoGrid, int]] = [((3, 4, 5), 1), ((4, 3, 6), 2), ((1, 7, 9), 1)]
 
@@ -378,7 +379,7 @@ def test_other_pipelines(make: Callable[[], Any], calls: int, branches: int) -> 
         assert (found - stock).abs().max() <= 1e-4 * stock.abs().max()
     with nearfield.apply(pipe, FINE) as handle:
         hook = pipe.transformer.register_forward_hook(
-            lambda *_: seen.append(len(handle._regions[0].ready.readers[0].memory))
+            lambda *_: seen.append(len(handle._regions[0].ready.attentions[0].memory))
         )
         pipe(**call | fresh())
         hook.remove()

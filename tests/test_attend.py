@@ -28,8 +28,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import nearfield
-from nearfield import Plan, Positions, planning
-from nearfield._types import Impl
+from nearfield import Plan, planning
+from nearfield._types import Impl, Positions
 from nearfield.attend import attend_continued
 
 IMPLEMENTATIONS = [

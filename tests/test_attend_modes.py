@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nearfield
-from nearfield import Geometry, Hilbert, LogLinear, Plan, Positions, explain_choice, planning
+from nearfield import Geometry, Hilbert, LogLinear, Plan, explain_choice, planning
 from nearfield._eager import is_unobserved
-from nearfield._types import Attended
+from nearfield._types import Attended, Positions
 from nearfield.attend import Part, attend_together
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
@@ -131,9 +131,9 @@ def _trained(name: str, impl: Any, device: torch.device) -> tuple[Callable[..., 
         return lambda q, k, v: attend_together(q, [Part(k, v, plan), Part(v, k, plan)], impl=impl), inputs
     if name == "LogLinear":
         method = LogLinear(block=16, topk=2, levels=1)
-        return lambda q, k, v: method.reader(Geometry((8, 8))).attend(q, k, v, impl=impl), inputs
+        return lambda q, k, v: method.layer(Geometry((8, 8))).attend(q, k, v, impl=impl), inputs
     method = Hilbert(tiles=4, far=4, near="tile", summary="weighted" if name == "weighted" else "mean")
-    reader = method.reader(Geometry((8, 8)), device=device)
+    reader = method.layer(Geometry((8, 8)), device=device)
     return lambda q, k, v: reader.attend(q, k, v, impl=impl), inputs
 
 

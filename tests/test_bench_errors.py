@@ -111,7 +111,7 @@ def test_dense_steps_are_set_aside() -> None:
     merge = Pattern("merge", {"ratio": 0.5}, "Merge")
     assert errors.of_a_step(merge) == merge
     parts = {"merge": {"method": "Merge", "fields": {}}, "attention": {"method": "Hilbert", "fields": {}}}
-    both = method_of(errors.of_a_step(Pattern("both", parts, "Merged")))
+    both = method_of(errors.of_a_step(Pattern("both", parts, "Composition")))
     assert both == Merge() | Hilbert(dense_steps=0)
     tuned = [replace(TILES, name=name, lora=f"{name}/lora.safetensors") for name in "ab"]
     assert sweep().distinct([LATER, *tuned, TILES, FAR]) == [TILES, *tuned, FAR]
@@ -143,10 +143,10 @@ def test_blocks_of_a_gpu() -> None:
     own = Hilbert(tiles=4, near="tile")
     gpu = errors.with_blocks(own, "gpu")
     assert isinstance(gpu, OtherBlocks)
-    assert (own.reader(geometry).near.q_block, gpu.reader(geometry).near.q_block) == (16, 128)
+    assert (own.layer(geometry).near.q_block, gpu.layer(geometry).near.q_block) == (16, 128)
     around = errors.with_blocks(Hilbert(tiles=4), "gpu")
     assert (
-        around.reader(geometry).near == Hilbert(tiles=4).reader(geometry).near
+        around.layer(geometry).near == Hilbert(tiles=4).layer(geometry).near
     )  # no device likes small ones there
     both = errors.with_blocks(Merge() | own, "gpu")
     assert (both.merge, both.attention) == (Merge(), gpu)
@@ -156,8 +156,8 @@ def test_blocks_of_a_gpu() -> None:
 
 def test_blocks_of_given_sizes() -> None:
     geometry = Geometry((32, 32), text=64)
-    reader = errors.with_blocks(Hilbert(), "32x16").reader(geometry, 1)
-    assert reader.near == Hilbert().reader(geometry, 1, q_block=32, k_block=16).near
+    reader = errors.with_blocks(Hilbert(), "32x16").layer(geometry, 1)
+    assert reader.near == Hilbert().layer(geometry, 1, q_block=32, k_block=16).near
     assert (reader.near.q_block, reader.near.k_block) == (32, 16)
     assert errors.with_blocks(Hilbert(), "32x16") != errors.with_blocks(Hilbert(), "32x32")
 

@@ -18,7 +18,7 @@ from nearfield.bench.hilbert import HilbertBench, HilbertResult, Options
 from nearfield.bench.hilbert_cases import CASES, ON_CPU, ON_CUDA, QUICK, HilbertCase
 from nearfield.bench.presets import Preset
 from nearfield.bench.timing import Effort, Timing
-from nearfield.methods.hilbert import HilbertReader, Summary
+from nearfield.methods import PlanLayer, Summary
 
 CPU = torch.device("cpu")
 LITTLE = Effort(rounds=2, seconds=0.0, most=1)
@@ -51,7 +51,7 @@ def test_cases_have_the_known_bounds(name: str, bound: float, target: float | No
     case = CASES[name]
     assert case.target == target
     geometry = Geometry(case.preset.grid, text=case.preset.text)
-    reader = paper(**case.fields).reader(geometry, 1, q_block=128, k_block=64)
+    reader = paper(**case.fields).layer(geometry, 1, q_block=128, k_block=64)
     assert geometry.num_tokens**2 / reader.num_pairs == pytest.approx(bound, rel=0.01)
 
 
@@ -77,10 +77,10 @@ def test_what_is_called_default_is_the_default() -> None:
 # -- the judge ---------------------------------------------------------------------------------------------------------
 
 
-def far_call(summary: Summary = "mean") -> tuple[tuple[torch.Tensor, ...], HilbertReader]:
+def far_call(summary: Summary = "mean") -> tuple[tuple[torch.Tensor, ...], PlanLayer]:
     geometry = Geometry(SMALL.grid, text=SMALL.text)
     method = paper(tiles=3, shared_tokens=12, far=16, summary=summary)
-    return random_inputs(SMALL, CPU, torch.float32), method.reader(geometry, 1, q_block=16, k_block=16)
+    return random_inputs(SMALL, CPU, torch.float32), method.layer(geometry, 1, q_block=16, k_block=16)
 
 
 def test_the_far_field_is_checked() -> None:
@@ -104,15 +104,15 @@ def test_summaries_of_another_kind_are_found(summary: Summary) -> None:
 @pytest.mark.parametrize("summary", ["mean", "weighted"])
 def test_a_case_is_judged_by_its_own_summaries(summary: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that takes the others gets no figure."""
-    exact = HilbertReader.attend
+    exact = PlanLayer.attend
     case = HilbertCase("case", SMALL, 3, "two-way", 0, far=16, near="around", summary=summary)
     assert HilbertBench(SMALL, CPU, LITTLE, Options()).run(case).status == "ok"
 
-    def wrong(self: HilbertReader, *arguments, **options) -> Attended:
+    def wrong(self: PlanLayer, *arguments, **options) -> Attended:
         other = self._replace(summary="weighted" if self.summary == "mean" else "mean")
         return exact(other, *arguments, **options)
 
-    monkeypatch.setattr(HilbertReader, "attend", wrong)
+    monkeypatch.setattr(PlanLayer, "attend", wrong)
     result = HilbertBench(SMALL, CPU, LITTLE, Options()).run(case)
     assert result.status == "check failed"
     assert result.speed_up is None
@@ -130,14 +130,14 @@ def test_more_rows_are_checked_on_request() -> None:
 @pytest.mark.parametrize("place", [0, 20, 36, -1])
 def test_rows_of_every_kind_are_compared(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text, the shared rows, the first row of the tiles and the last."""
-    exact = HilbertReader.attend
+    exact = PlanLayer.attend
 
     def wrong(*arguments, **options) -> Attended:
         out, lse = exact(*arguments, **options)
         out[-1, -1, place] *= 0.9
         return Attended(out, lse)
 
-    monkeypatch.setattr(HilbertReader, "attend", wrong)
+    monkeypatch.setattr(PlanLayer, "attend", wrong)
     case = HilbertCase("case", SMALL, 3, "keys", 12)
     result = HilbertBench(SMALL, CPU, LITTLE, Options()).run(case)
     assert result.status == "check failed"
@@ -149,7 +149,7 @@ def test_what_breaks_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_, **__) -> Attended:
         raise RuntimeError("the kernel is lost")
 
-    monkeypatch.setattr(HilbertReader, "attend", lost)
+    monkeypatch.setattr(PlanLayer, "attend", lost)
     (result,) = hilbert.run_all([CASES["tiny-keys"]], Options(), CPU, LITTLE, lambda text: None)
     assert (result.status, result.note) == ("broke", "RuntimeError: the kernel is lost")
 

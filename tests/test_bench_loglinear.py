@@ -25,8 +25,8 @@ def test_a_case_is_checked_and_timed() -> None:
 
 
 def test_a_wrong_answer_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = loglinear.log_linear_attention
-    monkeypatch.setattr(loglinear, "log_linear_attention", lambda *x, **y: right(*x, **y) * 1.01)
+    right = loglinear.attend_with
+    monkeypatch.setattr(loglinear, "attend_with", lambda *x, **y: right(*x, **y) * 1.01)
     result = loglinear.LogLinearBench(CASE, torch.device("cpu"), EFFORT).run()
     assert result.status == "check failed"
     assert not result.timings

@@ -377,7 +377,7 @@ def test_the_share_is_skipped_that_was_asked_for(
         assert "object at" not in result.summary
     assert [block.attn1.processor for block in fine_bench.model.blocks] == before
     # A timed call finds its lists, but for those whose making is timed.
-    calls = {(reader.tally.num_full, reader.tally.num_sparse) for reader in made}
+    calls = {(reader.stats.num_full, reader.stats.num_sparse) for reader in made}
     cached = {(full, sparse) for full, sparse in calls if full == 1 and sparse > 1}
     assert cached
     assert all(full == 0 or sparse == 0 or (full, sparse) in cached for full, sparse in calls)

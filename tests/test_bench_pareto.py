@@ -52,7 +52,7 @@ def test_fronts_are_what_nothing_in_a_group_beats() -> None:
 
 
 def test_rows_become_points_of_their_own_setting() -> None:
-    merged = {"method": "Merged", "size": 64, "steps": 2}
+    merged = {"method": "Composition", "size": 64, "steps": 2}
     rows = [
         QualityRow("dense", 1.0, 4, settings={"name": "dense", "size": 64, "steps": 2}),
         QualityRow("a", 0.5, 4, lpips=0.1, milliseconds=5.0, dense_milliseconds=10.0, settings=merged),
@@ -106,7 +106,7 @@ def test_tables_have_the_columns_that_are_known() -> None:
 def test_every_method_has_its_place() -> None:
     methods = {pattern.method for pattern in read_patterns(",".join(ALL_METHODS))}
     assert methods == {
-        "hilbert", "LogLinear", "FineGrained", "BlockTopK", "Merge", "BipartiteMerge", "StridedKeys", "Merged"
+        "hilbert", "LogLinear", "FineGrained", "BlockTopK", "Merge", "BipartiteMerge", "StridedKeys", "Composition"
     }  # fmt: skip
 
 

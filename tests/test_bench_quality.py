@@ -18,14 +18,14 @@ from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, apply, cli, quality
-from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
+from nearfield.adapters.compiling import compiled_blocks
 from nearfield.bench import machine, masks, picture_runs
 from nearfield.bench import quality as sweeping
 from nearfield.bench.quality_cases import GROUPS, Pattern, read_patterns
 from nearfield.demo.model import save_model
 from nearfield.demo.sampler import DemoPipeline
 from nearfield.demo.storage import write_tensors
-from nearfield.methods import BipartiteMerge, Merged
+from nearfield.methods import BipartiteMerge, Composition
 from nearfield.training import distill
 from nearfield.training.data import batches, pictures
 from nearfield.training.loop import Schedule
@@ -103,7 +103,7 @@ NOTHING_DENSE = {"dense_layers": 0, "dense_steps": 0}
 
 def _merged(fields: dict[str, Any]) -> Pattern:
     parts = {"merge": {"method": "Merge", "fields": {}}, "attention": {"method": "Hilbert", "fields": fields}}
-    return Pattern("a", parts, "Merged")
+    return Pattern("a", parts, "Composition")
 
 
 @pytest.mark.parametrize("made", [lambda fields: Pattern("a", fields), _merged], ids=["alone", "merged"])
@@ -191,11 +191,11 @@ def test_pairs_are_counted_over_layers_and_steps(task: picture_runs.Task, fields
 
 def test_masks_read_what_they_say() -> None:
     geometry = Geometry((4, 5), text=3)
-    disc = masks.Masked("window", radius=1).reader(geometry, 0, heads=1, device="cpu").mask
+    disc = masks.Masked("window", radius=1).layer(geometry, 0, heads=1, device="cpu").mask
     assert disc[:3].all()
     assert disc[:, :3].all()
     assert disc[3 + 7, 3:].nonzero().flatten().tolist() == [2, 6, 7, 8, 12]  # a cross around row 1, column 2
-    band = masks.Masked("band", width=4).reader(geometry, 0, heads=1, device="cpu").mask
+    band = masks.Masked("band", width=4).layer(geometry, 0, heads=1, device="cpu").mask
     assert band[3 + 7, 3:].nonzero().flatten().tolist() == [5, 6, 7, 8, 9]
 
 
@@ -216,7 +216,7 @@ def test_masks_read_the_same_in_a_graph() -> None:
     geometry = Geometry((24, 20), text=9)
     inputs = tuple(torch.randn(2, 3, geometry.num_tokens, 16) for _ in range(3))
 
-    def attended(reader: masks.MaskReader) -> Tensor:
+    def attended(reader: masks.MaskLayer) -> Tensor:
         return reader.attend(*inputs, scale=0.3).out
 
     graphs = list[torch.fx.GraphModule]()
@@ -229,7 +229,7 @@ def test_masks_read_the_same_in_a_graph() -> None:
     compiled = torch.compile(attended, backend=backend, fullgraph=True)
     dense = torch.nn.functional.scaled_dot_product_attention(*inputs, scale=0.3)
     for method in (masks.Masked("window", radius=3), masks.Masked("band", width=40)):
-        reader = method.reader(geometry, 0, heads=3, device="cpu")
+        reader = method.layer(geometry, 0, heads=3, device="cpu")
         with torch.no_grad():
             found, want = compiled(reader), attended(reader)
         torch.testing.assert_close(found, want)
@@ -352,15 +352,15 @@ def test_rows_say_whether_they_were_compiled(two_blocks: picture_runs.Task, tmp_
 
 
 def test_methods_that_are_not_compiled_say_why() -> None:
-    assert reason_not_to_compile(Hilbert()) is None
-    assert reason_not_to_compile(Merge()) is None
-    assert reason_not_to_compile(FineGrained(predict="online")) is None
+    assert Hilbert().compile_reason is None
+    assert Merge().compile_reason is None
+    assert FineGrained(predict="online").compile_reason is None
     for method, words in (
         (FineGrained(), "remembered from step to step"),
         (Merge(placement="module"), "inside of blocks"),
-        (Merged(Merge(placement="module"), Hilbert()), "inside of blocks"),
+        (Composition(Merge(placement="module"), Hilbert()), "inside of blocks"),
     ):
-        assert words in str(reason_not_to_compile(method))
+        assert words in str(method.compile_reason)
     message = "`model` must have blocks that diffusers can compile (`compile_repeated_blocks`); got Linear."
     with pytest.raises(ValueError) as raised, compiled_blocks(nn.Linear(1, 1)):
         pass
@@ -374,7 +374,7 @@ def test_groups_are_patterns_of_the_embedded_model(group: str) -> None:
     for pattern in GROUPS[group]:
         method = picture_runs.method_of(pattern)
         if isinstance(method, Hilbert | masks.Masked):
-            reader = method.reader(geometry, 1, heads=6, device="cpu")
+            reader = method.layer(geometry, 1, heads=6, device="cpu")
             assert 0 < reader.num_pairs < geometry.num_tokens**2, pattern.name
     names = [pattern.name for patterns in GROUPS.values() for pattern in patterns]
     assert len(names) == len(set(names))
@@ -396,7 +396,7 @@ def test_patterns_that_choose_or_merge_read_less(group: str) -> None:
         # In two steps lists are only made, by full attention; random tokens are so unlike that a guard keeps them.
         least_left_out = 0 if isinstance(method, FineGrained) else 0.05
         assert 0 < facts.pairs_kept <= 1 - least_left_out, pattern.name
-        is_merged = isinstance(method, Merge | Merged | BipartiteMerge)
+        is_merged = isinstance(method, Merge | Composition | BipartiteMerge)
         assert (facts.tokens_kept is not None) == is_merged
         if isinstance(method, Merge | BipartiteMerge):
             assert facts.tokens_kept == 1 - method.ratio

@@ -12,7 +12,7 @@ import torch
 from tests.attending import NEEDS_TRITON, random_inputs, random_plan
 from torch import Tensor
 
-from nearfield import log_linear_attention, pyramid
+from nearfield import LogLinear, attend_with, pyramid
 from nearfield.attend import Part, attend_together
 from nearfield.bench.check import poisoned_memory
 from nearfield.bench.timing import captured
@@ -193,7 +193,7 @@ def results(leaves: list[Tensor], depth: int = 1) -> list[Tensor]:
     query, key, value = fresh = [x.detach().requires_grad_() for x in leaves]
     out = query
     for _ in range(depth):
-        out = out + log_linear_attention(out, key, value)
+        out = out + attend_with(LogLinear(), out, key, value)
     return [out.detach(), *torch.autograd.grad(out, fresh, torch.ones_like(out))]
 
 

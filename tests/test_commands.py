@@ -15,13 +15,14 @@ from PIL import Image
 from tests import tiny_models
 from tests.cats import CATS, lively_model
 
-from nearfield import BlockTopK, FineGrained, Hilbert, LogLinear, Merge, cli
+from nearfield import FineGrained, Hilbert, LogLinear, Merge, cli
 from nearfield.commands import generating, methods, training
 from nearfield.commands.progress import Bar, time_for
 from nearfield.commands.reports import collect
 from nearfield.demo import generate
 from nearfield.demo.model import Packing, save_model
 from nearfield.demo.storage import read_tensors, write_tensors
+from nearfield.methods import BlockTopK
 from nearfield.training.flow import Backend
 from nearfield.training.loop import Diverged
 

@@ -27,7 +27,7 @@ from nearfield.demo.model import (
     unpacked,
 )
 from nearfield.demo.sampler import DemoPipeline, noise
-from nearfield.methods import Merged
+from nearfield.methods import Composition
 from nearfield.training.data import decoded
 from nearfield.training.data import pictures as pictures_in
 from nearfield.training.flow import mixed
@@ -294,7 +294,7 @@ def test_models_that_are_not_there_are_said(tmp_path: Path) -> None:
 
 def test_method_is_named_by_what_was_set() -> None:
     assert generate.name_of(Hilbert(tiles=4, far=None)) == "Hilbert(tiles=4, far=None)"
-    assert generate.name_of(Merged(Merge())) == "Merge()"
+    assert generate.name_of(Composition(Merge())) == "Merge()"
     assert generate.name_of(Merge(ratio=0.25) | Hilbert(tiles=4)) == "Merge(ratio=0.25) | Hilbert(tiles=4)"
 
 

@@ -11,7 +11,7 @@ from nearfield import Geometry, planning, predict
 from nearfield._types import Moment
 from nearfield.methods import FineGrained
 from nearfield.methods import fine as module
-from nearfield.methods.fine import FineReader
+from nearfield.methods.fine import FineLayer
 from nearfield.predict import Mask
 
 GEOMETRY = Geometry((8, 9), text=7)
@@ -22,7 +22,7 @@ def inputs(seed: int = 0, batch: int = 2) -> list[Tensor]:
     return [torch.randn(batch, 2, 79, 16, generator=generator, dtype=torch.float64) for _ in range(3)]
 
 
-def kept(reader: FineReader, branch: str = "", batch: int = 2) -> Tensor:
+def kept(reader: FineLayer, branch: str = "", batch: int = 2) -> Tensor:
     """Which blocks a reader remembers, `[B, H, rows, columns]`."""
     lists = reader.memory[branch, batch].lists
     plan = lists.plan(reader.blocks, torch.device("cpu")) if isinstance(lists, Mask) else lists
@@ -45,7 +45,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, method: Fine
 def test_kept_are_the_keys_that_some_query_of_the_block_weighs(grain: int) -> None:
     method = FineGrained(16, grain, threshold=0.05)
     query, key, value = inputs()
-    reader = method.reader(GEOMETRY).at(Moment(0, 50))
+    reader = method.layer(GEOMETRY).at(Moment(0, 50))
     torch.testing.assert_close(reader.attend(query, key, value).out, dense(query, key, value))
     weights = torch.softmax(query @ key.mT / 4, -1)
     for row in range(5):
@@ -61,7 +61,7 @@ def test_kept_are_the_keys_that_some_query_of_the_block_weighs(grain: int) -> No
 
 def test_between_refreshes_lists_are_remembered_and_read() -> None:
     method = FineGrained(16, 2, threshold=0.08)
-    reader = method.reader(GEOMETRY)
+    reader = method.layer(GEOMETRY)
     first, later = inputs(0), inputs(1)
     reader.at(Moment(0, 50)).attend(*first)
     keep = kept(reader)
@@ -71,19 +71,19 @@ def test_between_refreshes_lists_are_remembered_and_read() -> None:
 
 
 def test_threshold_zero_is_dense() -> None:
-    reader = FineGrained(16, 1, threshold=0).reader(GEOMETRY)
+    reader = FineGrained(16, 1, threshold=0).layer(GEOMETRY)
     reader.at(Moment(0, 50)).attend(*inputs(0))
     later = inputs(1)
     torch.testing.assert_close(reader.at(Moment(1, 50)).attend(*later).out, dense(*later))
-    assert abs(reader.tally.dropped) < 1e-12
-    assert reader.tally.kept == 1
+    assert abs(reader.stats.dropped) < 1e-12
+    assert reader.stats.kept == 1
 
 
 @pytest.mark.parametrize(("total", "steps"), [(50, [0, 7, 15, 22, 30, 40]), (4, [0, 1, 2, 3]), (1, [0])])
 def test_lists_are_made_anew_on_schedule(total: int, steps: list[int]) -> None:
     method = FineGrained(16, 4)
     assert method.refreshes(total) == steps
-    reader = method.reader(GEOMETRY)
+    reader = method.layer(GEOMETRY)
     made = []
     for place in range(total):
         reader.at(Moment(place, total)).attend(*inputs(place))
@@ -93,14 +93,14 @@ def test_lists_are_made_anew_on_schedule(total: int, steps: list[int]) -> None:
 
 
 def test_a_schedule_that_skips_a_refresh_makes_it_up() -> None:
-    reader = FineGrained(16, 4).reader(GEOMETRY)
+    reader = FineGrained(16, 4).layer(GEOMETRY)
     for place, made in ((0, 0), (6, 0), (9, 9), (14, 9), (29, 29)):
         reader.at(Moment(place, 50)).attend(*inputs())
         assert reader.memory["", 2].place == made
 
 
 def test_a_second_generation_starts_anew() -> None:
-    reader = FineGrained(16, 4).reader(GEOMETRY)
+    reader = FineGrained(16, 4).layer(GEOMETRY)
     reader.at(Moment(45, 50)).attend(*inputs(0))
     before = reader.memory["", 2].lists
     reader.at(Moment(0, 50)).attend(*inputs(1))
@@ -110,14 +110,14 @@ def test_a_second_generation_starts_anew() -> None:
 
 def test_branches_are_kept_apart_or_shared() -> None:
     for share, branches in ((False, {"cond", "uncond"}), (True, {""})):
-        reader = FineGrained(16, 4, share_branches=share).reader(GEOMETRY)
+        reader = FineGrained(16, 4, share_branches=share).layer(GEOMETRY)
         for branch in ("cond", "uncond"):
             reader.at(Moment(0, 50, branch)).attend(*inputs(len(branch)))
         assert {branch for branch, _ in reader.memory} == branches
 
 
 def test_another_batch_makes_its_own_lists() -> None:
-    reader = FineGrained(16, 4).reader(GEOMETRY)
+    reader = FineGrained(16, 4).layer(GEOMETRY)
     reader.at(Moment(0, 50)).attend(*inputs(0))
     query, key, value = inputs(1, batch=1)
     torch.testing.assert_close(
@@ -127,19 +127,19 @@ def test_another_batch_makes_its_own_lists() -> None:
 
 def test_online_needs_no_moment_and_reads_what_it_predicts() -> None:
     method = FineGrained(16, 4, predict="online", mass=0.5, guard=None)
-    reader = method.reader(GEOMETRY)
+    reader = method.layer(GEOMETRY)
     query, key, value = inputs()
     got = reader.attend(query, key, value).out
     blocks = method.blocks(GEOMETRY)
     keep = predict.by_means(query, key, blocks, mass=0.5).keep
     assert not bool(keep.all())
     torch.testing.assert_close(got, masked(query, key, value, keep, method))
-    assert reader.tally.num_sparse == 1
-    assert reader.tally.kept == pytest.approx(float(keep.float().mean()))
+    assert reader.stats.num_sparse == 1
+    assert reader.stats.kept == pytest.approx(float(keep.float().mean()))
 
 
 def test_gradients_flow_through_remembered_lists() -> None:
-    reader = FineGrained(16, 4, threshold=0.1).reader(GEOMETRY)
+    reader = FineGrained(16, 4, threshold=0.1).layer(GEOMETRY)
     reader.at(Moment(0, 50)).attend(*inputs(0))
     leaves = [x.requires_grad_() for x in inputs(1)]
     out = reader.at(Moment(1, 50)).attend(*leaves).out
@@ -165,13 +165,13 @@ FORMS = ["lists", "bits", "bits in host memory"]
 def test_what_is_remembered_fits_the_memory_allowed(form: str, grain: int) -> None:
     """In every form it is what was found, and as large as was said before."""
     query, key, value = inputs()
-    free = FineGrained(16, grain, threshold=0.05).reader(GEOMETRY).at(Moment(0, 50))
+    free = FineGrained(16, grain, threshold=0.05).layer(GEOMETRY).at(Moment(0, 50))
     free.attend(query, key, value)
     lists, bits = free.memory["", 2].num_bytes, FineGrained(16, grain).mask_bytes(GEOMETRY, 2, 2)
     allowed = {"lists": lists, "bits": lists - 1, "bits in host memory": min(bits, lists) - 1}[form]
     # Two layers share what is allowed.
     method = FineGrained(16, grain, threshold=0.05, memory=2 * allowed / 2**30)
-    reader = method.reader(GEOMETRY).among(2).at(Moment(0, 50))
+    reader = method.layer(GEOMETRY).among(2).at(Moment(0, 50))
     reader.attend(query, key, value)
     memory = reader.memory["", 2]
     assert memory.form == form
@@ -187,32 +187,32 @@ def test_what_is_remembered_fits_the_memory_allowed(form: str, grain: int) -> No
 
 def test_a_second_branch_takes_what_is_left_of_the_memory() -> None:
     query, key, value = inputs()
-    free = FineGrained(16, 1, threshold=0.05).reader(GEOMETRY).at(Moment(0, 50))
+    free = FineGrained(16, 1, threshold=0.05).layer(GEOMETRY).at(Moment(0, 50))
     free.attend(query, key, value)
     bits = FineGrained(16, 1).mask_bytes(GEOMETRY, 2, 2)
     memory = (free.memory["", 2].num_bytes + bits) / 2**30
-    reader = FineGrained(16, 1, threshold=0.05, memory=memory).reader(GEOMETRY)
+    reader = FineGrained(16, 1, threshold=0.05, memory=memory).layer(GEOMETRY)
     for branch in ("cond", "uncond", "third"):
         reader.at(Moment(0, 50, branch)).attend(query, key, value)
     assert [known.form for known in reader.memory.values()] == FORMS
 
 
 def test_the_tally_says_what_was_read() -> None:
-    reader = FineGrained(16, 1, threshold=0.05).reader(GEOMETRY)
+    reader = FineGrained(16, 1, threshold=0.05).layer(GEOMETRY)
     for place in range(3):
         query, key, value = inputs(place)
         reader.at(Moment(place, 50)).attend(query, key, value)
     keep = kept(reader)
-    assert (reader.tally.num_full, reader.tally.num_sparse) == (1, 2)
-    assert reader.tally.kept == pytest.approx(float(keep.float().mean()))
+    assert (reader.stats.num_full, reader.stats.num_sparse) == (1, 2)
+    assert reader.stats.kept == pytest.approx(float(keep.float().mean()))
     query, key, _ = inputs(0)
     weights = torch.softmax(query @ key.mT / 4, -1)
     unread = ~keep.repeat_interleave(16, 2)[:, :, :79]
-    assert reader.tally.dropped == pytest.approx(float((weights * unread).sum(-1).mean()))
+    assert reader.stats.dropped == pytest.approx(float((weights * unread).sum(-1).mean()))
 
 
 def test_batches_of_two_sizes_in_turn_keep_lists_of_their_own() -> None:
-    reader = FineGrained(16, 4, threshold=0.1).reader(GEOMETRY)
+    reader = FineGrained(16, 4, threshold=0.1).layer(GEOMETRY)
     for place in range(3):
         for batch in (1, 2):
             reader.at(Moment(place, 50)).attend(*inputs(place, batch=batch))
@@ -238,7 +238,7 @@ def test_what_is_remembered_counts_the_bias() -> None:
     query, key, value = inputs()
     bias = torch.zeros(2, 1, 79, dtype=torch.float64)
     bias[..., 30], bias[..., 40:] = 100, -torch.inf
-    reader = FineGrained(16, 1, threshold=0.5).reader(Geometry((79,)))
+    reader = FineGrained(16, 1, threshold=0.5).layer(Geometry((79,)))
     reader.at(Moment(0, 50)).attend(query, key, value, key_bias=bias)
     keep = kept(reader)
     assert bool(keep[..., 30].all())
@@ -277,7 +277,7 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
         "`predict` must be one of 'cached', 'online'; got 'guess'.",
     ),
     (
-        lambda: FineGrained(16, 4).reader(GEOMETRY).attend(*inputs()),
+        lambda: FineGrained(16, 4).layer(GEOMETRY).attend(*inputs()),
         ValueError,
         '`moment` must be told before a call where prediction is "cached"; got None. '
         'Call `reader.at(Moment(step, total))` first, or use predict="online".',

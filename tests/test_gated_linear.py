@@ -9,14 +9,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import nearfield
-from nearfield import (
-    BlockTopK,
-    GatedBlocks,
-    GatedBlocksAttention,
-    Geometry,
-    SparseLinear,
-    SparseLinearAttention,
-)
+from nearfield import Geometry, SelfAttention
+from nearfield.methods import BlockTopK, GatedBlocks, SparseLinear
 
 GEOMETRY = Geometry((6, 7))  # 42 tokens: the last of 6 blocks of 8 is short
 METHODS = [GatedBlocks(block=8, topk=2), SparseLinear(block=8, topk=2)]
@@ -77,7 +71,7 @@ def oracle(method: Any, query: Tensor, key: Tensor, value: Tensor, extra: dict[s
 def test_results_and_gradients_are_the_oracles(method: Any, key_heads: int) -> None:
     leaves = inputs(key_heads=key_heads)
     extra = {name: value.requires_grad_() for name, value in extra_of(method).items()}
-    got = method.reader(GEOMETRY).attend(*leaves, **extra).out
+    got = method.layer(GEOMETRY).attend(*leaves, **extra).out
     want = oracle(method, *leaves, extra)
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
     everything = [*leaves, *extra.values()]
@@ -94,7 +88,7 @@ def test_gradcheck(method: Any) -> None:
     leaves = [x.detach()[:1].requires_grad_() for x in inputs(7, heads=2, key_heads=1, dim=3)]
     extra = torch.randn(1, 2, 7, 3) if isinstance(method, GatedBlocks) else torch.randn(3, 3)
     (name,) = extra_of(method)
-    reader = method.reader(Geometry((7,)))
+    reader = method.layer(Geometry((7,)))
     everything = [*leaves, extra.double().requires_grad_()]
     assert torch.autograd.gradcheck(lambda *x: reader.attend(*x[:3], **{name: x[3]}).out, everything)
 
@@ -109,11 +103,11 @@ def test_a_closed_second_branch_leaves_block_selection(method: Any) -> None:
     if "gate" in closed:
         closed = {"gate": torch.zeros(())}
     geometry = Geometry((6, 8))
-    got = method.reader(geometry).attend(*leaves, **closed)
-    plain = method.reader(geometry).attend(*leaves)
+    got = method.layer(geometry).attend(*leaves, **closed)
+    plain = method.layer(geometry).attend(*leaves)
     torch.testing.assert_close(got.out, plain.out)
     assert torch.equal(got.lse, plain.lse)
-    chosen = BlockTopK(query_block=8, grain=8, keep=2 / 6).reader(geometry).attend(*leaves)
+    chosen = BlockTopK(query_block=8, grain=8, keep=2 / 6).layer(geometry).attend(*leaves)
     torch.testing.assert_close(plain.out, chosen.out)
     torch.testing.assert_close(plain.lse, chosen.lse)
 
@@ -125,7 +119,7 @@ def test_all_blocks_chosen_is_full_attention(method: Any) -> None:
     query, key, value = inputs()
     extra = {"gate": torch.zeros(())} if isinstance(method, GatedBlocks) else extra_of(method)
     got = (
-        method.reader(GEOMETRY).attend(query, key, value, **extra).out
+        method.layer(GEOMETRY).attend(query, key, value, **extra).out
     )  # nothing is left for linear attention
     want = scaled_dot_product_attention(query, *(x.repeat_interleave(2, 1) for x in (key, value)))
     torch.testing.assert_close(got, want)
@@ -136,15 +130,15 @@ def test_linear_attention_to_everything_unchosen_is_a_mean_of_values() -> None:
     query, key, value = (x.detach() for x in inputs(key_heads=4))
     key = key[:, :, :1].expand_as(key)
     method = SparseLinear(block=8, topk=1)  # of equal scores block 0
-    near = method.reader(GEOMETRY).attend(query, key, value).out
-    both = method.reader(GEOMETRY).attend(query, key, value, projection=torch.eye(8).double()).out
+    near = method.layer(GEOMETRY).attend(query, key, value).out
+    both = method.layer(GEOMETRY).attend(query, key, value, projection=torch.eye(8).double()).out
     torch.testing.assert_close(both - near, value[:, :, 8:].mean(2, keepdim=True).expand_as(value))
 
 
 def test_negative_scale_chooses_the_lowest_products() -> None:
     query, key, value = (x.detach() for x in inputs())
     for method in METHODS:
-        reader = method.reader(GEOMETRY)
+        reader = method.layer(GEOMETRY)
         turned = reader.attend(-query, key, value, scale=0.3).out
         torch.testing.assert_close(reader.attend(query, key, value, scale=-0.3).out, turned)
 
@@ -154,7 +148,7 @@ def test_negative_scale_chooses_the_lowest_products() -> None:
 def test_nan_comes_out_where_it_went_in(method: Any, which: int) -> None:
     leaves = [x.detach().clone() for x in inputs()]
     leaves[which][0, 0, 13, 2] = math.nan
-    out = method.reader(GEOMETRY).attend(*leaves, **extra_of(method)).out
+    out = method.layer(GEOMETRY).attend(*leaves, **extra_of(method)).out
     assert bool(out[0, 0].isnan().any())
     assert not bool(out[1].isnan().any())
 
@@ -162,14 +156,14 @@ def test_nan_comes_out_where_it_went_in(method: Any, which: int) -> None:
 # -- layers, compile, words ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [GatedBlocksAttention, SparseLinearAttention])
+@pytest.mark.parametrize("kind", [GatedBlocks, SparseLinear])
 def test_a_layer_starts_as_block_selection_and_learns_its_branch(kind: Any) -> None:
     torch.manual_seed(0)
-    method = GatedBlocks(8, 2) if kind is GatedBlocksAttention else SparseLinear(8, 2)
-    layer = kind(16, 2, method).double()
+    method = kind(8, 2)
+    layer = SelfAttention(16, 2, method).double()
     x = torch.randn(2, 42, 16, dtype=torch.float64)
     query, key, value = layer.to_qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-    plain = method.reader(GEOMETRY).attend(query, key, value).out
+    plain = method.layer(GEOMETRY).attend(query, key, value).out
     torch.testing.assert_close(layer(x, GEOMETRY), layer.to_out(plain.transpose(1, 2).flatten(2)))
     layer(x, GEOMETRY).square().mean().backward()
     assert all(bool((parameter.grad != 0).any()) for parameter in layer.parameters())
@@ -187,7 +181,7 @@ def test_describe_and_pairs() -> None:
     assert "256 blocks of 64 tokens choose 8 each, and read all means" in GatedBlocks().describe(geometry)
     assert "choose 8 each, and read the others by linear attention" in SparseLinear().describe(geometry)
     for method in (GatedBlocks(), SparseLinear(), GatedBlocks(topk=999)):
-        pairs = method.reader(geometry).num_pairs
+        pairs = method.layer(geometry).num_pairs
         assert pairs == 16384 * min(16384, method.topk * 64)
 
 
@@ -201,23 +195,27 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
         "`order` must be one of 'hilbert', 'morton', 'raster'; got 'spiral'.",
     ),
     (
-        lambda: GatedBlocks().reader(Geometry((4, 4), text=3)),
+        lambda: GatedBlocks().layer(Geometry((4, 4), text=3)),
         ValueError,
         "`geometry` must have no text for this method; got 3 text + 4x4.",
     ),
     (
-        lambda: SparseLinear(8).reader(GEOMETRY).attend(*inputs(), projection=torch.eye(4).double()),
+        lambda: SparseLinear(8).layer(GEOMETRY).attend(*inputs(), projection=torch.eye(4).double()),
         ValueError,
         "`projection` must be [8, 8], or one such matrix per head; got shape [4, 4].",
     ),
     (
         lambda: (
-            GatedBlocks(8).reader(GEOMETRY).attend(*inputs(), gate=torch.ones(()), key_bias=torch.zeros(42))
+            GatedBlocks(8).layer(GEOMETRY).attend(*inputs(), gate=torch.ones(()), key_bias=torch.zeros(42))
         ),
         ValueError,
         "`key_bias` must be None with a `gate`: a mean cannot hide some of its tokens; got both.",
     ),
-    (lambda: GatedBlocksAttention(10, 3), ValueError, "`dim` must be a multiple of `heads` (3); got 10."),
+    (
+        lambda: SelfAttention(10, 3, GatedBlocks()),
+        ValueError,
+        "`dim` must be a multiple of `heads` (3); got 10.",
+    ),
 ]
 
 

@@ -12,7 +12,8 @@ from tests.attending import Call, eager, random_bias, random_inputs, random_plan
 from torch import Tensor
 
 import nearfield
-from nearfield import Positions, grouped, planning
+from nearfield import grouped, planning
+from nearfield._types import Positions
 from nearfield.attend import Part, attend_together, merge
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.hilbert_cases import BLOCKS, cases, inputs_for, property_test
 from tests.tiles import ORDERS, STATEMENTS, block_cover, labels, num_shared, paper, pattern
 
-from nearfield import Geometry, curves, hilbert_attention
+from nearfield import Geometry, attend_with, curves
 from nearfield.methods.hilbert import layout
 
 HILBERT = importlib.import_module("nearfield.methods.hilbert")
@@ -283,9 +283,9 @@ def test_pairs_of_flux_keys_only_on_a_gpu(side, tiles, shared, bound):
 def test_a_reader_counts_its_summaries():
     geometry = Geometry((16, 16), text=32)
     method = paper(tiles=4, shared="none", far=32)
-    reader = method.reader(geometry)
+    reader = method.layer(geometry)
     assert reader.num_pairs == two_way_pairs(256, 32, [64] * 4) + 256 * 6
-    interleaved = dataclasses.replace(method, interleave=True).reader(geometry, heads=4)
+    interleaved = dataclasses.replace(method, interleave=True).layer(geometry, heads=4)
     assert interleaved.num_pairs == reader.num_pairs
 
 
@@ -309,7 +309,7 @@ def test_a_geometry_has_at_most_a_cycle_of_plans(cycle, interleave):
             tiles=3, far=8, cycle=cycle, interleave=interleave, dense_steps=step, dense_layers=step
         )
         for layer in range(57):
-            reader = method.reader(geometry, layer, heads=4)
+            reader = method.layer(geometry, layer, heads=4)
             seen.add(id(reader.near))
             far.add(id(reader.far.plan))
     assert len(seen) == len(far) == cycle
@@ -322,7 +322,7 @@ def test_equal_questions_have_one_answer():
     assert paper(tiles=3).plan(geometry, 5) is paper(tiles=3).plan(again, 1, device=torch.device("cpu"))
     assert paper(tiles=3).ordering(geometry) is paper(tiles=3, dense_layers=0).ordering(again)
     assert paper(tiles=3).plan(geometry) is not paper(tiles=4).plan(geometry)
-    assert paper(tiles=3, far=8).reader(geometry).far is paper(tiles=3, far=8).reader(again).far
+    assert paper(tiles=3, far=8).layer(geometry).far is paper(tiles=3, far=8).layer(again).far
 
 
 @pytest.mark.parametrize("interleave", [False, True])
@@ -332,13 +332,13 @@ def test_what_was_made_in_inference_mode_can_train(interleave):
     inputs = inputs_for(geometry)
     with torch.inference_mode():
         ordering = method.ordering(geometry)
-        quietly = hilbert_attention(*inputs, geometry, 1, method=method)
+        quietly = attend_with(method, *inputs, geometry, 1)
     assert not ordering.order.is_inference()
     leaves = [x.clone().requires_grad_() for x in inputs]
-    out = hilbert_attention(*leaves, geometry, 1, method=method)
+    out = attend_with(method, *leaves, geometry, 1)
     out.square().sum().backward()
     with torch.no_grad():
-        assert torch.equal(hilbert_attention(*inputs, geometry, 1, method=method), quietly)
+        assert torch.equal(attend_with(method, *inputs, geometry, 1), quietly)
     # Without gradients tiles and summaries of one set of lists are read in one pass, which rounds otherwise.
     assert torch.equal(out, quietly) == interleave
     torch.testing.assert_close(out, quietly)
@@ -363,14 +363,14 @@ def test_torch_defaults_do_not_matter():
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            made = [method.reader(geometry, 2) for method in methods_at_hand]
+            made = [method.layer(geometry, 2) for method in methods_at_hand]
             orders = [method.ordering(geometry).order for method in methods_at_hand]
     finally:
         torch.set_default_dtype(torch.float32)
     for cache in (HILBERT.layout_of, HILBERT.near_plan, HILBERT.far_field_of, HILBERT.ordering_of):
         cache.cache_clear()
     for method, reader, order in zip(methods_at_hand, made, orders, strict=True):
-        expected = method.reader(geometry, 2)
+        expected = method.layer(geometry, 2)
         assert reader.near == expected.near
         assert reader.far.plan == expected.far.plan
         assert torch.equal(reader.far.bias, expected.far.bias)

@@ -11,11 +11,10 @@ from tests.hilbert_cases import BLOCKS, cases, inputs_for
 from tests.tiles import image_places, labels, times_counted
 from torch.nn.functional import scaled_dot_product_attention
 
-from nearfield import Geometry, Hilbert, Merge, apply, hilbert_attention
+from nearfield import Geometry, Hilbert, Merge, apply, attend_with
 from nearfield.geometry import Shortened
 from nearfield.methods.hilbert.layout import block_sizes
 from nearfield.methods.hilbert.plans import near_plan
-from nearfield.quality import tile_borders
 
 SQUARE = Geometry((32, 32), text=32)
 
@@ -190,7 +189,7 @@ def test_default_is_the_same_as_by_size(sides):
     """Of oblong images, of videos, and of those whose tokens are no power of two."""
     grid, size = sides
     geometry = Geometry(grid, text=64)
-    assert around().reader(geometry).near == around(tile_size=size).reader(geometry).near
+    assert around().layer(geometry).near == around(tile_size=size).layer(geometry).near
 
 
 def test_blocks_suit_the_tiles_of_merged_tokens():
@@ -209,7 +208,7 @@ def test_blocks_suit_the_tiles_of_merged_tokens():
 @settings(max_examples=120)
 def test_every_query_counts_every_token_once(case, q_block, k_block):
     method, geometry, layer = case
-    reader = method.reader(geometry, layer, q_block=q_block, k_block=k_block)
+    reader = method.layer(geometry, layer, q_block=q_block, k_block=k_block)
     counted = times_counted(reader, geometry)
     torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
 
@@ -241,11 +240,11 @@ def test_plans_are_the_same_whatever_torch_computes_in_by_default():
     """A short default dtype would round coordinates, another default device would hold them."""
     geometry = Geometry((40, 56), text=5, references=((20, 30),))
     method = around(tiles=7, far=8)
-    want = method.reader(geometry, q_block=32, k_block=16)
+    want = method.layer(geometry, q_block=32, k_block=16)
     torch.set_default_dtype(torch.bfloat16)
     try:
         near_plan.cache_clear()
-        got = method.reader(geometry, q_block=32, k_block=16)
+        got = method.layer(geometry, q_block=32, k_block=16)
     finally:
         torch.set_default_dtype(torch.float32)
     assert got.near == want.near
@@ -271,7 +270,7 @@ def test_merged_tokens_are_read_around_where_they_were():
     whole = Geometry((32, 32), text=16)
     method = around(tiles=8)
     short = Shortened.of(whole, [(64, 32)] * 16)
-    counted = times_counted(method.reader(short), short)
+    counted = times_counted(method.layer(short), short)
     torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
     # Half of each run of 64 is left: as when every second token is.
     reads = method.plan(short, q_block=16, k_block=16).to_mask()[0, 0, 16:, 16:]
@@ -290,7 +289,7 @@ def test_merged_tokens_are_read_around_where_they_were():
 @pytest.mark.parametrize("summary", ["mean", "weighted"])
 def test_gradients_are_those_of_one_dense_softmax(summary):
     geometry = Geometry((12, 12), text=5)
-    reader = around(tiles=4, far=4, summary=summary).reader(geometry)
+    reader = around(tiles=4, far=4, summary=summary).layer(geometry)
     inputs = [x.requires_grad_() for x in inputs_for(geometry, dtype=torch.float64)]
     query, key, value = inputs
     got = reader.attend(query, key, value)
@@ -315,7 +314,7 @@ def test_gradients_are_those_of_one_dense_softmax(summary):
 
 def test_one_tile_is_dense_attention():
     inputs = inputs_for(SQUARE)
-    got = hilbert_attention(*inputs, SQUARE, 0, method=around(tiles=1))
+    got = attend_with(around(tiles=1), *inputs, SQUARE, 0)
     torch.testing.assert_close(got, scaled_dot_product_attention(*inputs), rtol=1e-4, atol=1e-5)
 
 
@@ -336,7 +335,7 @@ def test_text_beside_image_tokens_reads_what_is_around_these():
     """A block that holds both reads, exactly, what its image tokens would read without the text, and the text."""
     geometry = Geometry((32, 32), text=24)
     method = around(tiles=8, text_reads="summary")
-    reader = method.reader(geometry, q_block=16, k_block=8)
+    reader = method.layer(geometry, q_block=16, k_block=8)
     near, far = reader.near.to_mask()[0, 0], reader.far.plan.to_mask()[0, 0]
     assert bool((near[:24, :24]).all())
     assert not bool(near[0, 24:].any()), "a block of text alone"
@@ -360,8 +359,8 @@ def test_text_that_reads_summaries_in_a_model_of_one_tile(text_first):
     """Where everything is read exactly nothing is left to summarise, and all is dense but what text reads."""
     geometry = Geometry((8, 8), text=16, text_first=text_first)
     inputs = inputs_for(geometry, dtype=torch.float64)
-    whole = hilbert_attention(*inputs, geometry, 0, method=around(tiles=1))
-    found = hilbert_attention(*inputs, geometry, 0, method=around(tiles=1, text_reads="summary"))
+    whole = attend_with(around(tiles=1), *inputs, geometry, 0)
+    found = attend_with(around(tiles=1, text_reads="summary"), *inputs, geometry, 0)
     text, image = slice(*geometry.text_span), slice(*geometry.image_spans[0])
     torch.testing.assert_close(found[:, :, image], whole[:, :, image])
     assert not torch.allclose(found[:, :, text], whole[:, :, text])
@@ -375,7 +374,7 @@ def test_description_says_how_many_tokens_are_read():
 
 def test_borders_are_those_of_blocks_of_queries():
     """Nothing is cut; what may show is that the tokens of the next block read a little else."""
-    borders = tile_borders(around(tiles=16), Geometry((64, 64)))
+    borders = around(tiles=16).borders(Geometry((64, 64)))
     assert borders.right.unique().tolist() == [0, 1]
     lines = borders.right.sum(0).nonzero().flatten().tolist()
     assert lines == [7, 15, 23, 31, 39, 47, 55]  # between squares of 8 x 8

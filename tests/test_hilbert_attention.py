@@ -9,7 +9,7 @@ from tests.hilbert_cases import inputs_for
 from tests.tiles import block_cover, far_formula, labels, paper, pattern, windows
 from torch.utils.checkpoint import checkpoint
 
-from nearfield import Geometry, Hilbert, HilbertAttention, attend, hilbert_attention
+from nearfield import Geometry, Hilbert, SelfAttention, attend, attend_with
 
 
 def test_attention_reads_the_plan_of_its_layer():
@@ -18,7 +18,7 @@ def test_attention_reads_the_plan_of_its_layer():
     for method in (paper(tiles=5), paper(tiles=5, share="keys", interleave=True)):
         for layer in range(4):
             plan = method.plan(geometry, layer, heads=2)
-            out = hilbert_attention(*inputs, geometry, layer, method=method)
+            out = attend_with(method, *inputs, geometry, layer)
             assert torch.equal(out, attend(*inputs, plan).out)
             assert_within_budget(Call(*inputs, plan), "grouped")
 
@@ -26,11 +26,11 @@ def test_attention_reads_the_plan_of_its_layer():
 def test_the_default_method_is_the_default():
     geometry = Geometry((16, 16), text=16)
     inputs = inputs_for(geometry)
-    by_default = hilbert_attention(*inputs, geometry, 3)
+    by_default = attend_with(Hilbert(), *inputs, geometry, 3)
     fields = {"tile_size": 64, "near": "around", "shared": "none", "far": 16, "summary": "weighted"}
-    assert torch.equal(by_default, hilbert_attention(*inputs, geometry, 3, method=Hilbert(**fields)))
+    assert torch.equal(by_default, attend_with(Hilbert(**fields), *inputs, geometry, 3))
     for change in ({"near": "tile"}, {"summary": "mean"}, {"tile_size": 32}, {"far": None}):
-        other = hilbert_attention(*inputs, geometry, 3, method=Hilbert(**fields | change))
+        other = attend_with(Hilbert(**fields | change), *inputs, geometry, 3)
         assert not torch.allclose(by_default, other, rtol=1e-3, atol=1e-3), change
 
 
@@ -41,16 +41,16 @@ def test_hidden_keys_are_as_if_they_were_not_there():
     mask = torch.ones(2, geometry.num_tokens, dtype=torch.bool)
     mask[0, 12:20] = False
     mask[1, 5:20] = False
-    out = hilbert_attention(query, key, value, geometry, 1, method=method, key_mask=mask)
+    out = attend_with(method, query, key, value, geometry, 1, key_mask=mask)
     other = torch.where(mask[:, None, :, None], key, 7.0), torch.where(mask[:, None, :, None], value, 7.0)
-    again = hilbert_attention(query, *other, geometry, 1, method=method, key_mask=mask)
+    again = attend_with(method, query, *other, geometry, 1, key_mask=mask)
     torch.testing.assert_close(out, again, rtol=0, atol=0)
     found = labels(method, geometry, 1, 16)
     near = block_cover(pattern(found), 16, 16)
     bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)[:, None]
     expected, _ = far_formula(query, key, value, near, windows(found, 8, 16), bias)
     torch.testing.assert_close(out, expected)
-    shared = hilbert_attention(query[:1], key[:1], value[:1], geometry, 1, method=method, key_mask=mask[:1])
+    shared = attend_with(method, query[:1], key[:1], value[:1], geometry, 1, key_mask=mask[:1])
     torch.testing.assert_close(shared, out[:1])
 
 
@@ -69,9 +69,9 @@ def test_gradients_of_attention(method):
     mask[0, 3:5] = False
 
     def attention(query, key, value):
-        return hilbert_attention(query, key, value, geometry, 1, method=method, key_mask=mask)
+        return attend_with(method, query, key, value, geometry, 1, key_mask=mask)
 
-    assert method.reader(geometry, 1, heads=1).far.plan.num_pairs > 0
+    assert method.layer(geometry, 1, heads=1).far.plan.num_pairs > 0
     assert torch.autograd.gradcheck(attention, inputs)
 
 
@@ -80,19 +80,18 @@ def test_scale_and_implementation_are_passed_on():
     method = paper(tiles=2, shared="none", far=8)
     inputs = inputs_for(geometry, dtype=torch.float64)
     outs = [
-        hilbert_attention(*inputs, geometry, 1, method=method, scale=0.7, impl=impl)
-        for impl in ("reference", "grouped")
+        attend_with(method, *inputs, geometry, 1, scale=0.7, impl=impl) for impl in ("reference", "grouped")
     ]
     torch.testing.assert_close(*outs)
     scaled = inputs[0] * 0.7 * math.sqrt(8), *inputs[1:]
-    torch.testing.assert_close(hilbert_attention(*scaled, geometry, 1, method=method), outs[0])
+    torch.testing.assert_close(attend_with(method, *scaled, geometry, 1), outs[0])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("method", [paper(tiles=4), paper(tiles=4, far=16)], ids=["near", "far"])
 def test_a_prepared_reader_compiles_whole(method, backend):
     geometry = Geometry((12, 12), text=16)
-    reader = method.reader(geometry, 1)
+    reader = method.layer(geometry, 1)
     bias = torch.zeros(1, 1, geometry.num_tokens)
     bias[..., 10:16] = -torch.inf
 
@@ -129,7 +128,7 @@ def test_a_layer_compiles_in_pieces():
 def make_layer(**changes):
     torch.manual_seed(0)
     arguments = {"dim": 24, "heads": 3, "layer": 1, "method": paper(tiles=3, far=16)} | changes
-    return HilbertAttention(**arguments).double()
+    return SelfAttention(**arguments).double()
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -152,14 +151,14 @@ def test_a_layer_is_the_function_between_projections():
     mask = torch.ones(1, geometry.num_tokens, dtype=torch.bool)
     mask[0, 2:5] = False
     query, key, value = (part.unflatten(-1, (3, 8)).transpose(1, 2) for part in layer.to_qkv(x).chunk(3, -1))
-    out = hilbert_attention(query, key, value, geometry, 1, method=layer.method, key_mask=mask)
+    out = attend_with(layer.method, query, key, value, geometry, 1, key_mask=mask)
     torch.testing.assert_close(layer(x, geometry, mask), layer.to_out(out.transpose(1, 2).flatten(2)))
 
 
 def test_a_layer_keeps_its_state():
     geometry = Geometry((6, 8), text=5)
     layer = make_layer()
-    other = HilbertAttention(24, 3, 1, paper(tiles=3, far=16)).double()
+    other = SelfAttention(24, 3, paper(tiles=3, far=16), 1).double()
     x = torch.randn(1, geometry.num_tokens, 24, dtype=torch.float64)
     assert not torch.equal(layer(x, geometry), other(x, geometry))
     assert set(layer.state_dict()) == {"to_qkv.weight", "to_qkv.bias", "to_out.weight", "to_out.bias"}

@@ -10,7 +10,7 @@ from tests.hilbert_cases import BLOCKS, cases, inputs_for
 from tests.tiles import block_cover, far_formula, labels, paper, pattern, times_counted, unit_of, windows
 from torch.nn.functional import scaled_dot_product_attention
 
-from nearfield import Geometry, hilbert_attention, planning
+from nearfield import Geometry, attend_with, planning
 
 
 def fitting(method, q_block, k_block):
@@ -22,7 +22,7 @@ def fitting(method, q_block, k_block):
 @settings(max_examples=120)
 def test_every_query_counts_every_token_once(case, q_block, k_block):
     method, geometry, layer = case
-    reader = method.reader(geometry, layer, q_block=q_block, k_block=fitting(method, q_block, k_block))
+    reader = method.layer(geometry, layer, q_block=q_block, k_block=fitting(method, q_block, k_block))
     counted = times_counted(reader, geometry)
     torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
 
@@ -32,7 +32,7 @@ def test_every_query_counts_every_token_once(case, q_block, k_block):
 def test_attending_with_a_far_field_is_one_dense_softmax(case, q_block, k_block):
     method, geometry, layer = case
     k_block = fitting(method, q_block, k_block)
-    reader = method.reader(geometry, layer, q_block=q_block, k_block=k_block)
+    reader = method.layer(geometry, layer, q_block=q_block, k_block=k_block)
     found = labels(method, geometry, layer, q_block)
     near = block_cover(pattern(found), q_block, k_block)
     generator = torch.Generator().manual_seed(layer)
@@ -51,7 +51,7 @@ def test_attending_with_a_far_field_is_one_dense_softmax(case, q_block, k_block)
 @settings(max_examples=30)
 def test_interleaved_heads_have_far_fields_of_their_own(case):
     method, geometry, layer = case
-    reader = method.reader(geometry, layer, heads=3)
+    reader = method.layer(geometry, layer, heads=3)
     for head in range(3):
         counted = times_counted(reader, geometry, head)
         torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
@@ -59,7 +59,7 @@ def test_interleaved_heads_have_far_fields_of_their_own(case):
 
 def test_summaries_have_the_size_asked_for():
     geometry = Geometry((16, 16), text=16)
-    far = paper(tiles=4, shared="none", far=32).reader(geometry).far
+    far = paper(tiles=4, shared="none", far=32).layer(geometry).far
     assert far.spans == ((16, 272),)
     assert far.sizes.tolist() == [16, *[32] * 7, 16]
     torch.testing.assert_close(far.bias.exp(), far.sizes.float())
@@ -67,17 +67,17 @@ def test_summaries_have_the_size_asked_for():
 
 def test_what_everyone_reads_anyway_is_not_summarised():
     """Ten tokens of text end inside a block of 16: the six image tokens in it are read by all."""
-    reader = paper(tiles=4, shared="none", far=32).reader(Geometry((16, 16), text=10))
+    reader = paper(tiles=4, shared="none", far=32).layer(Geometry((16, 16), text=10))
     assert reader.far.spans == ((16, 266),)
     assert bool(reader.near.to_mask()[0, 0, :, :16].all())
 
 
 def test_where_nothing_is_far_there_is_no_far_field():
     geometry = Geometry((2, 3), text=4)
-    reader = paper(far=8).reader(geometry)
+    reader = paper(far=8).layer(geometry)
     assert reader.far is None
     assert reader.near == planning.full(10, q_block=16, k_block=16)
-    assert paper(far=8, interleave=True).reader(geometry, heads=2).far is None
+    assert paper(far=8, interleave=True).layer(geometry, heads=2).far is None
 
 
 def test_a_summary_of_equal_tokens_is_exact():
@@ -89,13 +89,13 @@ def test_a_summary_of_equal_tokens_is_exact():
     key, value = torch.randn(2, 1, 2, 17, 8, generator=generator, dtype=torch.float64).repeat_interleave(
         16, 3
     )
-    got = hilbert_attention(query, key, value, geometry, 1, method=method)
+    got = attend_with(method, query, key, value, geometry, 1)
     torch.testing.assert_close(got, scaled_dot_product_attention(query, key, value))
 
 
 def test_summaries_are_summed_in_full_precision():
     geometry = Geometry((32, 32), text=0)
-    far = paper(tiles=4, shared="none", far=512).reader(geometry).far
+    far = paper(tiles=4, shared="none", far=512).layer(geometry).far
     tokens = torch.full((1, 1, 1024, 1), 1.0, dtype=torch.bfloat16)
     assert far.pooled(tokens).flatten().tolist() == [1.0, 1.0]
     assert far.pooled(tokens).dtype == torch.bfloat16
@@ -113,10 +113,8 @@ def test_weighted_summaries_are_exact_for_the_mean_query():
     query = query[:, :, 20:21].expand_as(query)
     everything = scaled_dot_product_attention(query, 3 * key, value)
     close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
-    close(hilbert_attention(query, 3 * key, value, geometry, 1, method=WEIGHTED), everything)
-    rough = hilbert_attention(
-        query, 3 * key, value, geometry, 1, method=dataclasses.replace(WEIGHTED, summary="mean")
-    )
+    close(attend_with(WEIGHTED, query, 3 * key, value, geometry, 1), everything)
+    rough = attend_with(dataclasses.replace(WEIGHTED, summary="mean"), query, 3 * key, value, geometry, 1)
     assert (rough - everything).abs().max() > 0.1
 
 
@@ -126,9 +124,7 @@ def test_weighted_summaries_are_means_where_keys_are_alike():
     key = key.clone()
     key[:, :, 16:] = key[:, :, 16::8].repeat_interleave(8, 2)
     mean, weighted = (
-        hilbert_attention(
-            query, key, value, geometry, 2, method=dataclasses.replace(WEIGHTED, summary=summary)
-        )
+        attend_with(dataclasses.replace(WEIGHTED, summary=summary), query, key, value, geometry, 2)
         for summary in ("mean", "weighted")
     )
     torch.testing.assert_close(weighted, mean)
@@ -140,7 +136,7 @@ def test_weighted_summaries_are_nearer_to_full_attention():
     query, key = 1.5 * query + 1, key + 0.5
     full = scaled_dot_product_attention(query, key, value)
     errors = [
-        (hilbert_attention(query, key, value, geometry, 0, method=method) - full).norm()
+        (attend_with(method, query, key, value, geometry, 0) - full).norm()
         for method in (WEIGHTED, dataclasses.replace(WEIGHTED, summary="mean"))
     ]
     assert errors[0] < 0.9 * errors[1]
@@ -148,7 +144,7 @@ def test_weighted_summaries_are_nearer_to_full_attention():
 
 def test_weighted_summaries_are_differentiated_and_shared_by_heads():
     geometry = Geometry((6, 8), text=3)
-    reader = dataclasses.replace(WEIGHTED, tiles=3).reader(geometry, 1, device="cpu")
+    reader = dataclasses.replace(WEIGHTED, tiles=3).layer(geometry, 1, device="cpu")
     assert reader.far.plan.num_pairs > 0
     shapes = [(1, 2, 51, 2), (1, 1, 51, 2), (1, 1, 51, 2)]
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

@@ -8,7 +8,7 @@ import torch
 from tests.hilbert_cases import inputs_for
 from tests.tiles import paper
 
-from nearfield import Geometry, Hilbert, HilbertAttention, hilbert_attention
+from nearfield import Geometry, Hilbert, SelfAttention, attend_with
 from nearfield.dense_parts import stays_dense
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_defaults():
         "dense_steps": 0.15,
         "interleave": False,
     }
-    assert [Hilbert().dense_ends(steps) for steps in (1, 4, 20, 28, 50)] == [
+    assert [Hilbert().num_dense_steps(steps) for steps in (1, 4, 20, 28, 50)] == [
         (1, 0),
         (1, 0),
         (3, 0),
@@ -63,7 +63,7 @@ def test_defaults():
     ],
 )
 def test_dense_steps(steps, of, dense):
-    assert paper(dense_steps=steps).dense_ends(of) == (dense, 0)
+    assert paper(dense_steps=steps).num_dense_steps(of) == (dense, 0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_dense_steps(steps, of, dense):
     ],
 )
 def test_dense_steps_at_both_ends(steps, of, dense):
-    ends = paper(dense_steps=steps).dense_ends(of)
+    ends = paper(dense_steps=steps).num_dense_steps(of)
     assert [step for step in range(of) if stays_dense(ends, step, of)] == dense
     assert sum(ends) == len(dense)
     assert hash(paper(dense_steps=steps)) == hash(paper(dense_steps=tuple(steps)))
@@ -237,13 +237,13 @@ BAD = [
     (lambda: paper(dense_steps=math.nan), ValueError, f"{STEPS_RULE}; got nan."),
     (lambda: paper(interleave=1), TypeError, "`interleave` must be True or False; got 1."),
     (lambda: paper().plan((8, 8)), TypeError, NO_GEOMETRY),
-    (lambda: paper().reader((8, 8)), TypeError, NO_GEOMETRY),
+    (lambda: paper().layer((8, 8)), TypeError, NO_GEOMETRY),
     (lambda: paper().ordering((8, 8)), TypeError, NO_GEOMETRY),
     (lambda: paper().describe((8, 8)), TypeError, NO_GEOMETRY),
-    (lambda: hilbert_attention(*INPUTS, (8, 8), 0), TypeError, NO_GEOMETRY),
+    (lambda: attend_with(Hilbert(), *INPUTS, (8, 8), 0), TypeError, NO_GEOMETRY),
     (lambda: paper().plan(GEOMETRY, -1), ValueError, "`layer` must be at least 0; got -1."),
     (lambda: paper().plan(GEOMETRY, 1.0), TypeError, "`layer` must be an integer; got float."),
-    (lambda: paper().reader(GEOMETRY, -1), ValueError, "`layer` must be at least 0; got -1."),
+    (lambda: paper().layer(GEOMETRY, -1), ValueError, "`layer` must be at least 0; got -1."),
     (lambda: paper().plan(GEOMETRY, q_block=0), ValueError, f"`q_block` {BLOCK_RULE}; got 0."),
     (lambda: paper().plan(GEOMETRY, q_block=-16), ValueError, f"`q_block` {BLOCK_RULE}; got -16."),
     (lambda: paper().plan(GEOMETRY, k_block=0), ValueError, f"`k_block` {BLOCK_RULE}; got 0."),
@@ -259,7 +259,7 @@ BAD = [
         "`heads` must be at least 1; got 0.",
     ),
     (
-        lambda: paper(far=10).reader(GEOMETRY, q_block=16, k_block=64),
+        lambda: paper(far=10).layer(GEOMETRY, q_block=16, k_block=64),
         ValueError,
         "`k_block` must divide lcm(q_block, far) = 80, on multiples of which tiles are cut; got 64.",
     ),
@@ -270,57 +270,65 @@ BAD = [
         "A closed curve needs an even number of tokens and two sides longer than 1.",
     ),
     (
-        lambda: hilbert_attention(*(x[0] for x in INPUTS), GEOMETRY, 0),
+        lambda: attend_with(Hilbert(), *(x[0] for x in INPUTS), GEOMETRY, 0),
         ValueError,
         "`query` must have 4 dimensions; got shape [2, 68, 8]. Expected [batch, heads, tokens, head_dim].",
     ),
     (
-        lambda: hilbert_attention([[1.0]], *INPUTS[1:], GEOMETRY, 0),
+        lambda: attend_with(Hilbert(), [[1.0]], *INPUTS[1:], GEOMETRY, 0),
         TypeError,
         "`query` must be a tensor; got list. Expected [batch, heads, tokens, head_dim].",
     ),
     (
-        lambda: hilbert_attention(*(x[:, :, :-1] for x in INPUTS), GEOMETRY, 0),
+        lambda: attend_with(Hilbert(), *(x[:, :, :-1] for x in INPUTS), GEOMETRY, 0),
         ValueError,
         "`query` must have the 68 tokens of the geometry (4 text + 8x8); got 67.",
     ),
     (
-        lambda: hilbert_attention(INPUTS[0], INPUTS[1][:, :, :-1], INPUTS[2][:, :, :-1], GEOMETRY, 0),
+        lambda: attend_with(Hilbert(), INPUTS[0], INPUTS[1][:, :, :-1], INPUTS[2][:, :, :-1], GEOMETRY, 0),
         ValueError,
         "`plan` must be made for 68 queries and 67 keys; got 68 and 68.",
     ),
-    (lambda: hilbert_attention(*INPUTS, GEOMETRY, -1), ValueError, "`layer` must be at least 0; got -1."),
     (
-        lambda: hilbert_attention(*INPUTS, GEOMETRY, 0, key_mask=torch.ones(1, 68)),
+        lambda: attend_with(Hilbert(), *INPUTS, GEOMETRY, -1),
+        ValueError,
+        "`layer` must be at least 0; got -1.",
+    ),
+    (
+        lambda: attend_with(Hilbert(), *INPUTS, GEOMETRY, 0, key_mask=torch.ones(1, 68)),
         TypeError,
         "`key_mask` must be bool; got torch.float32. True marks keys that may be read.",
     ),
     (
-        lambda: hilbert_attention(*INPUTS, GEOMETRY, 0, key_mask=torch.ones(68, dtype=torch.bool)),
+        lambda: attend_with(Hilbert(), *INPUTS, GEOMETRY, 0, key_mask=torch.ones(68, dtype=torch.bool)),
         ValueError,
         "`key_mask` must have 2 dimensions; got shape [68]. Expected [batch, tokens].",
     ),
     (
-        lambda: hilbert_attention(*INPUTS, GEOMETRY, 0, key_mask=torch.ones(1, 4, dtype=torch.bool)),
+        lambda: attend_with(Hilbert(), *INPUTS, GEOMETRY, 0, key_mask=torch.ones(1, 4, dtype=torch.bool)),
         ValueError,
         "`key_mask` must have shape [1 or 1, 68]; got shape [1, 4].",
     ),
     (
-        lambda: hilbert_attention(*INPUTS, GEOMETRY, 0, key_mask=torch.ones(3, 68, dtype=torch.bool)),
+        lambda: attend_with(Hilbert(), *INPUTS, GEOMETRY, 0, key_mask=torch.ones(3, 68, dtype=torch.bool)),
         ValueError,
         "`key_mask` must have shape [1 or 1, 68]; got shape [3, 68].",
     ),
     (
-        lambda: hilbert_attention(
-            *INPUTS, GEOMETRY, 0, key_mask=torch.ones(1, 68, dtype=torch.bool, device="meta")
+        lambda: attend_with(
+            Hilbert(), *INPUTS, GEOMETRY, 0, key_mask=torch.ones(1, 68, dtype=torch.bool, device="meta")
         ),
         ValueError,
         "`key_mask` must be on the device of `query` (cpu); got meta. Move it with `.to(device)`.",
     ),
-    (lambda: HilbertAttention(10, 3, 0), ValueError, "`dim` must be a multiple of `heads` (3); got 10."),
-    (lambda: HilbertAttention(0, 3, 0), ValueError, "`dim` must be at least 1; got 0."),
-    (lambda: HilbertAttention(12, 0, 0), ValueError, "`heads` must be at least 1; got 0."),
-    (lambda: HilbertAttention(12, 3, -1), ValueError, "`layer` must be at least 0; got -1."),
+    (
+        lambda: SelfAttention(10, 3, Hilbert(), 0),
+        ValueError,
+        "`dim` must be a multiple of `heads` (3); got 10.",
+    ),
+    (lambda: SelfAttention(0, 3, Hilbert(), 0), ValueError, "`dim` must be at least 1; got 0."),
+    (lambda: SelfAttention(12, 0, Hilbert(), 0), ValueError, "`heads` must be at least 1; got 0."),
+    (lambda: SelfAttention(12, 3, Hilbert(), -1), ValueError, "`layer` must be at least 0; got -1."),
 ]
 
 
@@ -337,6 +345,6 @@ def test_bad_calls_are_refused(call, kind, message):
 
 def test_the_arguments_of_the_table_are_good():
     mask = torch.ones(1, 68, dtype=torch.bool)
-    assert hilbert_attention(*INPUTS, GEOMETRY, 0, key_mask=mask).shape == INPUTS[0].shape
-    assert paper(far=10).reader(GEOMETRY, q_block=16, k_block=16).near.num_queries == 68
+    assert attend_with(Hilbert(), *INPUTS, GEOMETRY, 0, key_mask=mask).shape == INPUTS[0].shape
+    assert paper(far=10).layer(GEOMETRY, q_block=16, k_block=16).near.num_queries == 68
     assert paper(curve="hilbert-closed").plan(Geometry((8, 9))).num_queries == 72

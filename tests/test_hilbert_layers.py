@@ -12,7 +12,6 @@ from tests.tiles import paper
 import nearfield
 from nearfield import Geometry, Hilbert, Merge, cli
 from nearfield.quality.results import pairs_kept
-from nearfield.quality.seams import tile_borders
 
 GEOMETRY = Geometry((12, 16), text=7)
 BY_LAYER = (2, 2, 5, 3)
@@ -29,7 +28,7 @@ def test_a_layer_has_the_tiles_of_its_number(fields: dict[str, Any]) -> None:
         alone = paper(tiles=tiles, **fields)
         assert method.tiles_in(layer) == tiles
         assert method.plan(GEOMETRY, layer, heads=4) is alone.plan(GEOMETRY, layer, heads=4)
-        assert method.reader(GEOMETRY, layer, heads=4).far is alone.reader(GEOMETRY, layer, heads=4).far
+        assert method.layer(GEOMETRY, layer, heads=4).far is alone.layer(GEOMETRY, layer, heads=4).far
     assert torch.equal(method.ordering(GEOMETRY).order, alone.ordering(GEOMETRY).order)
     assert method.spans(GEOMETRY) == alone.spans(GEOMETRY)
     assert method.pieces(GEOMETRY) == alone.pieces(GEOMETRY)
@@ -67,8 +66,7 @@ def test_describe_speaks_of_every_number() -> None:
 def test_pairs_are_those_of_every_layer() -> None:
     method = paper(tiles=(2, 4, 8), far=8, dense_layers=(-1,), dense_steps=0)
     alone = [
-        paper(tiles=tiles, far=8).reader(GEOMETRY, layer).num_pairs
-        for layer, tiles in enumerate((2, 4, 8, 8))
+        paper(tiles=tiles, far=8).layer(GEOMETRY, layer).num_pairs for layer, tiles in enumerate((2, 4, 8, 8))
     ]
     counted = (sum(alone) / GEOMETRY.num_tokens**2 + 1) / 5
     assert pairs_kept(method, GEOMETRY, layers=5, steps=4) == pytest.approx(counted, rel=1e-12)
@@ -77,12 +75,10 @@ def test_pairs_are_those_of_every_layer() -> None:
 def test_borders_are_those_of_all_numbers_and_of_a_cycle_of_the_last() -> None:
     method = paper(tiles=BY_LAYER)
     numbers = [2, 2, 5, 3, 3, 3, 3]  # up to layer 3, which is the last that differs, and with it a cycle of 4
-    layers = [
-        tile_borders(paper(tiles=tiles), GEOMETRY, layers=[layer]) for layer, tiles in enumerate(numbers)
-    ]
+    layers = [paper(tiles=tiles).borders(GEOMETRY, layers=[layer]) for layer, tiles in enumerate(numbers)]
     for name in ("right", "below"):
         wanted = torch.stack([getattr(layer, name) for layer in layers]).mean(dim=0)
-        torch.testing.assert_close(getattr(tile_borders(method, GEOMETRY), name), wanted)
+        torch.testing.assert_close(getattr(method.borders(GEOMETRY), name), wanted)
 
 
 # -- in a model --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from tests.attending import NEEDS_TRITON, assert_budget, random_plan
 from torch import Tensor
 
-from nearfield import LogLinear, Plan, log_linear_attention, predict
+from nearfield import LogLinear, Plan, attend_with, predict
 from nearfield.bench.check import poisoned_memory
 from nearfield.bench.timing import captured
 from nearfield.levels import level_starts
@@ -519,7 +519,7 @@ def test_log_linear_attention_by_kernels_is_what_plain_torch_makes_of_the_same_p
     def results(impl: str) -> list[Tensor]:
         fresh = [x.detach().requires_grad_() for x in leaves]
         with poisoned_memory():
-            out = log_linear_attention(*fresh, method=method, impl=impl)  # type: ignore[arg-type]
+            out = attend_with(method, *fresh, impl=impl)  # type: ignore[arg-type]
             return [out.detach(), *torch.autograd.grad(out, fresh, cotangent)]
 
     got, again = (results("triton") for _ in range(2))
@@ -540,7 +540,7 @@ def test_nan_comes_out_of_kernels_that_walk_several_rows(which: int, device: tor
     tensors = [torch.randn(2, 1, 150, 16, generator=generator).to(device, torch.float16) for _ in range(3)]
     tensors[which][0, 0, 35, 2] = math.nan
     with poisoned_memory():
-        out = log_linear_attention(*tensors, method=LogLinear(topk=4, levels=1), impl="triton")
+        out = attend_with(LogLinear(topk=4, levels=1), *tensors, impl="triton")
     assert bool(out[0].isnan().any())
     assert bool(out[1].isfinite().all())
 
@@ -562,12 +562,12 @@ def test_log_linear_attention_is_what_plain_torch_makes_of_the_same_picks(
     )
     leaves = [x[:, :, :length].to("cuda", dtype).requires_grad_() for x in made]
     method = LogLinear(levels=levels)  # type: ignore[arg-type]
-    out = log_linear_attention(*leaves, method=method)
+    out = attend_with(method, *leaves)
     cotangent = torch.randn_like(out)
     got = [out, *torch.autograd.grad(out, leaves, cotangent)]
     exact_results, inherent = exactly(method, leaves, cotangent)
     low_leaves = [x.detach().requires_grad_() for x in leaves]
-    low = log_linear_attention(*low_leaves, method=method, impl="grouped")
+    low = attend_with(method, *low_leaves, impl="grouped")
     low_results = [low, *torch.autograd.grad(low, low_leaves, cotangent)]
     names = ("out", "query", "key", "value")
     for name, error, *values in zip(names, inherent, got, exact_results, low_results, strict=True):
@@ -582,7 +582,7 @@ def test_log_linear_attention_is_captured_by_a_graph() -> None:
 
     def both() -> list[Tensor]:
         fresh = [x.detach().requires_grad_() for x in leaves]
-        out = log_linear_attention(*fresh)
+        out = attend_with(LogLinear(), *fresh)
         return [out.detach(), *torch.autograd.grad(out, fresh, cotangent)]
 
     replay = captured(both, torch.device("cuda"))

@@ -12,7 +12,7 @@ from tests.attending import assert_budget
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, LogLinear, LogLinearAttention, levels, log_linear_attention, pyramid
+from nearfield import Geometry, LogLinear, SelfAttention, attend_with, levels, pyramid
 from nearfield.methods.loglinear import choose
 from nearfield.plan import Packing
 from nearfield.reference import select as reference
@@ -121,7 +121,7 @@ CASES: dict[str, tuple[LogLinear, int, int]] = {
 def test_results_and_gradients_are_the_oracles(name: str) -> None:
     method, num_queries, num_keys = CASES[name]
     leaves = inputs(num_queries, num_keys)
-    got = log_linear_attention(*leaves, method=method)
+    got = attend_with(method, *leaves)
     want, _ = oracle(method, *leaves, picked(method, leaves[0], leaves[1]))
     cotangent = torch.randn_like(want)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -134,7 +134,7 @@ def test_results_and_gradients_are_the_oracles(name: str) -> None:
 
 def test_lse_is_the_oracles() -> None:
     method, leaves = LogLinear(block=4, topk=2), inputs(72, heads=2)
-    got = method.reader(Geometry((8, 9))).attend(*leaves)
+    got = method.layer(Geometry((8, 9))).attend(*leaves)
     _, lse = oracle(method, *leaves, picked(method, leaves[0], leaves[1]))
     torch.testing.assert_close(got.lse, lse, rtol=1e-12, atol=1e-12)
 
@@ -147,13 +147,13 @@ def test_lower_precision_is_within_its_budget(dtype: torch.dtype) -> None:
     picks = picked(method, leaves[0], leaves[1])
     exact, _ = oracle(method, *(x.detach().double() for x in leaves), picks)
     low, _ = oracle(method, *(x.detach() for x in leaves), picks)
-    got = log_linear_attention(*(x.detach() for x in leaves), method=method)
+    got = attend_with(method, *(x.detach() for x in leaves))
     assert_budget("out", got, exact, low)
 
 
 def test_gradcheck() -> None:
     method, leaves = LogLinear(block=2, topk=2, levels=2), inputs(11, heads=2, key_heads=1, batch=1, dim=3)
-    assert torch.autograd.gradcheck(lambda *x: log_linear_attention(*x, method=method), leaves)
+    assert torch.autograd.gradcheck(lambda *x: attend_with(method, *x), leaves)
 
 
 # -- pooling -----------------------------------------------------------------------------------------------------
@@ -285,14 +285,14 @@ def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None)
 
 def test_choosing_everything_without_summaries_is_full_attention() -> None:
     leaves = inputs(70)
-    got = log_linear_attention(*leaves, method=LogLinear(block=4, topk=999, levels=2, enrich=0))
+    got = attend_with(LogLinear(block=4, topk=999, levels=2, enrich=0), *leaves)
     torch.testing.assert_close(got, dense(*leaves), rtol=1e-12, atol=1e-12)
 
 
 def test_choosing_everything_and_excluding_it_is_full_attention() -> None:
     leaves = inputs(70)
     method = LogLinear(block=4, topk=999, levels=2, exclude_selected=True)
-    got = log_linear_attention(*leaves, method=method)
+    got = attend_with(method, *leaves)
     torch.testing.assert_close(got, dense(*leaves), rtol=1e-12, atol=1e-12)
 
 
@@ -301,22 +301,22 @@ def test_summaries_of_equal_tokens_are_those_tokens() -> None:
     query, key, value = inputs(48)
     key, value = (x.detach()[:, :, ::16].repeat_interleave(16, 2) for x in (key, value))
     method = LogLinear(block=4, topk=1, levels=2, exclude_selected=True)
-    got = log_linear_attention(query, key, value, method=method)
+    got = attend_with(method, query, key, value)
     torch.testing.assert_close(got, dense(query, key, value), rtol=1e-11, atol=1e-11)
 
 
 def test_negative_scale_chooses_the_lowest_products() -> None:
     query, key, value = (x.detach() for x in inputs(64))
     method = LogLinear(block=4, topk=2)
-    turned = log_linear_attention(-query, key, value, method=method, scale=0.3)
-    torch.testing.assert_close(log_linear_attention(query, key, value, method=method, scale=-0.3), turned)
+    turned = attend_with(method, -query, key, value, scale=0.3)
+    torch.testing.assert_close(attend_with(method, query, key, value, scale=-0.3), turned)
 
 
 def test_two_calls_are_bit_equal() -> None:
     leaves = inputs(70, dtype=torch.float32)
     runs = []
     for _ in range(2):
-        out = log_linear_attention(*leaves, method=LogLinear(block=4, topk=2))
+        out = attend_with(LogLinear(block=4, topk=2), *leaves)
         runs.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
@@ -325,7 +325,7 @@ def test_two_calls_are_bit_equal() -> None:
 def test_nan_comes_out_and_breaks_nothing(which: int) -> None:
     leaves = [x.detach().clone() for x in inputs(70)]
     leaves[which][0, 0, 13, 2] = math.nan
-    out = log_linear_attention(*leaves, method=LogLinear(block=4, topk=2))
+    out = attend_with(LogLinear(block=4, topk=2), *leaves)
     assert bool(out[0, 0].isnan().any())
     assert not bool(out[1].isnan().any())
 
@@ -340,7 +340,7 @@ def test_text_reads_all_and_is_read_by_all(text_first: bool) -> None:
     leaves = inputs(47)
     mask = torch.ones(2, 47, dtype=torch.bool)
     mask[1, geometry.text_span[0] + 2 : geometry.text_span[1]] = False
-    got = log_linear_attention(*leaves, geometry, method=method, key_mask=mask)
+    got = attend_with(method, *leaves, geometry, key_mask=mask)
     torch.testing.assert_close(got, dense(*leaves, mask[:, None, None]), rtol=1e-12, atol=1e-12)
 
 
@@ -350,8 +350,8 @@ def test_images_beside_text_choose_as_they_would_alone() -> None:
     query, key, value = inputs(47)
     mask = torch.ones(2, 47, dtype=torch.bool)
     mask[:, :5] = False
-    got = log_linear_attention(query, key, value, geometry, method=method, key_mask=mask)
-    alone = log_linear_attention(query[:, :, 5:], key[:, :, 5:], value[:, :, 5:], method=method)
+    got = attend_with(method, query, key, value, geometry, key_mask=mask)
+    alone = attend_with(method, query[:, :, 5:], key[:, :, 5:], value[:, :, 5:])
     torch.testing.assert_close(got[:, :, 5:], alone, rtol=1e-11, atol=1e-11)
 
 
@@ -367,7 +367,7 @@ def test_levels_are_joined_by_compiled_code_as_on_a_gpu(monkeypatch: pytest.Monk
     """There torch.compile writes several pooled levels in one kernel, which it does here only if it must."""
     monkeypatch.setattr("torch._inductor.config.force_pointwise_cat", True)
     query, key, value = (torch.randn(1, 1, 70, 8) for _ in range(3))
-    attention = partial(log_linear_attention, method=LogLinear(block=4, topk=2, levels=2))
+    attention = partial(attend_with, LogLinear(block=4, topk=2, levels=2))
     torch._dynamo.reset()
     found = torch.compile(attention, fullgraph=True)(query, key, value)
     torch.testing.assert_close(found, attention(query, key, value))
@@ -375,12 +375,12 @@ def test_levels_are_joined_by_compiled_code_as_on_a_gpu(monkeypatch: pytest.Monk
 
 def test_module_is_its_formula_and_learns() -> None:
     torch.manual_seed(0)
-    module = LogLinearAttention(16, 2, LogLinear(block=4, topk=99, levels=1, enrich=0)).double()
+    module = SelfAttention(16, 2, LogLinear(block=4, topk=99, levels=1, enrich=0)).double()
     x = torch.randn(2, 30, 16, dtype=torch.float64)
     query, key, value = module.to_qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
     want = module.to_out(dense(query, key, value).transpose(1, 2).flatten(2))
     torch.testing.assert_close(module(x), want)
-    module = LogLinearAttention(16, 2, LogLinear(block=4, topk=2)).double()
+    module = SelfAttention(16, 2, LogLinear(block=4, topk=2)).double()
     module(x).square().mean().backward()
     assert all(bool((parameter.grad != 0).any()) for parameter in module.parameters())
 
@@ -494,48 +494,48 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda: LogLinear(keep_own=1), TypeError, "`keep_own` must be True or False; got 1."),
     (
-        lambda: log_linear_attention(*inputs(20), method=LogLinear(levels=3)),
+        lambda: attend_with(LogLinear(levels=3), *inputs(20)),
         ValueError,
         "`levels` must be at most 2 for 20 tokens in blocks of 16; got 3.",
     ),
     (
-        lambda: log_linear_attention(*inputs(20), Geometry((3, 4))),
+        lambda: attend_with(LogLinear(), *inputs(20), Geometry((3, 4))),
         ValueError,
         "`query` must have the 12 tokens of the geometry (3x4), as `key`; got (20, 20).",
     ),
     (
-        lambda: log_linear_attention(*inputs(20), key_mask=torch.ones(2, 20, dtype=torch.bool)),
+        lambda: attend_with(LogLinear(), *inputs(20), key_mask=torch.ones(2, 20, dtype=torch.bool)),
         ValueError,
         "`key_mask` must come with a `geometry` that says where the text is; got no geometry.",
     ),
     (
-        lambda: log_linear_attention(*inputs(20), Geometry((4, 4), text=4), key_mask=torch.ones(2, 20)),
+        lambda: attend_with(LogLinear(), *inputs(20), Geometry((4, 4), text=4), key_mask=torch.ones(2, 20)),
         TypeError,
         "`key_mask` must be bool; got torch.float32. True marks keys that may be read.",
     ),
     (
-        lambda: log_linear_attention(*(x[:, :, :0] for x in inputs(20))),
+        lambda: attend_with(LogLinear(), *(x[:, :, :0] for x in inputs(20))),
         ValueError,
         "`query` must have at least one sample and one token; got shape [2, 4, 0, 8].",
     ),
     (
-        lambda: log_linear_attention(*(x[:0] for x in inputs(20))),
+        lambda: attend_with(LogLinear(), *(x[:0] for x in inputs(20))),
         ValueError,
         "`query` must have at least one sample and one token; got shape [0, 4, 20, 8].",
     ),
     (
-        lambda: log_linear_attention(inputs(20)[0], *(x[..., :3] for x in inputs(20)[1:])),
+        lambda: attend_with(LogLinear(), inputs(20)[0], *(x[..., :3] for x in inputs(20)[1:])),
         ValueError,
         "`key` must have the batch (2) and head dimension (8) of `query`; got shape [2, 2, 20, 3]."
         " Expected [batch, heads, tokens, head_dim].",
     ),
     (
-        lambda: log_linear_attention(torch.randn(2, 3, 20, 8), *[torch.randn(2, 2, 20, 8)] * 2),
+        lambda: attend_with(LogLinear(), torch.randn(2, 3, 20, 8), *[torch.randn(2, 2, 20, 8)] * 2),
         ValueError,
         "`key` must have a number of heads that divides `query`'s (3); got 2.",
     ),
     (
-        lambda: LogLinearAttention(10, 3),
+        lambda: SelfAttention(10, 3, LogLinear()),
         ValueError,
         "`dim` must be a multiple of `heads` (3); got 10.",
     ),

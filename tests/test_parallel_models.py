@@ -35,7 +35,7 @@ from tests.worlds import CONTEXT, Failed, World, world_of
 
 from nearfield import Geometry, Hilbert, Merge, cli
 from nearfield.demo.model import save_model
-from nearfield.methods.merging import Merged
+from nearfield.methods import Composition
 from nearfield.parallel.cuts import even_split, split_between_regions
 from nearfield.parallel.far import SplitFarField
 
@@ -152,7 +152,7 @@ def test_summaries_are_those_of_one_process(world: World, name: str, key_heads: 
 def test_every_rank_needs_a_summary() -> None:
     geometry, method = Geometry((4, 8), text=4), paper(tiles=4, shared="none", far=8)
     split = even_split(method, geometry, 5, 16)
-    far = method.reader(geometry).far
+    far = method.layer(geometry).far
     assert far is not None
     with pytest.raises(ValueError, match=r"^`far` must leave every rank a summary; got 8, none on rank \d\."):
         SplitFarField.of(far, split, 0, "mean")
@@ -186,8 +186,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(("method", "geometry"), LAYOUTS)
-def test_ranks_part_between_regions(method: Merge | Merged, geometry: Geometry, num_ranks: int) -> None:
-    merged = method if isinstance(method, Merged) else Merged(method)
+def test_ranks_part_between_regions(method: Merge | Composition, geometry: Geometry, num_ranks: int) -> None:
+    merged = method if isinstance(method, Composition) else Composition(method)
     split = split_between_regions(merged, geometry, num_ranks, 16)
     regions = merged.regions(geometry)
     begin = geometry.text if geometry.text_first else 0
@@ -219,11 +219,11 @@ SUMMARISED = [
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(("method", "geometry"), SUMMARISED)
 def test_ranks_part_between_summaries_before_and_after_merging(
-    method: Merged, geometry: Geometry, num_ranks: int
+    method: Composition, geometry: Geometry, num_ranks: int
 ) -> None:
     split = split_between_regions(method, geometry, num_ranks, 16)
     for one, layout in ((split.whole, geometry), (split.merged, method.shortened(geometry))):
-        reader = method.reader(layout, 1)
+        reader = method.layer(layout, 1)
         far = reader.far
         parts = [SplitFarField.of(far, one, rank, reader.summary) for rank in range(num_ranks)]
         numbers = [part.sizes.numel() for part in parts]
@@ -245,7 +245,7 @@ def test_summaries_that_every_border_of_regions_would_tear_are_refused() -> None
 def test_every_rank_needs_a_region() -> None:
     expected = r"^`method` must leave each of 4 ranks a region to merge in; got 2 regions, none for rank \d\. Use fewer"
     with pytest.raises(ValueError, match=expected):
-        split_between_regions(Merged(Merge(region_size=64)), Geometry((8, 16)), 4, 16)
+        split_between_regions(Composition(Merge(region_size=64)), Geometry((8, 16)), 4, 16)
 
 
 @pytest.mark.parametrize("about", ["target", "method", "tokens", "hidden_states"])
@@ -262,7 +262,7 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
         "`method` must read what is known beforehand (Hilbert) to be split over ranks; got LogLinear(",
         "`method` must merge inside runs or windows (Merge) to be split over ranks; got BipartiteMerge(",
         "`method` must merge inside runs or windows (Merge) to be split over ranks; got Merge(",
-        "`method` must read what is known beforehand (Hilbert) to be split over ranks; got Merged(",
+        "`method` must read what is known beforehand (Hilbert) to be split over ranks; got Composition(",
     ]
     for messages in world.run(refused):
         for message, beginning in zip(messages, expected, strict=True):

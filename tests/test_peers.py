@@ -84,13 +84,13 @@ def test_every_second_key_is_read(text_first: bool) -> None:
     images = torch.cat([image.flatten() for image in reads])
     mask = torch.cat([words, images] if text_first else [images, words])
     bias = torch.randn(2, 1, geometry.num_tokens, dtype=torch.float64)
-    reader = StridedKeys().reader(geometry)
+    reader = StridedKeys().layer(geometry)
     found = reader.attend(query, key, value, key_bias=bias.float())
     logits = bias.float().double()[:, :, None].masked_fill(~mask, -torch.inf)
     expected = scaled_dot_product_attention(query, key, value, logits.expand(-1, 2, geometry.num_tokens, -1))
     torch.testing.assert_close(found.out, expected)
     assert reader.num_pairs == geometry.num_tokens * int(mask.sum())
-    assert StridedKeys(stride=1).reader(geometry).num_pairs == geometry.num_tokens**2
+    assert StridedKeys(stride=1).layer(geometry).num_pairs == geometry.num_tokens**2
 
 
 def test_apply_says_what_they_do() -> None:
@@ -120,7 +120,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: BipartiteMerge(stride=1), ValueError, "`stride` must be at least 2; got 1."),
     (lambda: BipartiteMerge(size_bias="no"), TypeError, "`size_bias` must be True or False; got 'no'."),
     (
-        lambda: nearfield.methods.Merged(BipartiteMerge(), nearfield.Hilbert()),
+        lambda: nearfield.methods.Composition(BipartiteMerge(), nearfield.Hilbert()),
         TypeError,
         "`merge` must be a Merge to go together with attention; got BipartiteMerge.",
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nearfield import GatedBlocks, LogLinear, SparseLinear, curves
+from nearfield import LogLinear, curves
 from nearfield.demo.model import num_parameters
 from nearfield.demo.pixel import (
     PixelConfig,
@@ -26,6 +26,7 @@ from nearfield.demo.pixel import (
     save_pixel_model,
 )
 from nearfield.demo.storage import BadFile, write_tensors
+from nearfield.methods import GatedBlocks, SparseLinear
 
 TINY = {"layers": 1, "heads": 2, "head_dim": 16, "size": 12}
 SPARSE: dict[str, dict[str, Any]] = {

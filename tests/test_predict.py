@@ -152,7 +152,7 @@ def test_plans_of_a_prediction_read_what_it_keeps(compact: bool) -> None:
 def test_keeping_everything_is_full_attention() -> None:
     geometry = Geometry((8, 9), text=7)
     query, key, value = inputs(79, 79)
-    got = BlockTopK(16, 8, mass=1.0).reader(geometry).attend(query, key, value)
+    got = BlockTopK(16, 8, mass=1.0).layer(geometry).attend(query, key, value)
     full = nearfield.attend(query, key, value, nearfield.planning.full(79))
     torch.testing.assert_close(got.out, full.out)
 
@@ -174,7 +174,7 @@ def test_more_is_dropped_where_less_is_kept_and_the_truth_is_near_the_estimate()
 def test_choosing_by_means_compiles_with_what_reads_it() -> None:
     geometry = Geometry((8, 9), text=7)
     query, key, value = (x.float() for x in inputs(79, 79))
-    reader = BlockTopK(16, 8, mass=0.8, guard=0.2).reader(geometry)
+    reader = BlockTopK(16, 8, mass=0.8, guard=0.2).layer(geometry)
     compiled = torch.compile(reader.attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(query, key, value).out, reader.attend(query, key, value).out)
 

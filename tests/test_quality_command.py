@@ -348,7 +348,7 @@ def test_front_holds_what_nothing_beats() -> None:
 def test_pairs_kept_counts_dense_layers_and_steps() -> None:
     geometry = Geometry((16, 16), text=16)
     method = paper(tiles=4, dense_layers=(0, -1), dense_steps=0.2)
-    shares = [method.reader(geometry, layer).num_pairs / geometry.num_tokens**2 for layer in (1, 2, 3, 4)]
+    shares = [method.layer(geometry, layer).num_pairs / geometry.num_tokens**2 for layer in (1, 2, 3, 4)]
     per_step = (2 + sum(shares)) / 6
     assert pairs_kept(method, geometry, layers=6, steps=10) == pytest.approx(0.2 + 0.8 * per_step)
     assert pairs_kept(paper(tiles=1), geometry, layers=3, steps=4) == 1

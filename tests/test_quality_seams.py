@@ -9,7 +9,7 @@ from tests.tiles import paper
 from torch import Tensor
 
 from nearfield import Geometry, Hilbert, Merge, tiling
-from nearfield.quality import Borders, line_gradients, open_images, region_borders, seam_energy, tile_borders
+from nearfield.quality import Borders, line_gradients, open_images, seam_energy
 
 DATA = Path(__file__).with_name("data")
 
@@ -42,7 +42,7 @@ def test_borders_are_where_tiles_differ(
 ) -> None:
     method, geometry = paper(tiles=6, curve=curve, shared=shared), Geometry(grid, text=16)
     for layer in range(method.cycle):
-        found = tile_borders(method, geometry, layers=[layer], q_block=1 if shared == "none" else 16)
+        found = method.borders(geometry, layers=[layer], q_block=1 if shared == "none" else 16)
         expected = differing(labels(method, geometry, layer, 1 if shared == "none" else 16))
         # A block of keys may hold tokens of two tiles where the ring ends inside it; both are then read.
         if math.prod(grid) % 16 and shared != "none":
@@ -57,30 +57,28 @@ def test_borders_of_merged_regions() -> None:
     """Windows are squares of the image, runs are cut from the curve, and the whole image has no border."""
     geometry = Geometry((8, 12), text=16)
     square = torch.arange(8)[:, None] // 4 * 3 + torch.arange(12) // 4
-    windows = region_borders(Merge(region="window", region_size=16), geometry)
+    windows = Merge(region="window", region_size=16).borders(geometry)
     expected = differing(square)
     assert torch.equal(windows.right, expected.right)
     assert torch.equal(windows.below, expected.below)
     method = Merge(region_size=16) | paper(tiles=6, shared="none")
-    runs = region_borders(method, geometry)
+    runs = method.borders(geometry)
     along = torch.empty(96, dtype=torch.long)
     along[method.ordering(geometry).order] = torch.arange(96) // 16
     expected = differing(along.view(8, 12))
     assert torch.equal(runs.right, expected.right)
     assert torch.equal(runs.below, expected.below)
-    whole = region_borders(Merge(region="global"), geometry)
+    whole = Merge(region="global").borders(geometry)
     assert not whole.right.any()
     assert not whole.below.any()
-    with pytest.raises(TypeError, match="`method` must be a Merge, alone or with attention; got Hilbert"):
-        region_borders(paper(), geometry)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`geometry` must have a grid of two sides"):
-        region_borders(Merge(), Geometry((2, 8, 8)))
+        Merge().borders(Geometry((2, 8, 8)))
 
 
 def test_cycle_is_the_mean_of_its_layers() -> None:
     method, geometry = paper(tiles=5), Geometry((16, 24), text=8)
-    layers = [tile_borders(method, geometry, layers=[layer]) for layer in range(method.cycle)]
-    whole = tile_borders(method, geometry)
+    layers = [method.borders(geometry, layers=[layer]) for layer in range(method.cycle)]
+    whole = method.borders(geometry)
     for name in ("right", "below"):
         expected = torch.stack([getattr(layer, name) for layer in layers]).mean(dim=0)
         torch.testing.assert_close(getattr(whole, name), expected)
@@ -88,7 +86,7 @@ def test_cycle_is_the_mean_of_its_layers() -> None:
 
 def test_interleaved_heads_have_the_borders_of_the_cycle() -> None:
     geometry = Geometry((16, 16), text=16)
-    plain, mixed = (tile_borders(paper(interleave=flag), geometry, layers=layers)
+    plain, mixed = (paper(interleave=flag).borders(geometry, layers=layers)
                     for flag, layers in ((False, None), (True, [2])))  # fmt: skip
     torch.testing.assert_close(plain.right, mixed.right)
     torch.testing.assert_close(plain.below, mixed.below)
@@ -96,19 +94,19 @@ def test_interleaved_heads_have_the_borders_of_the_cycle() -> None:
 
 def test_shared_keys_are_half_a_border() -> None:
     """The ring reads the shared region, which does not read the ring beyond its tile."""
-    borders = tile_borders(paper(share="keys"), Geometry((16, 16)), layers=[0])
+    borders = paper(share="keys").borders(Geometry((16, 16)), layers=[0])
     assert set(torch.cat([borders.right.flatten(), borders.below.flatten()]).tolist()) == {0.0, 0.5, 1.0}
 
 
 def test_text_and_later_images_do_not_move_the_lines() -> None:
     method = paper(tiles=4, shared="none")
-    alone = tile_borders(method, Geometry((16, 16)))
+    alone = method.borders(Geometry((16, 16)))
     for geometry in (
         Geometry((16, 16), text=32),
         Geometry((16, 16), text=32, text_first=False),
         Geometry((16, 16), references=((16, 16),)),
     ):
-        found = tile_borders(method, geometry)
+        found = method.borders(geometry)
         torch.testing.assert_close(found.right, alone.right)
         torch.testing.assert_close(found.below, alone.below)
 
@@ -119,7 +117,7 @@ ROWS = paper(tiles=8, curve="raster", shared="none", cycle=1)
 
 def test_energy_by_hand() -> None:
     """A ramp of 2 per pixel that jumps by 10 between rows of tokens."""
-    borders = tile_borders(ROWS, Geometry((8, 8)), q_block=8)
+    borders = ROWS.borders(Geometry((8, 8)), q_block=8)
     assert borders.right.sum() == 0
     assert (borders.below == 1).all()
     y = torch.arange(64.0)
@@ -133,7 +131,7 @@ def test_energy_by_hand() -> None:
 
 @pytest.mark.parametrize("pixels", [4, 8, 16])
 def test_a_plain_ramp_has_energy_one(pixels: int) -> None:
-    borders = tile_borders(paper(), Geometry((16, 24), text=8))
+    borders = paper().borders(Geometry((16, 24), text=8))
     y, x = (torch.arange(float(side * pixels)) for side in (16, 24))
     image = (3 * y[:, None] + 3 * x[None]).expand(2, 3, 16 * pixels, 24 * pixels)
     energy = seam_energy(line_gradients(image, borders))
@@ -152,7 +150,7 @@ def test_steps_between_tiles_show_on_their_own_lines() -> None:
     images = photographs()
     tile = labels(method, geometry, 0, 16).double().repeat_interleave(8, 0).repeat_interleave(8, 1)
     stepped = images + 12 * (tile % 2) + 6 * (tile // 2)
-    own, others = (tile_borders(method, geometry, layers=[layer]) for layer in (0, 2))
+    own, others = (method.borders(geometry, layers=[layer]) for layer in (0, 2))
     clean = seam_energy(line_gradients(images, own))
     seen, elsewhere = (seam_energy(line_gradients(stepped, lines)) for lines in (own, others))
     assert clean.value == pytest.approx(1, abs=0.1)
@@ -163,7 +161,7 @@ def test_steps_between_tiles_show_on_their_own_lines() -> None:
 
 def test_energy_does_not_change_with_contrast_mirroring_or_batches() -> None:
     images = photographs()
-    borders = tile_borders(paper(), Geometry((16, 16), text=8))
+    borders = paper().borders(Geometry((16, 16), text=8))
     whole = line_gradients(images, borders)
     torch.testing.assert_close(line_gradients(images / 3 + 5, borders) * 3, whole)
     mirrored = Borders(borders.right.flip(1), borders.below.flip(1))
@@ -181,7 +179,7 @@ def test_error_of_the_energy_is_that_of_repeated_draws() -> None:
 
 
 def test_bad_calls_say_what_is_wrong() -> None:
-    borders = tile_borders(ROWS, Geometry((8, 8)), q_block=8)
+    borders = ROWS.borders(Geometry((8, 8)), q_block=8)
     images = torch.zeros(1, 3, 64, 64)
     cases = {
         "`images` must have a whole number of pixels, at least 4, for each of 8 x 8 tokens;"
@@ -193,10 +191,10 @@ def test_bad_calls_say_what_is_wrong() -> None:
             lambda: seam_energy(line_gradients(images, borders))
         ),
         "`geometry` must have a grid of two sides; got 4x8x8. Measure the frames of a video one by one.": (
-            lambda: tile_borders(ROWS, Geometry((4, 8, 8)))
+            lambda: ROWS.borders(Geometry((4, 8, 8)))
         ),
         "`layers` must name at least one layer; got none.": (
-            lambda: tile_borders(ROWS, Geometry((8, 8)), layers=[])
+            lambda: ROWS.borders(Geometry((8, 8)), layers=[])
         ),
     }
     for message, call in cases.items():

@@ -9,7 +9,8 @@ from tests.attending import IDENTITIES, SMALL, Call, eager, random_bias, random_
 from torch import Tensor
 
 import nearfield
-from nearfield import Positions, planning
+from nearfield import planning
+from nearfield._types import Positions
 from nearfield.plan import Plan
 from nearfield.reference import attend as reference
 

@@ -75,7 +75,7 @@ def test_more_tokens_are_drawn_in_larger_blocks_but_counted_in_fine_ones() -> No
     assert shown.density[1] == pytest.approx(method.plan(geometry, 1, k_block=16).density)
     for fields, blocks in (({"tiles": 400}, (16, 64)), ({}, (128, 128))):
         method = Hilbert(**fields)
-        shown, reader = show.examine(geometry, method, [1]), method.reader(geometry, 1)
+        shown, reader = show.examine(geometry, method, [1]), method.layer(geometry, 1)
         assert (reader.near.k_block, shown.layers[1].near.k_block) == blocks
         assert shown.density[1] == reader.num_pairs / geometry.num_tokens**2
 
@@ -96,7 +96,7 @@ def test_what_is_shown_around_blocks_is_what_is_read(
     """In blocks of keys of the method's own, since finer ones would have others around them."""
     geometry, method = Geometry(grid, text=64), Hilbert(**fields)
     shown = show.examine(geometry, method, [2], q_block)
-    reader = method.reader(geometry, 2, q_block=q_block)
+    reader = method.layer(geometry, 2, q_block=q_block)
     assert shown.layers[2] == reader
     assert shown.density[2] == reader.num_pairs / geometry.num_tokens**2
     drawn = show.picture(shown)
@@ -300,7 +300,7 @@ def test_json_of_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     arguments = "--grid 32x32 --text 16 --layer 0..1 --json --out"
     report = json.loads(run(capsys, *arguments.split(), str(tmp_path / "show.svg")))
     assert report["method"] == asdict(Hilbert())
-    reader = Hilbert().reader(Geometry((32, 32), text=16))
+    reader = Hilbert().layer(Geometry((32, 32), text=16))
     assert report["q_block"] == reader.near.q_block == 64
     density = reader.num_pairs / 1040**2
     alike = {"shift": 0, "tiles": [], "density": density, "bound_over_dense": 1 / density}

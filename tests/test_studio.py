@@ -15,12 +15,12 @@ from tests import tiny_models
 from tests.cats import SIZE, lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield import BlockTopK, FineGrained, Geometry, Hilbert, Merge, cli, quality, recipes
+from nearfield import FineGrained, Geometry, Hilbert, Merge, cli, quality, recipes
 from nearfield.commands.arguments import UsageError
 from nearfield.demo import generate
 from nearfield.demo.model import save_model
 from nearfield.demo.sampler import DemoPipeline
-from nearfield.methods import Merged
+from nearfield.methods import BlockTopK, Composition
 from nearfield.recipes import Recipe
 from nearfield.studio import asking, drawing, fields, jobs, page, results
 from nearfield.studio.asking import AGAIN, Library, Question
@@ -102,7 +102,7 @@ def test_fields_of_a_method_are_filled_in(method: Any) -> None:
     assert fields.method_of(*fields.filled_in(method)) == method
 
 
-@pytest.mark.parametrize("method", [Hilbert(tile_size=64), Hilbert(tiles=(4, 16)), Merged(Merge(0.5))])
+@pytest.mark.parametrize("method", [Hilbert(tile_size=64), Hilbert(tiles=(4, 16)), Composition(Merge(0.5))])
 def test_methods_that_the_page_cannot_show_are_refused(method: Any) -> None:
     with pytest.raises(ValueError) as caught:
         fields.filled_in(method)
@@ -214,7 +214,7 @@ def test_figures_are_of_both(few: Hilbert, model: PictureModel) -> None:
     first, second = (picture.permute(2, 0, 1)[None] for picture in (made.dense, made.sparse))
     assert sparse["PSNR to dense"] == f"{float(quality.psnr(first, second)):.1f} dB"
     assert sparse["LPIPS"] == f"{float(quality.load_lpips()(first, second)):.3f}"
-    borders = quality.tile_borders(few, model.geometry(64, 64), q_block=16)
+    borders = few.borders(model.geometry(64, 64), q_block=16)
     for picture, row in ((first, dense), (second, sparse)):
         energy = quality.seam_energy(quality.line_gradients(picture, borders))
         assert row["seam energy"] == f"{energy.value:.3f}"

@@ -194,7 +194,7 @@ def test_older_recipes_mean_what_they_meant() -> None:
         document = {"format": 1, "method": "Hilbert", "fields": older | given}
         assert recipes.read(document).method == replace(method, **given)
     both = {"merge": NESTED, "attention": {"method": "Hilbert", "fields": older}}
-    document = {"format": 1, "method": "Merged", "fields": both}
+    document = {"format": 1, "method": "Composition", "fields": both}
     assert recipes.read(document).method == Merge(ratio=0.3) | method
     assert recipes.read({"format": 1, "method": "LogLinear"}).method == LogLinear()
 
@@ -204,7 +204,7 @@ def test_recipes_of_today_have_the_defaults() -> None:
     hilbert = {"method": "Hilbert", "fields": {"tiles": 8}}
     assert recipes.read({"format": 2, **hilbert}).method == Hilbert(tiles=8)
     assert recipes.read({"format": 2, "method": "Hilbert"}).method == Hilbert()
-    document = {"format": 2, "method": "Merged", "fields": {"merge": NESTED, "attention": hilbert}}
+    document = {"format": 2, "method": "Composition", "fields": {"merge": NESTED, "attention": hilbert}}
     assert recipes.read(document).method == Merge(ratio=0.3) | Hilbert(tiles=8)
 
 
@@ -212,7 +212,7 @@ def test_older_recipes_are_written_in_the_format_of_today() -> None:
     fields_of_both = {"merge": NESTED, "attention": {"method": "Hilbert", "fields": {"tiles": 8}}}
     for document in (
         {"format": 1, "method": "Hilbert", "fields": {"tiles": 8}, "lora": "none"},
-        {"format": 1, "method": "Merged", "fields": fields_of_both, "model": "FluxTransformer2DModel"},
+        {"format": 1, "method": "Composition", "fields": fields_of_both, "model": "FluxTransformer2DModel"},
     ):
         recipe = recipes.read(document)
         again = json.loads(json.dumps(recipe.as_document()))

@@ -307,12 +307,12 @@ def every_token_counts_once(module: ModuleType) -> None:
         for shared, share in (("none", "two-way"), ("centre", "two-way"), ("centre", "keys")):
             method = module.Hilbert(tiles=5, near="tile", shared=shared, share=share, far=8, cycle=3)
             for layer in range(3):
-                reader = method.reader(geometry, layer, q_block=4, k_block=4)
+                reader = method.layer(geometry, layer, q_block=4, k_block=4)
                 counted = times_counted(reader, geometry)
                 torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
             for text_reads in ("all", "summary"):
                 method = module.Hilbert(tiles=5, shared=shared, share=share, far=8, text_reads=text_reads)
-                counted = times_counted(method.reader(geometry, q_block=4, k_block=4), geometry)
+                counted = times_counted(method.layer(geometry, q_block=4, k_block=4), geometry)
                 torch.testing.assert_close(counted, torch.ones_like(counted), rtol=0, atol=1e-6)
 
 
@@ -324,7 +324,7 @@ def text_reads_images_in_summary(module: ModuleType) -> None:
             text, image = slice(*geometry.text_span), slice(*geometry.image_spans[0])
             fields = {"tiles": 5, "near": near, "shared": "centre", "shared_tokens": 16, "far": 8}
             readers = [
-                module.Hilbert(**fields, text_reads=reads).reader(geometry, 1, q_block=8, k_block=8)
+                module.Hilbert(**fields, text_reads=reads).layer(geometry, 1, q_block=8, k_block=8)
                 for reads in ("all", "summary")
             ]
             usual, found = (reader.near.to_mask()[0, 0] for reader in readers)
@@ -346,7 +346,7 @@ def far_field_is_its_formula(module: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, 2, 2, geometry.num_tokens, 6, generator=generator, dtype=torch.float64)
     for layer in range(4):
-        got = method.reader(geometry, layer).attend(*inputs)
+        got = method.layer(geometry, layer).attend(*inputs)
         found = labels(method, geometry, layer, 16)
         near = block_cover(pattern(found), 16, 16)
         out, lse = far_formula(*inputs, near, windows(found, 8, 16))

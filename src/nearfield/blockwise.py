@@ -2,10 +2,9 @@
 
 `skip_blocks` says how many of the first blocks of a kind do not; `groups` how many consecutive ones use one map;
 `refresh` after how many denoising steps a map's destinations and its shares are made anew;
-`size_bias` whether merged keys count as often as they have tokens. And what pictures lose by merging.
+`size_bias` whether merged keys count as often as they have tokens.
 """
 
-from collections.abc import Mapping
 from typing import Literal, get_args
 
 from nearfield._checks import check_int, check_member, wrong_type
@@ -43,19 +42,3 @@ def phase_of(step: int, refresh: Pair) -> Pair:
     check_int("step", step, at_least=0)
     destinations, shares = refresh
     return step // destinations, step // shares
-
-
-DENSE_FID = 31
-"""Of 500 pictures of the embedded model with dense attention: what the FIDs of merged ones compare with."""
-
-
-def caution_of(method: str, ratio: float, fids: Mapping[float, str]) -> str | None:
-    """What `apply` warns of: the FID of the largest measured ratio up to this one. None below all measured ones."""
-    measured = max((known for known in fids if known <= ratio), default=None)
-    if measured is None:
-        return None
-    return (
-        f"Merging loses much of a picture: {method}(ratio={measured:g}) has an FID of {fids[measured]} where dense"
-        f" attention has {DENSE_FID} (500 pictures of the embedded model; see docs/merging.md). Use Hilbert() instead,"
-        " or compare pictures of your own model with and without merging."
-    )

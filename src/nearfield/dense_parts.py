@@ -42,25 +42,6 @@ def _checked_end(steps: object) -> int | float:
     return steps
 
 
-class DenseParts:
-    """What a method says of these two fields; a frozen dataclass that has them takes it as a base."""
-
-    dense_layers: Layers
-    dense_steps: DenseSteps
-
-    def check_dense_parts(self) -> None:
-        object.__setattr__(self, "dense_layers", checked_layers(self.dense_layers))
-        object.__setattr__(self, "dense_steps", checked_steps(self.dense_steps))
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        """Why a layer stays dense, or None."""
-        return layer_reason(self.dense_layers, layer, num_layers)
-
-    def dense_ends(self, num_steps: int) -> tuple[int, int]:
-        """How many of the first and of the last of `num_steps` denoising steps stay dense."""
-        return ends_of(self.dense_steps, num_steps)
-
-
 def layer_reason(layers: Layers, layer: int, num_layers: int) -> str | None:
     """Why a layer stays dense, or None."""
     named = range(layers) if isinstance(layers, int) else layers

@@ -290,7 +290,7 @@ class Mask(NamedTuple):
         return self._replace(bits=bits.pin_memory() if self.bits.is_cuda else bits)
 
 
-class Tally:
+class ReadStats:
     """What calls have read: how many read everything, and what the others kept and dropped on average."""
 
     def __init__(self) -> None:

@@ -6,34 +6,16 @@ embedded model, and are known by name: `apply(pipe, "cats-close")`.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nearfield._checks import check_member, wrong_type, wrong_value
-from nearfield.methods import (
-    BipartiteMerge,
-    BlockTopK,
-    FineGrained,
-    Hilbert,
-    LogLinear,
-    Merge,
-    Merged,
-    Method,
-    StridedKeys,
-)
+from nearfield.methods import DEFAULT, Composition, Method, method_class, method_classes
 
 FORMAT = 2
-_OLDER: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"Hilbert": {"near": "tile", "summary": "mean", "dense_layers": 1, "dense_steps": 0.2}}
-}
-"""Formats that can be read, too, and what fields are there that a file does not name."""
 SHIPPED = Path(__file__).parent / "demo" / "recipes"
 Lora = Literal["", "none", "embedded"]
-_METHODS: dict[str, Any] = {
-    cls.__name__: cls
-    for cls in (Hilbert, LogLinear, FineGrained, BlockTopK, Merge, Merged, BipartiteMerge, StridedKeys)
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +47,7 @@ class Recipe:
     def as_document(self) -> dict[str, Any]:
         """What `read` reads. Every field is in it, so that it means the same when a default has changed."""
         facts = {"model": self.model, "lora": self.lora, "measured": dict(self.measured)}
-        return {"format": FORMAT, "kind": "nearfield recipe", **_document_of(self.method), **facts}
+        return {"format": FORMAT, "kind": "nearfield recipe", **(_document_of(self.method) or {}), **facts}
 
 
 def names() -> tuple[str, ...]:
@@ -81,57 +63,66 @@ def read(source: str | Path | Mapping[str, Any]) -> Recipe:
             as `./name`.
     """
     document = source if isinstance(source, Mapping) else _loaded(_path_of(source))
-    version = document.get("format") if isinstance(document, Mapping) else None
-    if type(version) is not int or version not in (FORMAT, *_OLDER) or "method" not in document:
-        formats, hint = " or ".join(map(str, sorted((FORMAT, *_OLDER)))), "`nearfield tune` writes recipes."
-        wrong_value("recipe", f"be a nearfield recipe of format {formats}", _words(document), hint)
+    if not isinstance(document, Mapping) or document.get("format") != FORMAT or "method" not in document:
+        hint = "`nearfield tune` writes recipes."
+        wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
     facts = str(document.get("model", "")), document.get("measured", {}), document.get("lora", "")
-    return Recipe(_method_in(document, _OLDER.get(version, {})), *facts)
+    return Recipe(_method_in(document), *facts)
 
 
 def recipe_of(value: Any) -> Recipe:
-    """What `apply` was given as a method: one, a recipe, or the file or name of one."""
+    """What `apply` was given as a method: one, a recipe, or the file or name of one. Its method is a `Composition`."""
     if isinstance(value, str | Path):
         value = read(value)
     if isinstance(value, Recipe):
-        return replace(value, method=_readable(value.method))
-    return Recipe(_readable(value))
+        return replace(value, method=_composed(value.method))
+    return Recipe(_composed(value))
 
 
-def _readable(method: Any) -> Any:
-    """A method, also where merging was given alone."""
-    if isinstance(method, Merge | BipartiteMerge):
-        return Merged(method)
-    rule = "be a method such as nearfield.Hilbert()"
-    if isinstance(method, type):
-        hint = f"Write {method.__name__}()." if hasattr(method, "ordering") else ""
+def _composed(method: Any) -> Composition:
+    if not isinstance(method, Method):
+        rule = f"be a method such as nearfield.{DEFAULT.label}"
+        if not isinstance(method, type):
+            wrong_type("method", rule, type(method).__name__)
+        hint = f"Write {method.__name__}()." if issubclass(method, Method) else ""
         wrong_type("method", rule, f"the class {method.__name__}", hint)
-    if not hasattr(method, "reader"):
-        wrong_type("method", rule, type(method).__name__)
-    return method
+    return Composition.of(method)
 
 
-def _document_of(method: Any) -> dict[str, Any]:
-    given = {part.name: getattr(method, part.name) for part in fields(method)}
-    nested = {name: _document_of(value) if is_dataclass(value) else value for name, value in given.items()}
+def _document_of(method: Method | None) -> dict[str, Any] | None:
+    if method is None:
+        return None
+    if isinstance(method, Composition) and len(method.parts) == 1:
+        return _document_of(method.parts[0])
+    value: Any = method
+    given = {part.name: getattr(value, part.name) for part in fields(value)}
+    nested = {
+        name: _document_of(value) if isinstance(value, Method) else value for name, value in given.items()
+    }
     return {"method": type(method).__name__, "fields": nested}
 
 
-def _method_in(document: Mapping[str, Any], older: Mapping[str, Mapping[str, Any]]) -> Any:
+def _method_in(document: Mapping[str, Any]) -> Any:
     name, given = document["method"], document.get("fields", {})
-    if name not in _METHODS:
-        wrong_value("recipe", f"name a method of {', '.join(_METHODS)}", repr(name))
-    known = {part.name for part in fields(_METHODS[name])}
+    kind: Any = Composition if name == Composition.__name__ else _class_called(name)
+    known = {part.name for part in fields(kind)}
     unknown = sorted(set(given) - known)
     if unknown:
-        wrong_value("recipe", f"hold fields of {name} ({', '.join(sorted(known))})", ", ".join(unknown))
-    given = {**older.get(name, {}), **given}
-    return _METHODS[name](**{key: _value_in(value, older) for key, value in given.items()})
+        rule = f"hold fields of {name} ({', '.join(sorted(known))})"
+        wrong_value("recipe", rule, ", ".join(unknown))
+    return kind(**{key: _value_in(value) for key, value in given.items()})
 
 
-def _value_in(value: Any, older: Mapping[str, Mapping[str, Any]]) -> Any:
+def _class_called(name: Any) -> type[Any]:
+    classes = [kind.__name__ for kind in method_classes().values()]
+    if name not in classes:
+        wrong_value("recipe", f"name a method of {', '.join(classes)}", repr(name))
+    return method_class(name)
+
+
+def _value_in(value: Any) -> Any:
     if isinstance(value, Mapping) and "method" in value:
-        return _method_in(value, older)
+        return _method_in(value)
     return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and no method has lists
 
 

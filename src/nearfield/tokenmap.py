@@ -11,7 +11,6 @@ from torch import Tensor
 from nearfield import curves
 from nearfield._checks import check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield.geometry import Geometry
-from nearfield.keeping import device_name
 
 CurveOrder = Literal["hilbert", "morton", "raster"]
 
@@ -87,13 +86,3 @@ def along(order: CurveOrder, geometry: Geometry, device: str) -> Ordering:
     make = {"hilbert": curves.hilbert, "morton": curves.morton, "raster": curves.raster}[order]
     with torch.inference_mode(False):  # else it could not serve a training step later
         return Ordering.joined([make(grid) for grid in geometry.images]).to(device)
-
-
-class AlongCurve:
-    """What a method says of its field `order`; a frozen dataclass that has it takes it as a base."""
-
-    order: CurveOrder
-
-    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
-        """The order of the image tokens (all images, one after another; the text stays where it is)."""
-        return along(self.order, geometry, device_name(device))

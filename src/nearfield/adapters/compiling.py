@@ -12,21 +12,10 @@ from typing import Any
 import torch
 
 from nearfield._checks import wrong_value
-from nearfield.methods.merging import Merge, Merged
 
 # Of one block's code: dense and sparse, in training and not, each with tokens that lie close or with gaps. Torch stops
 # at 8 and, for a block that has to be whole, raises.
 _MOST_GRAPHS = 32
-
-
-def reason_not_to_compile(method: Any) -> str | None:
-    """Why blocks stay as they are with this method, or None."""
-    if getattr(method, "needs_moment", False):
-        return "its lists are remembered from step to step, outside of graphs"
-    merge = method.merge if isinstance(method, Merged) else method
-    if isinstance(merge, Merge) and merge.placement == "module":
-        return 'with placement="module" tokens are merged inside of blocks'
-    return None
 
 
 @contextmanager

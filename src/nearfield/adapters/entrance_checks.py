@@ -12,7 +12,6 @@ from nearfield.adapters.moving import Place
 from nearfield.adapters.part import Part
 from nearfield.adapters.ready import Ready
 from nearfield.adapters.spec import Located
-from nearfield.methods.merging import Merged
 from nearfield.parallel import Ranks
 
 _LOOKED_AT = 4096  # numbers of a sample that ranks compare
@@ -61,7 +60,7 @@ def _check_layer(layer: Layer) -> None:
 
 def check_ready(part: Part, ready: Ready | None, located: Located | str, sample: Tensor) -> None:
     """Nothing can be looked up while torch.compile traces the whole model."""
-    if isinstance(part.method, Merged):
+    if part.method.merge is not None:
         raise ValueError(COMPILED_WHOLE)
     if ready is None or located != ready.located:
         raise ValueError(_NOT_READY)

@@ -23,9 +23,7 @@ from nearfield.adapters.specs import SPECS, spec_of
 from nearfield.adapters.steps import Steps
 from nearfield.adapters.summary import pairs_kept, summary
 from nearfield.geometry import Geometry, Grid
-from nearfield.methods import Hilbert, Method
-from nearfield.methods.merging import Merge
-from nearfield.methods.peers import BipartiteMerge
+from nearfield.methods import DEFAULT, Composition, Method
 from nearfield.parallel import Ranks
 from nearfield.parallel.model import check_splittable
 from nearfield.recipes import Recipe, recipe_of
@@ -36,7 +34,7 @@ _COMPONENTS = ("transformer", "transformer_2", "unet")
 
 def apply(
     target: Any,
-    method: Method | Merge | BipartiteMerge | Recipe | str | Path = Hilbert(),  # noqa: B008 -- frozen
+    method: Method | Recipe | str | Path = DEFAULT,
     *,
     scheduler: Any = None,
     impl: Impl = "auto",
@@ -66,27 +64,26 @@ def apply(
     """
     _check_is_no_name(method)
     recipe = recipe_of(method)
-    method = recipe.method
+    composition = Composition.of(recipe.method)
     check_member("impl", impl, get_args(Impl))
     models = _models_of(target)
     recipe.check_model(models[0])
     mesh = mesh_of(models) if mesh is None else mesh
-    ranks = None if mesh is None else _checked_ranks(mesh, models, method, impl, lora)
+    ranks = None if mesh is None else _checked_ranks(mesh, models, composition, impl, lora)
     steps = Steps(None if isinstance(target, nn.Module) else target, scheduler)
-    if getattr(method, "needs_moment", False):
+    if composition.is_stateful:
         check_scheduler(steps)
     regions = [
         region
         for model, switch in zip(models, loras_in(models, lora), strict=True)
-        for region in _regions_of(model, method, steps, impl, ranks, switch)
+        for region in _regions_of(model, composition, steps, impl, ranks, switch)
     ]
-    handle = Handle(models, regions, method, steps, ranks)
+    handle = Handle(models, regions, composition, steps, ranks)
     try:
         for region in regions:
             region.install()
-        caution = getattr(method, "caution", None)
-        if caution is not None:
-            warnings.warn(caution, stacklevel=2)  # which may be made an error
+        if composition.warning is not None:
+            warnings.warn(composition.warning, stacklevel=2)  # which may be made an error
     except BaseException:  # nothing stays half applied
         handle.remove()
         raise
@@ -112,14 +109,20 @@ class Handle:
         self,
         models: Sequence[nn.Module],
         regions: Sequence[Region],
-        method: Method,
+        method: Composition,
         steps: Steps,
         ranks: Ranks | None = None,
     ) -> None:
-        self.method = method
+        self.composition = method
         self.ranks = ranks
         """Those that tokens are split over; it counts what this one sent."""
         self._models, self._regions, self._steps = tuple(models), tuple(regions), steps
+
+    @property
+    def method(self) -> Method:
+        """What was applied."""
+        parts = self.composition.parts
+        return parts[0] if len(parts) == 1 else self.composition
 
     @property
     def num_layers(self) -> int:
@@ -205,7 +208,7 @@ class Handle:
                 origin = str(pixels)
             else:
                 places.append(region.ready.located if region.ready else None)
-        return summary(self._models, self._regions, places, self.method, self._steps, origin)
+        return summary(self._models, self._regions, places, self.composition, self._steps, origin)
 
     def geometry(self) -> Geometry | None:
         """Where the tokens of the last call stood, in the part of the model that has most; None before the first."""
@@ -219,7 +222,7 @@ class Handle:
         None where that is not known: before the first call, or where queries and keys decide.
         """
         self._forget_removed()
-        return pairs_kept(self._regions, self.method, self._steps)
+        return pairs_kept(self._regions, self.composition, self._steps)
 
     def __enter__(self) -> "Handle":
         return self
@@ -235,7 +238,7 @@ class Handle:
     def __repr__(self) -> str:
         self._forget_removed()
         names = ", ".join(type(model).__name__ for model in self._models) or "nothing: removed"
-        return f"Handle({names}; {self.method})"
+        return f"Handle({names}; {self.composition.label})"
 
 
 def _pixels(region: Region, height: int, width: int, frames: int | None) -> Pixels:
@@ -315,7 +318,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _checked_ranks(
-    mesh: DeviceMesh, models: Sequence[Any], method: Method, impl: Impl, lora: str | Switch | None
+    mesh: DeviceMesh, models: Sequence[Any], method: Composition, impl: Impl, lora: str | Switch | None
 ) -> Ranks:
     """Ranks that have the same models and want the same of them."""
     ranks = Ranks(mesh)
@@ -340,7 +343,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 def _regions_of(
     model: nn.Module,
-    method: Method,
+    method: Composition,
     steps: Steps,
     impl: Impl,
     ranks: Ranks | None = None,
@@ -361,7 +364,7 @@ def _regions_of(
     counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
     if not sum(counts):
         wrong_value("target", "have attention layers where its class has them", _name_of(model))
-    _check_layers(method, sum(counts))
+    method.check_layers(sum(counts))
     first = 0
     for region, count in zip(regions, counts, strict=True):
         region.find_layers(first, sum(counts))
@@ -386,17 +389,6 @@ def _parts(model: nn.Module, spec: Spec) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _check_layers(method: Any, num_layers: int) -> None:
-    """What is said of no layer would be passed over in silence. A number of layers may be larger than what there is."""
-    attention = getattr(method, "attention", None) or method
-    if getattr(attention, "tile_changes", (0,))[-1] >= num_layers:
-        wrong_value("tiles", f"change within the {num_layers} layers of the model", attention.tiles)
-    layers = getattr(attention, "dense_layers", None)
-    for layer in layers if isinstance(layers, tuple) else ():
-        if not -num_layers <= layer < num_layers:
-            wrong_value("dense_layers", f"hold indices from {-num_layers} to {num_layers - 1}", layer)
-
-
 def _check_processor(spec: Spec, layer: Layer) -> None:
     name = type(layer.processor).__name__
     if name not in spec.processors:
@@ -405,13 +397,12 @@ def _check_processor(spec: Spec, layer: Layer) -> None:
         wrong_value("target", f"have attention processors of {known}", f"{name} in {layer.name}", hint)
 
 
-def _check_text(method: Any, spec: Spec, layer: Layer) -> None:
+def _check_text(method: Composition, spec: Spec, layer: Layer) -> None:
     """Methods for images alone are refused here where text is sure, not at the first call."""
-    attention = getattr(method, "attention", method)
-    if spec.text and layer.is_sparse and layer.sees_text and not getattr(attention, "takes_text", True):
+    if spec.text and layer.is_sparse and layer.sees_text and not method.takes_text:
         others = ", ".join(spec.model for spec in SPECS if not spec.text)
         hint = f"It reads images alone, as in {others}. Layers that see text may be named in `dense_layers`."
-        wrong_value("method", f"take the text of {spec.model}", type(attention).__name__, hint)
+        wrong_value("method", f"take the text of {spec.model}", method.label, hint)
 
 
 def _name_of(value: object) -> str:

@@ -29,7 +29,7 @@ from nearfield.adapters.diffusers_hooks import caches_in
 from nearfield.adapters.processor import Extras, SparseProcessor
 from nearfield.adapters.spec import Arguments, Located, Spec, find, parameter_names
 from nearfield.merging import Regions
-from nearfield.methods.merging import Merged
+from nearfield.methods import Composition, MergeMethod
 
 _REMEMBERED = 4
 Processor = tuple[SparseProcessor, bool]
@@ -114,15 +114,16 @@ class Merger:
         self,
         module: nn.Module,
         spec: Spec,
-        method: Merged,
+        method: Composition,
+        merge: MergeMethod,
         impl: Impl,
         is_inside: Callable[[], bool],
     ) -> None:
         if spec.model not in BLOCKS:
             wrong_value("target", f"be, or have, one of {', '.join(BLOCKS)} to merge tokens in", spec.model)
-        self.spec, self.method, self.impl = spec, method, impl
+        self.spec, self.method, self.merge, self.impl = spec, method, merge, impl
         self.is_inside = is_inside
-        self.blocks = tuple(_grouped(module, BLOCKS[spec.model], method))
+        self.blocks = tuple(_grouped(module, BLOCKS[spec.model], merge))
         self.num_groups = 1 + max(
             (block.group for block in self.blocks if block.group is not None), default=-1
         )
@@ -135,7 +136,7 @@ class Merger:
     @property
     def needs_processors(self) -> bool:
         """Whether attention has to know of merged tokens: where they rotate, or have sizes."""
-        return self.method.merge.size_bias or any(facts.rows for facts in BLOCKS[self.spec.model])
+        return self.merge.size_bias or any(facts.rows for facts in BLOCKS[self.spec.model])
 
     def group_of(self, name: str) -> int | None:
         """The group of the block that a module lies in."""
@@ -211,7 +212,7 @@ class Merger:
             kind = moment.branch, batch, regions
             last = self._last.get(kind)
             if last is not None and last.place < moment.place:  # in the same step again it is another loop
-                old, new = (self.method.merge.refresh_phase(place) for place in (last.place, moment.place))
+                old, new = (self.merge.refresh_phase(place) for place in (last.place, moment.place))
                 if old[0] == new[0]:
                     known = [None if made is None else made.tokens for made in last.call.made]
                     keeps_shares = old[1] == new[1]
@@ -259,14 +260,12 @@ class Merger:
                 destinations = None if known is None else known.destinations
                 tokens = self._merging(call, image.detach(), destinations).to(image.dtype)
             rows = None if rotary is None else self._rows(tokens, rotary, call.located)
-            bias = self._bias(tokens, call.located) if self.method.merge.size_bias else None
+            bias = self._bias(tokens, call.located) if self.merge.size_bias else None
         return Made(tokens, rows, bias)
 
     def _merging(self, call: MergedCall, image: Tensor, destinations: Tensor | None) -> Any:
         if call.is_split:
-            return self.method.merge.merging_in(
-                image, call.regions, destinations=destinations, impl=self.impl
-            )
+            return self.merge.merging_in(image, call.regions, destinations=destinations, impl=self.impl)
         geometry = call.located.geometry(self.spec.text_first, sees_text=True)
         return self.method.merging(image, geometry, destinations=destinations, impl=self.impl)
 
@@ -485,15 +484,13 @@ def _in_full_precision(tokens: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _grouped(module: nn.Module, kinds: Sequence[Blocks], method: Merged) -> Iterator[Block]:
+def _grouped(module: nn.Module, kinds: Sequence[Blocks], merge: MergeMethod) -> Iterator[Block]:
     """The blocks of a region; groups of all kinds are numbered in one row."""
-    first, by_module = 0, getattr(method.merge, "placement", "block") == "module"
+    first = 0
     for facts in kinds:
-        found = [
-            method.merge.block_group(facts.kind, place) for place in range(len(find(module, facts.path)))
-        ]
+        found = [merge.block_group(facts.kind, place) for place in range(len(find(module, facts.path)))]
         for (name, block), group in zip(find(module, facts.path), found, strict=True):
             parts = tuple(part for part in facts.parts if getattr(block, part, None) is not None)
-            inner = (parts, facts.norm) if by_module else ()
+            inner = (parts, facts.norm) if merge.merges_modules else ()
             yield Block(name, block, facts, None if group is None else first + group, *inner)
         first += 1 + max((group for group in found if group is not None), default=-1)

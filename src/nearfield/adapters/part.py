@@ -8,8 +8,7 @@ from nearfield._types import Impl
 from nearfield.adapters.lora import Switch
 from nearfield.adapters.spec import Located, Spec
 from nearfield.geometry import Geometry
-from nearfield.methods import Method
-from nearfield.methods.merging import Merged
+from nearfield.methods import Composition
 from nearfield.parallel import Ranks
 
 
@@ -30,7 +29,7 @@ class Part:
     module: nn.Module
     root: nn.Module
     spec: Spec
-    method: Method
+    method: Composition
     impl: Impl = "auto"
     ranks: Ranks | None = None
     lora: Switch | None = None
@@ -42,13 +41,3 @@ class Part:
     def geometry(self, located: Located, sees_text: bool = True) -> Geometry:
         """Where the tokens of a call stand in layers that see the text, or do not."""
         return located.geometry(self.spec.text_first, sees_text)
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether readers remember from call to call."""
-        return getattr(self.method, "needs_moment", False)
-
-    @property
-    def weighs(self) -> bool:
-        """Whether merged keys have a bias, which only our own attention adds."""
-        return isinstance(self.method, Merged) and self.method.merge.size_bias

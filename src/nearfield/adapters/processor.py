@@ -23,7 +23,7 @@ from nearfield._checks import shape_of, wrong_value
 from nearfield._eager import is_unobserved
 from nearfield._types import Attended, Impl
 from nearfield.adapters.spec import Arguments
-from nearfield.methods import Reader
+from nearfield.methods import LayerAttention
 from nearfield.reference import rotate as reference
 
 
@@ -51,7 +51,7 @@ class Extras(NamedTuple):
 
 
 class SparseProcessor:
-    """Reads what `reader` says; without one, and in dense steps, it is the original.
+    """Reads what `attention` says; without one, and in dense steps, it is the original.
 
     Args:
         original: the processor that was there.
@@ -71,8 +71,8 @@ class SparseProcessor:
         self.ending_in_torch = _ending_in_torch(original)
         self.switch = switch
         self.impl = impl
-        self.reader: Reader | None = None
-        self.dense_reader: Reader | None = None
+        self.attention: LayerAttention | StatefulAttention | None = None
+        self.dense_attention: LayerAttention | None = None
         """What dense steps and layers read where tokens are split over ranks, or merged ones weighed; None: the
         original reads."""
         self.extras: Extras | None = None
@@ -88,13 +88,14 @@ class SparseProcessor:
             hint = "Call `disable_gradient_checkpointing()`, or do not share layers."
             wrong_value("backward", "not compute layers again that two models share", "checkpointing", hint)
         extras = self.extras
-        reader = self.dense_reader if self.switch.is_dense_step else self.reader or self.dense_reader
-        if reader is None and extras is None:
+        is_dense = self.switch.is_dense_step
+        attention = self.dense_attention if is_dense else self.attention or self.dense_attention
+        if attention is None and extras is None:
             return self.original(attn, *args, **kwargs)
         # What is traced needs no kernel, and the kernel has no gradient.
         if extras is None and self.rotary and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
             extras, args, kwargs = self._without_rows(args, kwargs)
-        redirect = _Redirect(reader, self.impl, self.heads, extras or _NOTHING)
+        redirect = _Redirect(attention, self.impl, self.heads, extras or _NOTHING)
         with redirect:
             out = self.ending_in_torch(attn, *args, **kwargs)
         if redirect.times != 1:
@@ -144,26 +145,22 @@ class SparseProcessor:
             self.original._parallel_config = config
 
 
-class RememberingReader:
-    """A reader that remembers, as a processor has to call it: it is not traced, and nothing is computed again.
+class StatefulAttention:
+    """A layer whose result depends on earlier steps, as a processor has to call it: not traced, nothing computed again.
 
     What it does depends on the step, so torch.compile would have to make a graph for each; and a block that is
     computed again in the backward pass would find what its first computation has left.
     """
 
-    def __init__(self, reader: Reader, switch: Switch) -> None:
-        self.reader, self.switch = reader, switch
+    def __init__(self, layer: LayerAttention, switch: Switch) -> None:
+        self.layer, self.switch = layer, switch
         self.attend = torch.compiler.disable(self._attend, reason="lists are remembered from step to step")
-
-    @property
-    def num_pairs(self) -> int | None:
-        return self.reader.num_pairs
 
     def _attend(self, *args: Any, **kwargs: Any) -> Attended:
         if self.switch.is_recomputing:
             hint = 'Use predict="online", or call `disable_gradient_checkpointing()`.'
             wrong_value("backward", "not compute layers again that remember", "checkpointing", hint)
-        return self.reader.attend(*args, **kwargs)
+        return self.layer.attend(*args, **kwargs)
 
 
 def sparse_processor(
@@ -208,11 +205,17 @@ _NOTHING = Extras(None, None)
 
 
 class _Redirect(TorchFunctionMode):
-    """Sends `scaled_dot_product_attention` to a reader, or lets it be if there is none."""
+    """Sends `scaled_dot_product_attention` to what a layer reads, or lets it be if that is None."""
 
-    def __init__(self, reader: Reader | None, impl: Impl, heads: tuple[int, int], extras: Extras) -> None:
+    def __init__(
+        self,
+        attention: LayerAttention | StatefulAttention | None,
+        impl: Impl,
+        heads: tuple[int, int],
+        extras: Extras,
+    ) -> None:
         super().__init__()
-        self.reader, self.impl, self.heads, self.extras = reader, impl, heads, extras
+        self.attention, self.impl, self.heads, self.extras = attention, impl, heads, extras
         self.times = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,7 +246,7 @@ class _Redirect(TorchFunctionMode):
             wrong_value("processor", f"have the {self.heads[0]} heads of {self.heads[1]} it had", found, hint)
         if self.extras.rows is not None:
             query, key = (_rotated(x, self.extras.rows, self.impl) for x in (query, key))
-        if self.reader is None:
+        if self.attention is None:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa
             )
@@ -255,7 +258,7 @@ class _Redirect(TorchFunctionMode):
         bias = None if attn_mask is None else _key_bias(attn_mask)
         if self.extras.bias is not None:
             bias = self.extras.bias if bias is None else self.extras.bias + bias
-        return self.reader.attend(query, key, value, key_bias=bias, scale=scale, impl=self.impl).out
+        return self.attention.attend(query, key, value, key_bias=bias, scale=scale, impl=self.impl).out
 
 
 def _rotated(x: Tensor, rows: tuple[Tensor, Tensor], impl: Impl) -> Tensor:

@@ -1,12 +1,10 @@
 """Everything that calls of one size need, made once: the order of the tokens, and what each layer reads."""
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from nearfield._checks import wrong_value
 from nearfield.adapters.layers import Layer
@@ -14,12 +12,10 @@ from nearfield.adapters.part import Part
 from nearfield.adapters.spec import Located
 from nearfield.geometry import Geometry
 from nearfield.merging import Regions
-from nearfield.methods import Hilbert, Reader, TimedReader
-from nearfield.methods.merging import Merged, full_reader
+from nearfield.methods import Composition, LayerAttention, full_layer
 from nearfield.parallel import Ranks
 from nearfield.parallel.cuts import even_split, split_between_regions
-from nearfield.parallel.model import Share, SplitModel, SplitReader
-from nearfield.plan import Plan
+from nearfield.parallel.model import Share, SplitModel
 from nearfield.tokenmap import Ordering
 
 _DENSE_BLOCK = 128  # of plans where everyone reads everyone
@@ -30,106 +26,56 @@ class Ready:
     """Everything a call needs, made for one layout of tokens and one device.
 
     Args:
-        readers: what each layer reads, in the order of layers; None where it is dense.
-        dense_reader: what dense steps read where tokens are split over ranks.
+        attentions: what each layer reads, in the order of layers; None where it is dense.
+        dense_attention: what dense steps read where tokens are split over ranks.
         weighing: what each layer reads in dense steps, or where it is dense, if merged keys have a bias.
         regions: how image tokens are merged; None where they are not.
         own_regions: those of this rank, where tokens are split over several.
-        derived: for which batches, and whether for training, plans have derived what they keep.
+        prepared: for which batches, and whether for training, plans have derived what they keep.
     """
 
     located: Located
     device: torch.device
     ordering: Ordering | Share
-    readers: tuple[Reader | None, ...]
-    dense_reader: Reader | None = None
-    weighing: tuple[Reader | None, ...] = ()
+    attentions: tuple[LayerAttention | None, ...]
+    dense_attention: LayerAttention | None = None
+    weighing: tuple[LayerAttention | None, ...] = ()
     regions: Regions | None = None
     own_regions: Regions | None = None
-    derived: set[tuple[int, bool]] = field(default_factory=set)
+    prepared: set[tuple[int, bool]] = field(default_factory=set)
 
-    def derive(self, layers: Sequence[Layer], batch: int) -> None:
-        """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""
-        state = batch, torch.is_grad_enabled()
-        if state in self.derived:
+    def prepare(self, layers: Sequence[Layer], batch: int) -> None:
+        """Let plans derive what `attend` keeps of them, once for a batch and for training."""
+        training = torch.is_grad_enabled()
+        if (batch, training) in self.prepared:
             return
-        self._derive_orders(layers, batch)
-        for reader in self.readers + self.weighing:
-            _leave_lengths_open(reader)
-        self.derived.add(state)
-
-    def _derive_orders(self, layers: Sequence[Layer], batch: int) -> None:
-        for reader, layer in zip(self.readers + self.weighing, 2 * tuple(layers), strict=True):
-            for plan in plans_of(reader):
-                for part in (plan, plan.transpose()) if torch.is_grad_enabled() else (plan,):
-                    if part.device.type == "cuda":
-                        part.longest_first(batch, layer.attention.heads)
+        for attention, layer in zip(self.attentions + self.weighing, 2 * tuple(layers), strict=True):
+            if attention is not None:
+                attention.prepare(batch, layer.attention.heads, training=training)
+        self.prepared.add((batch, training))
 
 
 def make_ready(
     part: Part, layers: Sequence[Layer], located: Located, device: torch.device, num_sparse_layers: int
 ) -> Ready:
-    """`num_sparse_layers` are those of the whole model: they share what a method lets its readers remember."""
+    """`num_sparse_layers` are those of the whole model: they share the memory that a method allows."""
     whole = {sees: part.geometry(located, sees) for sees in (True, False)}
     ordering = _ordering(part, layers, whole, device)
     regions, short = _merged(part.method, whole)
-    readers: list[Reader | None] = []
-    weighing: list[Reader | None] = []
+    attentions: list[LayerAttention | None] = []
+    weighing: list[LayerAttention | None] = []
     for layer in layers:
         geometry = (whole if layer.group is None else short)[layer.sees_text]
-        reader = None
+        attention = None
         if layer.is_sparse and layer.index is not None:
-            reader = part.method.reader(geometry, layer.index, heads=layer.attention.heads, device=device)
-        readers.append(reader)
-        is_weighed = layer.group is not None and regions is not None and part.weighs
-        weighing.append(full_reader(geometry.num_tokens, str(device)) if is_weighed else None)
-    ready = Ready(located, device, ordering, tuple(readers), None, tuple(weighing), regions)
-    for timed in timed_readers(part, ready):
-        timed.among(num_sparse_layers)
+            heads = layer.attention.heads
+            attention = part.method.layer(geometry, layer.index, heads=heads, device=device)
+            attention.set_num_layers(num_sparse_layers)
+        attentions.append(attention)
+        is_weighed = layer.group is not None and regions is not None and part.method.weighs
+        weighing.append(full_layer(geometry.num_tokens, str(device)) if is_weighed else None)
+    ready = Ready(located, device, ordering, tuple(attentions), None, tuple(weighing), regions)
     return ready if part.ranks is None else _split(part, layers, ready, part.ranks)
-
-
-def timed_readers(part: Part, ready: Ready | None) -> Iterator[TimedReader]:
-    """Those that remember from call to call."""
-    for reader in ready.readers if ready and part.is_timed else ():
-        if reader is not None:
-            yield cast(TimedReader, reader)
-
-
-def plans_of(reader: Any) -> Iterator[Plan]:
-    """The plans inside a reader, whatever tuples it is made of."""
-    if isinstance(reader, Plan):
-        yield reader
-    elif isinstance(reader, SplitReader):
-        yield from reader.plans
-    elif isinstance(reader, tuple):
-        for part in reader:
-            yield from plans_of(part)
-
-
-def _leave_lengths_open(reader: Any) -> None:
-    """Let torch.compile make graphs for lists of any length: layers differ in it, methods too, and no code asks for it.
-
-    Who compiles has loaded its tracer, or diffusers has; where neither did, it is not loaded for this.
-    """
-    tracer = sys.modules.get("torch._dynamo")
-    if tracer is None:
-        return
-    for plan in plans_of(reader):
-        tracer.maybe_mark_dynamic(plan._extent, (0, 1))
-    for each in _lists_of(reader):
-        tracer.maybe_mark_dynamic(each, each.dim() - 1)
-
-
-def _lists_of(reader: Any) -> Iterator[Tensor]:
-    """Lists of plans, and others, which have one axis, inside a reader."""
-    if isinstance(reader, Plan):
-        yield from reader.lists()
-    elif isinstance(reader, Tensor) and reader.dim() == 1:
-        yield reader
-    elif isinstance(reader, tuple):
-        for part in reader:
-            yield from _lists_of(part)
 
 
 def _ordering(
@@ -143,12 +89,12 @@ def _ordering(
     return ordering
 
 
-def _merged(method: object, whole: Mapping[bool, Geometry]) -> tuple[Regions | None, Mapping[bool, Geometry]]:
+def _merged(
+    method: Composition, whole: Mapping[bool, Geometry]
+) -> tuple[Regions | None, Mapping[bool, Geometry]]:
     """How image tokens are merged, and the geometries of what is left; the same ones if nothing is merged."""
-    if not isinstance(method, Merged):
-        return None, whole
     regions = method.regions(whole[True])
-    if regions.num_merged == regions.num_tokens:
+    if regions is None or regions.num_merged == regions.num_tokens:
         return None, whole
     return regions, {sees: method.shortened(geometry, regions) for sees, geometry in whole.items()}
 
@@ -168,36 +114,38 @@ def _split(part: Part, layers: Sequence[Layer], ready: Ready, ranks: Ranks) -> R
     """The same for the share of one rank. Dense layers read all, wherever it is."""
     assert isinstance(ready.ordering, Ordering)
     geometry = part.geometry(ready.located)
-    models = _split_models(part.method, geometry, ready, ranks)
-    dense = {id(model): model.dense_reader(ready.device) for model in (models.whole, models.merged)}
-    readers, weighing = list[Reader | None](), list[Reader | None]()
-    for layer, reader in zip(layers, ready.readers, strict=True):
+    models = _split_models(part.method, geometry, layers, ready, ranks)
+    dense = {id(model): model.dense_layer(ready.device) for model in (models.whole, models.merged)}
+    attentions, weighing = list[LayerAttention | None](), list[LayerAttention | None]()
+    for layer, attention in zip(layers, ready.attentions, strict=True):
         model = models.whole if layer.group is None else models.merged
         everything = dense[id(model)] if layer.is_ours else None
-        readers.append(everything if reader is None else model.reader(reader))
+        attentions.append(everything if attention is None else model.layer(attention))
         weighing.append(everything)
     return replace(
         ready,
         ordering=models.whole.share(ready.ordering, geometry),
-        readers=tuple(readers),
-        dense_reader=dense[id(models.whole)],
+        attentions=tuple(attentions),
+        dense_attention=dense[id(models.whole)],
         weighing=tuple(weighing),
         own_regions=models.own_regions,
     )
 
 
-def _split_models(method: object, geometry: Geometry, ready: Ready, ranks: Ranks) -> _SplitModels:
-    attention = method.attention if isinstance(method, Merged) else method
-    assert attention is None or isinstance(attention, Hilbert)
+def _split_models(
+    method: Composition, geometry: Geometry, layers: Sequence[Layer], ready: Ready, ranks: Ranks
+) -> _SplitModels:
     block = _DENSE_BLOCK
-    if attention is not None:
-        plans = (
-            attention.plan(geometry, layer, heads=1, device=ready.device) for layer in attention.tile_changes
-        )
+    if method.attention is not None:
+        indices = [layer.index for layer in layers if layer.index is not None]
+        plans = [
+            plan
+            for index in indices
+            for plan in method.layer(geometry, index, heads=1, device=ready.device).plans
+        ]
         block = max(plan.q_block for plan in plans)
-    if not isinstance(method, Merged):
-        assert attention is not None
-        whole = SplitModel(even_split(attention, geometry, ranks.size, block), block, ranks)
+    if method.merge is None:
+        whole = SplitModel(even_split(method, geometry, ranks.size, block), block, ranks)
         return _SplitModels(whole, whole)
     split = split_between_regions(method, geometry, ranks.size, block)
     whole = SplitModel(split.whole, block, ranks)

@@ -7,7 +7,7 @@ processors. Between entrance and exit nothing is looked up and nothing but atten
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -24,8 +24,8 @@ from nearfield.adapters.merging import Merger
 from nearfield.adapters.moments import CallHook, Moments, Now
 from nearfield.adapters.moving import Mover, places_of
 from nearfield.adapters.part import Part
-from nearfield.adapters.processor import RememberingReader, SparseProcessor, refuse_to_copy
-from nearfield.adapters.ready import Ready, make_ready, timed_readers
+from nearfield.adapters.processor import SparseProcessor, StatefulAttention, refuse_to_copy
+from nearfield.adapters.ready import Ready, make_ready
 from nearfield.adapters.spec import (
     Arguments,
     Located,
@@ -37,7 +37,7 @@ from nearfield.adapters.spec import (
 from nearfield.adapters.steps import Steps, has_dense_steps
 from nearfield.dense_parts import stays_dense
 from nearfield.keeping import device_name
-from nearfield.methods.merging import Merged
+from nearfield.methods import LayerAttention
 
 _REMEMBERED = 8
 
@@ -64,8 +64,9 @@ class Region:
         self._lora_rests = False
         self.calls = Calls(part, self._state, self._resume)
         self.merger: Merger | None = None
-        if isinstance(part.method, Merged):
-            self.merger = Merger(part.module, part.spec, part.method, part.impl, self.calls.is_inside)
+        if part.method.merge is not None:
+            facts = part.module, part.spec, part.method, part.method.merge, part.impl
+            self.merger = Merger(*facts, self.calls.is_inside)
         self._mover = Mover(self.calls.is_inside)
         self._places = places_of(part)
         self._names = parameter_names(part.module)
@@ -134,7 +135,7 @@ class Region:
     @property
     def _remembers(self) -> bool:
         """Whether anything does from call to call: readers, or maps of merged tokens."""
-        return self.part.is_timed or self.merger is not None
+        return self.part.method.is_stateful or self.merger is not None
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -217,7 +218,7 @@ class Region:
         step = self.steps.now()
         if step is None:
             return False
-        return stays_dense(self.part.method.dense_ends(step.total), step.place, step.total)
+        return stays_dense(self.part.method.num_dense_steps(step.total), step.place, step.total)
 
     def _state(self) -> Call:
         merged = None if self.merger is None else self.merger.call
@@ -244,14 +245,14 @@ class Region:
             self._forget_lists()
         if now is None:
             return
-        for reader in timed_readers(self.part, self.ready):
-            reader.at(now.moment)
-            if now.is_first:
-                reader.tally.clear()
+        for attention in self._stateful(self.ready):
+            attention.set_step(now.moment)
+            if now.is_first and attention.stats is not None:
+                attention.stats.clear()
 
     def _now(self, batch: int) -> Now | None:
         """None where nothing tells the step, and only maps depend on it: those are made anew then."""
-        if self.part.is_timed:
+        if self.part.method.is_stateful:
             return self._moments.advance(batch)
         try:
             return self._moments.advance(batch)
@@ -272,8 +273,13 @@ class Region:
 
     def _forget_lists(self) -> None:
         for ready in self._kept.values():
-            for reader in timed_readers(self.part, ready):
-                reader.forget()
+            for attention in self._stateful(ready):
+                attention.forget()
+
+    def _stateful(self, ready: Ready | None) -> Iterator[LayerAttention]:
+        """What layers read, where that depends on earlier steps."""
+        if ready is not None and self.part.method.is_stateful:
+            yield from (attention for attention in ready.attentions if attention is not None)
 
     # -- getting ready -------------------------------------------------------------------------------------------
 
@@ -289,7 +295,7 @@ class Region:
         self.prepare(located, sample.device, len(samples))
 
     def prepare(self, located: Located, device: torch.device, batch: int) -> None:
-        """Fetch the order and the readers for a layout of tokens, and hand them to the processors."""
+        """Fetch the order and what layers read for a layout of tokens, and hand them to the processors."""
         device = torch.device(device_name(device))
         key = (located, device)
         ready = self._kept.get(key)
@@ -301,10 +307,10 @@ class Region:
             self._kept[key] = ready
             while len(self._kept) > _REMEMBERED:
                 self._kept.popitem(last=False)
-        ready.derive(self.layers, batch)
+        ready.prepare(self.layers, batch)
         if ready is not self.ready:
-            for reader in timed_readers(self.part, self.ready):
-                reader.forget()
+            for attention in self._stateful(self.ready):
+                attention.forget()
             self._hand_out(ready)
         if any(move.what == "img_ids" for move in self.part.spec.moves):
             self._grids.expect(located.images, device)
@@ -317,12 +323,13 @@ class Region:
         self._mover.order = ready.ordering if ready else None
         for number, layer in enumerate(self.layers):
             if isinstance(layer.installed, SparseProcessor):
-                reader = ready.readers[number] if ready else None
-                if reader and self.part.is_timed:
-                    reader = RememberingReader(reader, self.calls)
-                layer.installed.reader = reader
+                attention = ready.attentions[number] if ready else None
+                is_stateful = attention is not None and self.part.method.is_stateful
+                layer.installed.attention = (
+                    StatefulAttention(attention, self.calls) if attention and is_stateful else attention
+                )
                 weighing = ready.weighing[number] if ready and ready.weighing else None
-                layer.installed.dense_reader = weighing or (ready.dense_reader if ready else None)
+                layer.installed.dense_attention = weighing or (ready.dense_attention if ready else None)
 
 
 def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,7 +88,7 @@ class Steps:
 
 def has_dense_steps(method: Method) -> bool:
     """Whether a method leaves steps dense, however many there are."""
-    return any(method.dense_ends(_MANY))
+    return any(method.num_dense_steps(_MANY))
 
 
 def _storage(tensor: Tensor) -> int:

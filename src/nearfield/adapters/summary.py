@@ -2,25 +2,22 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nearfield.adapters.layers import Layer
 from nearfield.adapters.merging import Block
-from nearfield.adapters.ready import Ready, plans_of
+from nearfield.adapters.ready import Ready
 from nearfield.adapters.region import Region
 from nearfield.adapters.spec import Located, Move
 from nearfield.adapters.steps import Steps, has_dense_steps
 from nearfield.implementations import explain_choice
-from nearfield.methods import Method
-from nearfield.methods.merging import Merged
+from nearfield.methods import Composition, LayerAttention, Memory
 from nearfield.parallel import Shapes
-from nearfield.parallel.model import SplitReader
-from nearfield.plan import Plan
-from nearfield.predict import Blocks, Tally
+from nearfield.parallel.model import SplitLayer
+from nearfield.predict import ReadStats
 
 _NAMED = 4
 
@@ -29,14 +26,14 @@ def summary(
     models: Sequence[nn.Module],
     regions: Sequence[Region],
     places: Sequence[Located | None],
-    method: Method,
+    method: Composition,
     steps: Steps,
     origin: str,
 ) -> str:
     """All of it. `places` are the tokens to tell about, region by region, and `origin` says where they come from."""
     if not models:
         return "nearfield: removed; nothing is changed"
-    lines = [f"nearfield: {_method_words(method)}"]
+    lines = [f"nearfield: {method.label}"]
     for model in models:
         mine = [
             (region, place)
@@ -48,7 +45,7 @@ def summary(
 
 
 def _model_lines(
-    parts: Sequence[tuple[Region, Located | None]], method: Method, steps: Steps, origin: str
+    parts: Sequence[tuple[Region, Located | None]], method: Composition, steps: Steps, origin: str
 ) -> list[str]:
     regions = [region for region, _ in parts]
     lines = [
@@ -67,31 +64,10 @@ def _model_lines(
     return lines + _geometry_lines(known, method, steps, origin)
 
 
-def _lora_lines(regions: Sequence[Region], method: Method, steps: Steps) -> list[str]:
+def _lora_lines(regions: Sequence[Region], method: Composition, steps: Steps) -> list[str]:
     has_lora = any(region.part.lora is not None for region in regions)
     rests = steps.scheduler is not None and has_dense_steps(method)
     return ["LoRA: rests in dense steps"] if has_lora and rests else []
-
-
-def _attention(method: Any) -> Any:
-    """What decides who reads whom, among merged tokens or all; None if everyone reads everyone."""
-    return method.attention if isinstance(method, Merged) else method
-
-
-def _method_words(method: Any) -> str:
-    """The method with the fields that were set."""
-    value: Any = method
-    if isinstance(method, Merged):
-        return " | ".join(
-            _method_words(part) for part in (method.merge, method.attention) if part is not None
-        )
-    if not is_dataclass(value):
-        return str(value)
-    values = [
-        (field.name, getattr(value, field.name), field.default) for field in fields(value) if field.repr
-    ]
-    given = ", ".join(f"{name}={setting!r}" for name, setting, default in values if setting != default)
-    return f"{type(method).__name__}({given})"
 
 
 def _changed_words(regions: Sequence[Region]) -> str:
@@ -145,9 +121,9 @@ def _block_lines(regions: Sequence[Region]) -> list[str]:
     return lines + ([f"  merged one by one, after norms: {', '.join(parts)}"] if parts else [])
 
 
-def _map_lines(method: Method, steps: Steps) -> list[str]:
+def _map_lines(method: Composition, steps: Steps) -> list[str]:
     """When tokens are merged anew."""
-    if not isinstance(method, Merged):
+    if method.merge is None:
         return []
     destinations, shares = method.merge.refresh
     if steps.scheduler is None:
@@ -158,16 +134,16 @@ def _map_lines(method: Method, steps: Steps) -> list[str]:
     ]
 
 
-def _step_words(method: Method, steps: Steps) -> str:
+def _step_words(method: Composition, steps: Steps) -> str:
     scheduler = steps.scheduler
     if not has_dense_steps(method):
-        return "steps: all merged" if _attention(method) is None else "steps: all sparse"
+        return "steps: all merged" if method.attention is None else "steps: all sparse"
     if scheduler is None:
         return "steps: all sparse; without a scheduler no step is known to be a first or last one (pass `scheduler=`)"
     total = steps.total()
     if total is None:
         return f"steps: some dense; how many there are is not known yet ({type(scheduler).__name__})"
-    return f"steps: {_ends(*method.dense_ends(total))} of {total} dense ({type(scheduler).__name__})"
+    return f"steps: {_ends(*method.num_dense_steps(total))} of {total} dense ({type(scheduler).__name__})"
 
 
 def _ends(first: int, last: int) -> str:
@@ -175,26 +151,18 @@ def _ends(first: int, last: int) -> str:
     return " and ".join(words) or "none"
 
 
-def _refresh_lines(method: Any, steps: Steps) -> list[str]:
-    """When a method that remembers looks again."""
-    total = steps.total() if getattr(method, "needs_moment", False) else None
+def _refresh_lines(method: Composition, steps: Steps) -> list[str]:
+    """When a stateful method decides anew."""
+    total = steps.total() if method.is_stateful else None
     if total is None:
         return []
-    first, last = method.dense_ends(total)
-    due = {*_attention(method).refreshes(total), *_new_destinations(method, total)}
-    # Where they are due in a dense step, the next sparse one makes them.
-    places = sorted(place for place in {max(place, first) for place in due} if place < total - last)
+    first, last = method.num_dense_steps(total)
+    # Where it is due in a dense step, the next sparse one does it.
+    due = {max(step, first) for step in method.refreshes(total)}
+    places = sorted(step for step in due if step < total - last)
     return [
         f"  lists are made at {_counted(places)} of {total}, by full attention, for each branch of guidance"
     ]
-
-
-def _new_destinations(method: Any, total: int) -> list[int]:
-    """Steps at which other tokens are left than before, so that lists of them are made anew."""
-    if not isinstance(method, Merged):
-        return []
-    phases = [method.merge.refresh_phase(place)[0] for place in range(total)]
-    return [place for place in range(1, total) if phases[place] != phases[place - 1]]
 
 
 def _counted(places: Sequence[int]) -> str:
@@ -229,7 +197,7 @@ class _Pairs(NamedTuple):
 
 
 def _geometry_lines(
-    known: Sequence[tuple[Region, Located]], method: Method, steps: Steps, origin: str
+    known: Sequence[tuple[Region, Located]], method: Composition, steps: Steps, origin: str
 ) -> list[str]:
     lines, pairs, work = [], _Pairs(), _Work()
     prepared: list[tuple[Region, Ready]] = []
@@ -249,11 +217,11 @@ def _geometry_lines(
         pairs = pairs.plus(_pairs(region, ready))
         work = work.plus(_work(region, ready))
         choice = choice or _choice_words(region, ready)
-    tallies = [tally for region, _ in known for tally in _tallies(region)]
+    stats = [stats for region, _ in known for stats in _stats(region)]
     return [
         *lines,
-        *_memory_lines(prepared, _attention(method)),
-        *_achieved_lines(tallies, method),
+        *_memory_lines(prepared),
+        *_achieved_lines(stats, method),
         *_speed_lines(pairs, method, steps),
         *_work_lines(work),
         *filter(None, [choice]),
@@ -263,33 +231,33 @@ def _geometry_lines(
 def _split_lines(region: Region, ready: Ready) -> list[str]:
     """Who holds which tokens, and what this rank sends."""
     ranks = region.part.ranks
-    readers = [reader for reader in ready.readers if isinstance(reader, SplitReader)]
-    if ranks is None or not readers or not isinstance(ready.dense_reader, SplitReader):
+    splits = [attention for attention in ready.attentions if isinstance(attention, SplitLayer)]
+    if ranks is None or not splits or not isinstance(ready.dense_attention, SplitLayer):
         return []
     sparse = [
-        reader
-        for reader, layer in zip(ready.readers, region.layers, strict=True)
-        if isinstance(reader, SplitReader) and layer.is_sparse
+        attention
+        for attention, layer in zip(ready.attentions, region.layers, strict=True)
+        if isinstance(attention, SplitLayer) and layer.is_sparse
     ]
     merged = [
-        reader
-        for reader, layer in zip(ready.weighing, region.layers, strict=True)
-        if isinstance(reader, SplitReader) and layer.group is not None and ready.regions is not None
+        attention
+        for attention, layer in zip(ready.weighing, region.layers, strict=True)
+        if isinstance(attention, SplitLayer) and layer.group is not None and ready.regions is not None
     ]
     words = [
         f"{_mean_sent(region, ready, some):.3g} MiB per {kind} layer"
-        for kind, some in (("sparse", sparse), ("dense", [ready.dense_reader]), ("merged dense", merged))
+        for kind, some in (("sparse", sparse), ("dense", [ready.dense_attention]), ("merged dense", merged))
         if some
     ]
     origin = "  ranks are those of enable_parallelism, whose own split rests until remove()"
     return [
-        f"split: {ready.dense_reader.route.traffic.queries}",
+        f"split: {ready.dense_attention.route.traffic.queries}",
         *([origin] if region.resting.is_anything else []),
         f"  rank {ranks.index} sends {', '.join(words)} (forward, one sample)",
     ]
 
 
-def _mean_sent(region: Region, ready: Ready, readers: Sequence[SplitReader]) -> float:
+def _mean_sent(region: Region, ready: Ready, splits: Sequence[SplitLayer]) -> float:
     attention = next(layer.attention for layer in region.layers if layer.is_ours)
     dtype = region.dtype or next(attention.parameters()).dtype
     heads = attention.heads
@@ -297,23 +265,23 @@ def _mean_sent(region: Region, ready: Ready, readers: Sequence[SplitReader]) -> 
     geometry = region.part.geometry(ready.located)
     # Layers whose tiles lie alike have one plan, and need be counted but once.
     sizes = dict[int, int]()
-    for reader in readers:
-        has_bias = region.part.weighs and reader.plan.num_keys < geometry.num_tokens
-        if id(reader.plan) not in sizes:
-            sent = reader.bytes_sent(shapes._replace(has_bias=has_bias)).forward
-            sizes[id(reader.plan)] = sent[reader.ranks.index]
-    return sum(sizes[id(reader.plan)] for reader in readers) / len(readers) / 2**20
+    for attention in splits:
+        has_bias = region.part.method.weighs and attention.plan.num_keys < geometry.num_tokens
+        if id(attention.plan) not in sizes:
+            sent = attention.bytes_sent(shapes._replace(has_bias=has_bias)).forward
+            sizes[id(attention.plan)] = sent[attention.ranks.index]
+    return sum(sizes[id(attention.plan)] for attention in splits) / len(splits) / 2**20
 
 
 def _pairs(region: Region, ready: Ready) -> _Pairs:
     pairs = _Pairs()
-    for layer, reader in zip(region.layers, ready.readers, strict=True):
+    for layer, attention in zip(region.layers, ready.attentions, strict=True):
         if layer.index is None:
             continue
         geometry = region.part.geometry(ready.located, layer.sees_text)
         heads = layer.attention.heads
         whole, dense = geometry.num_tokens**2 * heads, _num_pairs(layer, ready) * heads
-        read = _num_read(layer, reader, ready)
+        read = _num_read(layer, attention, ready)
         if layer.is_sparse or dense < whole:
             pairs = pairs.plus(_Pairs(None if read is None else read * heads, whole, whole, dense))
         else:
@@ -321,13 +289,13 @@ def _pairs(region: Region, ready: Ready) -> _Pairs:
     return pairs
 
 
-def _num_read(layer: Layer, reader: Any, ready: Ready) -> float | None:
+def _num_read(layer: Layer, attention: LayerAttention | None, ready: Ready) -> float | None:
     """Pairs that a layer reads, per head; None where that is not known before calls."""
     most = _num_pairs(layer, ready)
-    if reader is None or not layer.is_sparse:
+    if attention is None or not layer.is_sparse:
         return most
-    known: int | None = reader.num_pairs
-    return _read_so_far(reader, most) if known is None else known
+    known = attention.num_pairs
+    return _read_so_far(attention, most) if known is None else known
 
 
 def _num_pairs(layer: Layer, ready: Ready) -> int:
@@ -360,10 +328,10 @@ def _work(region: Region, ready: Ready) -> _Work:
         if ready.regions is not None and block.group is not None:
             left = _products(block, ready.located.text, image, ready.regions.num_merged)
         work = work.plus(_Work(left, full))
-    for layer, reader in zip(region.layers, ready.readers, strict=True):
+    for layer, attention in zip(region.layers, ready.attentions, strict=True):
         if layer.index is not None:
             geometry = region.part.geometry(ready.located, layer.sees_text)
-            known = _num_read(layer, reader, ready)
+            known = _num_read(layer, attention, ready)
             read = _num_pairs(layer, ready) if known is None else known
             each = 2 * layer.attention.inner_dim  # a query times a key, a weight times a value
             work = work.plus(_Work(0, 0, read * each, geometry.num_tokens**2 * each))
@@ -401,45 +369,46 @@ def _work_lines(work: _Work) -> list[str]:
     ]
 
 
-def _read_so_far(reader: Any, there: int) -> float | None:
+def _read_so_far(attention: LayerAttention, there: int) -> float | None:
     """What calls have read of so many pairs, on average; None before the first."""
-    tally: Tally | None = getattr(reader, "tally", None)
-    calls = 0 if tally is None else tally.num_full + tally.num_sparse
-    if tally is None or not calls:
+    stats = attention.stats
+    calls = 0 if stats is None else stats.num_full + stats.num_sparse
+    if stats is None or not calls:
         return None
-    sparse = tally.num_sparse * tally.kept if tally.num_sparse else 0.0
-    return there * (tally.num_full + sparse) / calls
+    sparse = stats.num_sparse * stats.kept if stats.num_sparse else 0.0
+    return there * (stats.num_full + sparse) / calls
 
 
-def _tallies(region: Region) -> list[Tally]:
+def _stats(region: Region) -> list[ReadStats]:
     """What the layers of the last calls have read, where that is counted."""
-    readers = region.ready.readers if region.ready else ()
-    found = [reader.tally for reader in readers if reader is not None and hasattr(reader, "tally")]
-    return [tally for tally in found if tally.num_full + tally.num_sparse]
+    attentions = region.ready.attentions if region.ready else ()
+    found = [attention.stats for attention in attentions if attention is not None]
+    return [stats for stats in found if stats is not None and stats.num_full + stats.num_sparse]
 
 
-def _memory_lines(prepared: Sequence[tuple[Region, Ready]], method: Any) -> list[str]:
-    """What a method that remembers will take, and what it has taken."""
-    if not getattr(method, "needs_moment", False):
+def _memory_lines(prepared: Sequence[tuple[Region, Ready]]) -> list[str]:
+    """What a stateful method will take, and what it has taken."""
+    memories = [memory for region, ready in prepared for memory in _memories(region, ready)]
+    if not memories:
         return []
-    num_bytes, layers = 0, 0
-    for region, ready in prepared:
-        for layer, reader in zip(region.layers, ready.readers, strict=True):
-            if reader is not None:
-                its: Any = reader
-                num_bytes += method.mask_bytes(its.geometry, 1, layer.attention.heads)
-                layers += 1
-    bound = "no bound" if method.memory is None else f"at most {method.memory:g} GiB on the device"
+    num_bytes, limit = sum(memory.as_bits for memory in memories), memories[0].limit
+    bound = "no bound" if limit is None else f"at most {limit:g} GiB on the device"
     line = (
         f"memory: {_size_words(num_bytes)} as bits, up to {_size_words(32 * num_bytes)} as lists, for each sample and"
-        f" branch of guidance ({layers} layers); {bound} (memory={method.memory})"
+        f" branch of guidance ({len(memories)} layers); {bound} (memory={limit})"
     )
-    taken: Counter[str] = Counter()
-    for region, _ in prepared:
-        for reader in region.ready.readers if region.ready else ():
-            taken += getattr(reader, "most", Counter())
+    last = [memory for region, _ in prepared if region.ready for memory in _memories(region, region.ready)]
+    taken = sum((memory.taken for memory in last), Counter[str]())
     words = ", ".join(f"{_size_words(size)} as {form}" for form, size in taken.items())
     return [line, *([f"  taken: {words}"] if words else [])]
+
+
+def _memories(region: Region, ready: Ready) -> Iterator[Memory]:
+    """What is kept in each layer."""
+    for layer, attention in zip(region.layers, ready.attentions, strict=True):
+        memory = None if attention is None else attention.memory(layer.attention.heads)
+        if memory is not None:
+            yield memory
 
 
 def _size_words(num_bytes: float) -> str:
@@ -448,16 +417,16 @@ def _size_words(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
-def _achieved_lines(tallies: Sequence[Tally], method: Any) -> list[str]:
-    full, sparse = sum(tally.num_full for tally in tallies), sum(tally.num_sparse for tally in tallies)
+def _achieved_lines(found: Sequence[ReadStats], method: Composition) -> list[str]:
+    full, sparse = sum(stats.num_full for stats in found), sum(stats.num_sparse for stats in found)
     if not full + sparse:
         return []
-    is_cached = getattr(method, "needs_moment", False)
+    is_cached = method.is_stateful
     since = "last generation" if is_cached else "calls so far"
     words = f"{full} of {full + sparse} attention calls full" if is_cached else f"{sparse} attention calls"
     if sparse:
         kept, dropped = (
-            sum(getattr(tally, name) * tally.num_sparse for tally in tallies if tally.num_sparse) / sparse
+            sum(getattr(stats, name) * stats.num_sparse for stats in found if stats.num_sparse) / sparse
             for name in ("kept", "dropped")
         )
         how = "measured when lists were made" if is_cached else "estimated by means"
@@ -466,13 +435,13 @@ def _achieved_lines(tallies: Sequence[Tally], method: Any) -> list[str]:
     return [f"{since}: {words}"]
 
 
-def _speed_lines(pairs: _Pairs, method: Method, steps: Steps) -> list[str]:
+def _speed_lines(pairs: _Pairs, method: Composition, steps: Steps) -> list[str]:
     if not pairs.there:
         return ["pairs: every layer is dense"]
     if pairs.read is None:
         return ["pairs: chosen at calls by queries and keys, so not known before them"]
     share = pairs.read / pairs.there
-    where = "sparse and merged" if isinstance(method, Merged) else "sparse"
+    where = "sparse" if method.merge is None else "sparse and merged"
     lines = [
         f"pairs: {share:.1%} in {where} layers; attention at most {1 / share:.2f}x faster there,"
         f" {1 / pairs.in_model(pairs.read):.2f}x with the dense layers"
@@ -484,13 +453,13 @@ def _speed_lines(pairs: _Pairs, method: Method, steps: Steps) -> list[str]:
     return lines
 
 
-def _over_steps(pairs: _Pairs, read: float, method: Method, total: int) -> float:
+def _over_steps(pairs: _Pairs, read: float, method: Composition, total: int) -> float:
     """The share of all pairs that is read over all steps, where sparse ones read so many."""
-    dense = sum(method.dense_ends(total)) / total
+    dense = sum(method.num_dense_steps(total)) / total
     return dense * pairs.dense / pairs.whole + (1 - dense) * pairs.in_model(read)
 
 
-def pairs_kept(regions: Sequence[Region], method: Method, steps: Steps) -> float | None:
+def pairs_kept(regions: Sequence[Region], method: Composition, steps: Steps) -> float | None:
     """The share of all pairs that calls like the last one read, over all layers and steps; None before the first."""
     pairs = _Pairs()
     for region in regions:
@@ -506,8 +475,8 @@ def pairs_kept(regions: Sequence[Region], method: Method, steps: Steps) -> float
 
 
 def _choice_words(region: Region, ready: Ready) -> str:
-    for layer, reader in zip(region.layers, ready.readers, strict=True):
-        for plan in _plans_like(reader, ready.device):
+    for layer, attention in zip(region.layers, ready.attentions, strict=True):
+        for plan in () if attention is None else attention.plans_like(ready.device):
             heads = layer.attention.heads
             head_dim = layer.attention.inner_dim // heads
             dtype = region.dtype or next(layer.attention.parameters()).dtype
@@ -516,11 +485,3 @@ def _choice_words(region: Region, ready: Ready) -> str:
             choice = explain_choice(query, query, plan, impl=region.part.impl)
             return f"attend: {choice.impl}, {choice.reason}"
     return ""
-
-
-def _plans_like(reader: Any, device: torch.device) -> Iterator[Plan]:
-    """The plans of a reader, or one of the kind that it will make."""
-    yield from plans_of(reader)
-    blocks = getattr(reader, "blocks", None)
-    if isinstance(blocks, Blocks):
-        yield blocks.blank(device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.methods.hilbert import FarField, Summary
+from nearfield.methods import FarField, Summary
 from nearfield.plan import Plan
 
 Inputs = tuple[Tensor, Tensor, Tensor]

@@ -22,9 +22,8 @@ from nearfield.bench import machine, pareto, picture_runs, report
 from nearfield.bench.picture_runs import DENSE, Drawing, PictureMaker, Task
 from nearfield.bench.quality_cases import Pattern, without_dense_steps
 from nearfield.demo.sampler import DemoPipeline, noise
-from nearfield.methods.hilbert import HilbertReader
+from nearfield.methods import Composition, PlanLayer
 from nearfield.methods.hilbert.layout import block_sizes
-from nearfield.methods.merging import Merged
 from nearfield.training.data import Picture, decoded, fingerprint
 
 FORMAT = 1
@@ -139,7 +138,7 @@ def _cell(step: StepError) -> str:
 
 def of_a_step(pattern: Pattern) -> Pattern:
     """A pattern with every step sparse, also where its method is inside of another."""
-    if pattern.method == "Merged" and pattern.fields.get("attention"):
+    if pattern.method == "Composition" and pattern.fields.get("attention"):
         attention = dict(pattern.fields["attention"])
         inside = of_a_step(Pattern(pattern.name, attention.get("fields", {}), attention["method"]))
         nested = {**pattern.fields, "attention": {**attention, "fields": inside.fields}}
@@ -161,25 +160,25 @@ class OtherBlocks(Hilbert):
 
     blocks: str = GPU
 
-    def reader(
+    def layer(
         self,
         geometry: Geometry,
-        layer: int = 0,
+        index: int = 0,
         *,
         heads: int | None = None,
         q_block: int | None = None,
         k_block: int | None = None,
         device: torch.device | str = "cpu",
-    ) -> HilbertReader:
+    ) -> PlanLayer:
         if self.blocks != GPU:
             q_block, k_block = map(int, self.blocks.split("x"))
-        q_block, k_block = block_sizes(self._pattern(layer), geometry, q_block, k_block, "cuda")
-        return super().reader(geometry, layer, heads=heads, q_block=q_block, k_block=k_block, device=device)
+        q_block, k_block = block_sizes(self._pattern(index), geometry, q_block, k_block, "cuda")
+        return super().layer(geometry, index, heads=heads, q_block=q_block, k_block=k_block, device=device)
 
 
 def with_blocks(method: Any, blocks: str) -> Any:
     """The same method with other blocks, where it is Hilbert's or has one inside; others have no such blocks."""
-    if isinstance(method, Merged):
+    if isinstance(method, Composition):
         return replace(method, attention=with_blocks(method.attention, blocks))
     if not isinstance(method, Hilbert) or blocks == DEVICE:
         return method

@@ -15,7 +15,7 @@ from torch import Tensor
 from nearfield import FineGrained, Geometry, kernels, predict
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.methods.fine import FineReader
+from nearfield.methods.fine import FineLayer
 from nearfield.plan import Plan
 from nearfield.predict import Mask
 from nearfield.reference import columns
@@ -38,7 +38,7 @@ class Fitted(FineGrained):
     found: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
     readers: dict[int, "FittedReader"] = field(default_factory=dict, compare=False, repr=False)
 
-    def reader(
+    def layer(
         self,
         geometry: Geometry,
         layer: int = 0,
@@ -52,14 +52,14 @@ class Fitted(FineGrained):
     @property
     def kept(self) -> float:
         """The share of the keys that was read since the readers were made, full calls not counted."""
-        return fmean(reader.tally.kept for reader in self.readers.values())
+        return fmean(reader.stats.kept for reader in self.readers.values())
 
     def lists(self) -> dict[int, Plan]:
         """What layers remember."""
         return {
             layer: _plan(known.lists)
             for layer, reader in self.readers.items()
-            for known in reader.memory.values()
+            for known in reader.known.values()
         }
 
 
@@ -68,7 +68,7 @@ def _plan(lists: Plan | Mask) -> Plan:
     return lists
 
 
-class FittedReader(FineReader):
+class FittedReader(FineLayer):
     """At the first call of its layer it seeks what skips the share."""
 
     def __init__(self, method: Fitted, geometry: Geometry, layer: int) -> None:
@@ -133,7 +133,7 @@ class Given(FineGrained):
     lists: Mapping[int, Plan] = field(default_factory=dict, compare=False, repr=False)
     predict: Any = "online"
 
-    def reader(
+    def layer(
         self,
         geometry: Geometry,
         layer: int = 0,
@@ -144,7 +144,7 @@ class Given(FineGrained):
         return _GivenReader(self, geometry, self.lists[layer])
 
 
-class _GivenReader(FineReader):
+class _GivenReader(FineLayer):
     def __init__(self, method: Given, geometry: Geometry, plan: Plan) -> None:
         super().__init__(method, geometry)
         self.plan = plan

@@ -17,7 +17,7 @@ from nearfield.bench.check import Checked, check_forward, poisoned_memory
 from nearfield.bench.hilbert_cases import HilbertCase
 from nearfield.bench.presets import Preset
 from nearfield.bench.timing import Effort, Function, Timing, captured, measure
-from nearfield.methods.hilbert import HilbertReader
+from nearfield.methods import PlanLayer
 
 MODEL_LAYERS = 57
 """Attention layers of FLUX.1: tokens are reordered once for all of them."""
@@ -113,7 +113,7 @@ class _Call:
     """One layer's attention, kept for timing."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
-    reader: HilbertReader
+    reader: PlanLayer
     impl: Impl
 
     def __call__(self) -> Attended:
@@ -157,7 +157,7 @@ class HilbertBench:
         heads, options = self.inputs[0].shape[1], self.options
         blocks = {"q_block": options.q_block, "k_block": options.k_block}
         readers = {
-            layer: method.reader(self.geometry, layer, heads=heads, device=self.device, **blocks)
+            layer: method.layer(self.geometry, layer, heads=heads, device=self.device, **blocks)
             for layer in options.layers
         }
         return {layer: _Call(self.inputs, reader, options.impl) for layer, reader in readers.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield import LogLinear, log_linear_attention
+from nearfield import LogLinear, attend_with
 from nearfield._types import Impl
 from nearfield.bench.attend import usable_dense
 from nearfield.bench.check import Checked, compare, keys_of, poisoned_memory, worst
@@ -120,14 +120,14 @@ class LogLinearBench:
         return torch.softmax(scores + torch.cat(bias), -1) @ torch.cat(values)
 
     def _forward(self) -> Tensor:
-        return log_linear_attention(*self.inputs, method=self.method, impl=self.impl)
+        return attend_with(self.method, *self.inputs, impl=self.impl)
 
     def _backward(self, attention: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in self.inputs]
         return torch.autograd.grad(attention(*leaves), leaves, self.gradient)
 
     def _functions(self) -> dict[str, Function]:
-        attention = partial(log_linear_attention, method=self.method, impl=self.impl)
+        attention = partial(attend_with, self.method, impl=self.impl)
         functions: dict[str, Function] = {
             "forward": torch.no_grad()(self._forward),
             "forward + backward": lambda: self._backward(attention),
@@ -166,7 +166,7 @@ class LogLinearBench:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._backward(partial(log_linear_attention, method=self.method, impl=self.impl))
+        self._backward(partial(attend_with, self.method, impl=self.impl))
         size = self.inputs[0].numel() * self.inputs[0].element_size()
         return torch.cuda.max_memory_allocated(self.device) - before - 4 * size
 

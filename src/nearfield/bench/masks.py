@@ -2,18 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from nearfield import Attended, Geometry, Impl, Ordering
-from nearfield.dense_parts import DenseSteps, checked_steps, ends_of
+from nearfield import Attended, Geometry, LayerAttention, Method
+from nearfield._types import Impl
+from nearfield.dense_parts import DenseSteps, checked_steps
 
 
-class MaskReader(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class MaskLayer(LayerAttention):
     """Attention under a mask, exact for any pattern: dense, and slow; inside of a graph flex, which skips blocks.
 
     Args:
@@ -25,7 +26,7 @@ class MaskReader(NamedTuple):
     blocks: BlockMask
 
     @classmethod
-    def of(cls, mask: Tensor) -> "MaskReader":
+    def of(cls, mask: Tensor) -> "MaskLayer":
         def reads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return mask[q, k]
 
@@ -55,12 +56,14 @@ class MaskReader(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(Method):
     """Windows around each token, in raster order; text is read by all and reads all.
 
     Args:
         kind: "window": tokens within `radius`; "band": the `width` tokens around it in the sequence.
     """
+
+    order = "raster"
 
     kind: str
     radius: float = 8
@@ -70,16 +73,18 @@ class Masked:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_steps", checked_steps(self.dense_steps))
 
-    def ordering(self, geometry: Geometry, *, device: torch.device | str) -> Ordering:
-        return Ordering(torch.arange(geometry.num_image_tokens, device=device))
-
-    def reader(
-        self, geometry: Geometry, layer: int, *, heads: int | None, device: torch.device | str
-    ) -> MaskReader:
+    def layer(
+        self,
+        geometry: Geometry,
+        index: int = 0,
+        *,
+        heads: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "MaskLayer":
         mask = torch.ones(geometry.num_tokens, geometry.num_tokens, dtype=torch.bool)
         start, stop = geometry.image_spans[0]
         mask[start:stop, start:stop] = self._image_mask(geometry.grid)
-        return MaskReader.of(mask.to(device))
+        return MaskLayer.of(mask.to(device))
 
     def _image_mask(self, grid: tuple[int, ...]) -> Tensor:
         tokens = torch.arange(math.prod(grid))
@@ -89,12 +94,6 @@ class Masked:
         squares = (rows[:, None] - rows).square() + (columns[:, None] - columns).square()
         return squares <= self.radius**2
 
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        return None
-
-    def dense_ends(self, num_steps: int) -> tuple[int, int]:
-        return ends_of(self.dense_steps, num_steps)
-
-    def describe(self, geometry: Geometry, *, device: torch.device | str) -> str:
-        kept = self.reader(geometry, 0, heads=None, device="cpu").num_pairs / geometry.num_tokens**2
+    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
+        kept = self.layer(geometry).num_pairs / geometry.num_tokens**2
         return f"{geometry}: {self.kind}, pairs kept: {kept:.1%}"

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield import Geometry, Merge
+from nearfield import Geometry, Merge, Method
 from nearfield.bench.denoising import FOREVER
 from nearfield.blockwise import Kind
 from nearfield.merging import Merging
-from nearfield.methods.merging import Merged
+from nearfield.methods import Composition
 
 
-def with_kept_maps(method: Merge | Merged) -> Merged:
+def with_kept_maps(method: Method) -> Composition:
     """The same, but maps never get old."""
-    method = _merged(method)
-    return replace(method, merge=replace(method.merge, refresh=(FOREVER, FOREVER)))
+    method, merge = _parts(method)
+    return replace(method, merge=replace(merge, refresh=(FOREVER, FOREVER)))
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,15 @@ def _spread(length: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * length // count
 
 
-def with_fixed_destinations(method: Merge | Merged) -> Merged:
-    method = _merged(method)
-    return replace(method, merge=_Fixed(**asdict(method.merge)))
+def with_fixed_destinations(method: Method) -> Composition:
+    method, merge = _parts(method)
+    return replace(method, merge=_Fixed(**asdict(merge)))
+
+
+def _parts(method: Method) -> tuple[Composition, Merge]:
+    method = Composition.of(method)
+    assert isinstance(method.merge, Merge)
+    return method, method.merge
 
 
 def check_choice(merge: Merge, geometry: Geometry, device: torch.device) -> None:
@@ -55,11 +61,12 @@ def check_choice(merge: Merge, geometry: Geometry, device: torch.device) -> None
         raise RuntimeError("the kernel that chooses destinations does not choose those of the reference")
 
 
-def density(method: Merge | Merged, geometry: Geometry) -> float:
+def density(method: Method, geometry: Geometry) -> float:
     """Pairs that a layer in a merged block reads, of all there are."""
-    method = _merged(method)
+    method = Composition.of(method)
     short = method.shortened(geometry)
-    pairs = method.reader(short, 0, heads=1).num_pairs
+    pairs = method.layer(short, 0, heads=1).num_pairs
+    assert pairs is not None
     return float(pairs / geometry.num_tokens**2)
 
 
@@ -68,13 +75,13 @@ class Parts:
 
     def __init__(
         self,
-        method: Merge | Merged,
+        method: Method,
         geometry: Geometry,
         model: Any,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.method, self.geometry = _merged(method), geometry
+        (self.method, self._merge), self.geometry = _parts(method), geometry
         joint = self._groups("joint", len(model.transformer_blocks))
         single = self._groups("single", len(model.single_transformer_blocks))
         self.num_joint, self.num_single = len(joint), len(single)
@@ -89,7 +96,7 @@ class Parts:
 
     def _groups(self, kind: Kind, blocks: int) -> list[int]:
         """The group of each block that is merged."""
-        groups = (self.method.merge.block_group(kind, block) for block in range(blocks))
+        groups = (self._merge.block_group(kind, block) for block in range(blocks))
         return [group for group in groups if group is not None]
 
     def _made(self) -> Merging:
@@ -100,7 +107,7 @@ class Parts:
         return [self._made() for _ in range(self.num_maps)]
 
     def merge(self) -> Tensor:
-        is_by_module = self.method.merge.placement == "module"
+        is_by_module = self._merge.merges_modules
         tokens = self.tokens
         for _ in range(self.num_joint):
             tokens = self._around_module(tokens) if is_by_module else self._around_block(tokens)
@@ -122,7 +129,3 @@ class Parts:
         whole = torch.cat([self.text, tokens], dim=1)
         num_text = self.text.shape[1]
         return torch.cat([whole[:, :num_text], self.map.enter(whole[:, num_text:])], dim=1)
-
-
-def _merged(method: Merge | Merged) -> Merged:
-    return Merged(method) if isinstance(method, Merge) else method

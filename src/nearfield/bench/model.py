@@ -387,7 +387,7 @@ class ModelBench:
             return merging_parts.density(method, geometry)
         heads = self.model.config.num_attention_heads
         readers = [
-            method.reader(geometry, layer, heads=heads, device=self.device) for layer in range(method.phases)
+            method.layer(geometry, layer, heads=heads, device=self.device) for layer in range(method.phases)
         ]
         pairs: int = sum(reader.num_pairs for reader in readers)
         return pairs / (len(readers) * geometry.num_tokens**2)

@@ -15,7 +15,7 @@ from nearfield.quality.results import QualityRow, read_rows, unbeaten
 KINDS = ("quality", "model", "hilbert")
 """Benchmarks whose files are read."""
 _DENSE = "dense"
-_FAMILIES = {"hilbert": "Hilbert", "window": "mask", "band": "mask", "Merged": "Merge | Hilbert"}
+_FAMILIES = {"hilbert": "Hilbert", "window": "mask", "band": "mask", "Composition": "Merge | Hilbert"}
 _SPEED_FAMILIES = {"merge": "Merge", "merge+hilbert": "Merge | Hilbert", "fine": "FineGrained"}
 
 

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from nearfield import Geometry, Hilbert, Merge, apply, quality, recipes
+from nearfield import Geometry, Method, apply, quality, recipes
 from nearfield._files import write_json
-from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
+from nearfield.adapters.compiling import compiled_blocks
 from nearfield.adapters.handle import Handle
 from nearfield.bench import machine
 from nearfield.bench.masks import Masked
 from nearfield.bench.quality_cases import Pattern
 from nearfield.demo.lora import lora_on
 from nearfield.demo.sampler import DemoPipeline, Sampled
-from nearfield.methods.merging import Merged
 from nearfield.quality.results import as_document
 
 DENSE = "dense"
@@ -133,10 +132,9 @@ class Drawing:
         kept, geometry = self._handle.pairs_kept(), self._handle.geometry()
         assert kept is not None  # pictures were made
         assert geometry is not None
-        method = self._handle.method
-        if not isinstance(method, Merged):
+        regions = self._handle.composition.regions(geometry)
+        if regions is None:
             return Facts(kept, None, geometry)
-        regions = method.regions(geometry)
         return Facts(kept, regions.num_merged / regions.num_tokens, geometry)
 
 
@@ -172,7 +170,7 @@ class PictureMaker:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # what it does to pictures is measured here
                 handle = apply(pipeline, self._methods(pattern), lora=lora)
-            reason = reason_not_to_compile(handle.method) if self.task.compiled else None
+            reason = handle.method.compile_reason if self.task.compiled else None
             if reason is not None:
                 self.not_compiled[pattern.name] = reason
             with handle, self._compiled(pipeline, reason is None):
@@ -263,20 +261,12 @@ def seam_figures(found: Tensor, dense: Tensor) -> dict[str, float | None]:
     return {"seam": energies[0].value, "seam_error": energies[0].error, "dense_seam": energies[1].value}
 
 
-def borders_of(method: Any, geometry: Geometry | None, device: torch.device) -> quality.Borders | None:
+def borders_of(method: Method, geometry: Geometry | None, device: torch.device) -> quality.Borders | None:
     """The lines that a method draws; None where there is none."""
-    borders = None if geometry is None else _borders(method, geometry, device)
+    borders = None if geometry is None else method.borders(geometry, device=device)
     if borders is None or not float(borders.right.sum() + borders.below.sum()):
         return None
     return borders
-
-
-def _borders(method: Any, geometry: Geometry, device: torch.device) -> quality.Borders | None:
-    if isinstance(method, Hilbert):
-        return quality.tile_borders(method, geometry, device=device)
-    if isinstance(method, Merge | Merged):
-        return quality.region_borders(method, geometry)
-    return None
 
 
 def add_row(rows: list[quality.QualityRow], row: quality.QualityRow, out: Path, about: str) -> None:

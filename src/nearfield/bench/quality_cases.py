@@ -70,7 +70,7 @@ def _merge_then_tiles(tiles: int) -> Pattern:
         "merge": {"method": "Merge", "fields": _merge_fields()},
         "attention": {"method": "Hilbert", "fields": {**_paper("").fields, "tiles": tiles}},
     }
-    return Pattern(f"merge 0.5, {tiles} tiles", parts, "Merged")
+    return Pattern(f"merge 0.5, {tiles} tiles", parts, "Composition")
 
 
 _CURVES = ("hilbert-closed", "hilbert", "morton", "raster")

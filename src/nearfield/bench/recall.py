@@ -18,7 +18,7 @@ from nearfield._types import Attended, Impl
 from nearfield.adapters import apply
 from nearfield.bench.report import table
 from nearfield.geometry import Geometry
-from nearfield.methods import Hilbert
+from nearfield.methods import Hilbert, LayerAttention, Method
 from nearfield.predict import Blocks
 from nearfield.reference import columns
 from nearfield.tokenmap import Ordering, along
@@ -63,31 +63,23 @@ class Recall:
 # -- where queries and keys come from --------------------------------------------------------------------------------
 
 
-class Recording:
+class Recording(Method):
     """A method that reads everything, and keeps the queries and keys it was given."""
+
+    order = "raster"
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
-    def ordering(self, geometry: Geometry, *, device: torch.device | str) -> Ordering:
-        return along("raster", geometry, str(device))
+    def layer(self, geometry: Geometry, index: int = 0, **_: Any) -> "_RecordingLayer":
+        return _RecordingLayer(self, geometry, index)
 
-    def reader(
-        self, geometry: Geometry, layer: int, *, heads: int | None, device: torch.device | str
-    ) -> "_RecordingReader":
-        return _RecordingReader(self, geometry, layer)
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        return None
-
-    def dense_ends(self, num_steps: int) -> tuple[int, int]:
-        return 0, 0
-
-    def describe(self, geometry: Geometry, *, device: torch.device | str) -> str:
+    def describe(self, geometry: Geometry, **_: Any) -> str:
         return f"{geometry}: everything is read, and queries and keys are kept"
 
 
-class _RecordingReader(NamedTuple):
+@dataclass(frozen=True)
+class _RecordingLayer(LayerAttention):
     method: Recording
     geometry: Geometry
     layer: int
@@ -184,9 +176,9 @@ def run_recall(sample: Sample, lse: Tensor, tiles: int) -> Recall:
     method = Hilbert(tiles=tiles, near="tile", far=None)
     ordering = method.ordering(sample.geometry, device=sample.query.device)
     query, key, full = (_ordered(x, sample.geometry, ordering) for x in (sample.query, sample.key, lse))
-    reader = method.reader(sample.geometry, 0, heads=query.shape[1], device=query.device)
-    held = (reader.attend(query, key, key, scale=sample.scale).lse - full).exp()
-    kept = reader.num_pairs / sample.geometry.num_tokens**2
+    attention = method.layer(sample.geometry, 0, heads=query.shape[1], device=query.device)
+    held = (attention.attend(query, key, key, scale=sample.scale).lse - full).exp()
+    kept = attention.num_pairs / sample.geometry.num_tokens**2
     return Recall(sample.name, RUNS, "place", tiles, kept, float(held.mean()))
 
 

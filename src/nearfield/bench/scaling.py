@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from nearfield import Geometry, Hilbert
 from nearfield.bench import report
 from nearfield.bench.scaling_cases import CASES, LATENCY, LINKS, Measured, ScalingCase
-from nearfield.methods.hilbert import HilbertReader
+from nearfield.methods import PlanLayer
 from nearfield.parallel import Ranks, Shapes, Split, Traffic, attend, bytes_sent
 from nearfield.parallel.far import bytes_summed, summary_split
 
@@ -99,7 +99,7 @@ def count(case: ScalingCase, num_ranks: int) -> ScalingResult:
     return result
 
 
-def _traffics(reader: HilbertReader, split: Split) -> list[Traffic]:
+def _traffics(reader: PlanLayer, split: Split) -> list[Traffic]:
     """Of the tokens, and of the summaries where there are any: as `SplitReader` sends them."""
     near = Traffic(reader.near, split)
     return (
@@ -114,7 +114,7 @@ def _forward(traffic: Traffic, shapes: Shapes, tokens: Split) -> Sequence[int]:
     return bytes_sent(traffic, shapes._replace(has_bias=traffic.keys is not tokens)).forward
 
 
-def _summed(reader: HilbertReader, shapes: Shapes, num_ranks: int) -> int:
+def _summed(reader: PlanLayer, shapes: Shapes, num_ranks: int) -> int:
     """Bytes that each rank sends so that all know the mean query."""
     return 0 if reader.far is None else bytes_summed(reader.summary, shapes, num_ranks).forward[0]
 
@@ -163,11 +163,11 @@ def _geometry(case: ScalingCase) -> Geometry:
 
 
 @lru_cache(maxsize=16)
-def _readers(case: ScalingCase, block: int) -> tuple[HilbertReader, ...]:
+def _readers(case: ScalingCase, block: int) -> tuple[PlanLayer, ...]:
     """Those of a cycle of layers."""
     method = Hilbert(**case.fields)
     return tuple(
-        method.reader(_geometry(case), layer, q_block=block, k_block=block) for layer in range(method.phases)
+        method.layer(_geometry(case), layer, q_block=block, k_block=block) for layer in range(method.phases)
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nearfield import Geometry, Hilbert, curves, tiling
-from nearfield.methods.hilbert import HilbertReader
+from nearfield.methods import PlanLayer
 from nearfield.plots.cells import canvas_of
 from nearfield.plots.method import LayerPicture, MethodPicture, Reading, method_overview
 from nearfield.tiling import Segment
@@ -26,7 +26,7 @@ class Shown(NamedTuple):
     segment: Segment
     unit: int
     q_block: int
-    layers: dict[int, HilbertReader]
+    layers: dict[int, PlanLayer]
     density: dict[int, float]
 
     def tiles(self, layer: int) -> int:
@@ -87,7 +87,7 @@ def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block:
     readers, density = {}, {}
     for layer in layers:
         fine, readers[layer] = (
-            method.reader(geometry, layer, heads=method.phases, q_block=q_block, k_block=k_block)
+            method.layer(geometry, layer, heads=method.phases, q_block=q_block, k_block=k_block)
             for k_block in k_blocks
         )
         density[layer] = fine.num_pairs / geometry.num_tokens**2

@@ -5,7 +5,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from nearfield.demo.model import EMBEDDED, from_diffusers
 from nearfield.demo.pictures import Row
 from nearfield.demo.sampler import DemoPipeline, OnStep, Sampled
 from nearfield.geometry import Geometry
-from nearfield.methods import Merged, Method
+from nearfield.methods import Method
 
 Sampler = Callable[[], Sampled]
 Measure = Callable[[Tensor, Tensor], float]
@@ -88,19 +87,7 @@ def run_sparse(
     """
     with apply(pipeline, method, mesh=mesh, lora=lora) as handle:
         sampled = sample()
-        return Run(name_of(method), *sampled, handle.summary(), handle.geometry())
-
-
-def name_of(method: Method) -> str:
-    """The method with the fields that were set."""
-    value: Any = method
-    if isinstance(value, Merged):
-        return " | ".join(name_of(part) for part in (value.merge, value.attention) if part is not None)
-    if not is_dataclass(value):
-        return str(value)
-    settings = ((field.name, getattr(value, field.name), field.default) for field in fields(value))
-    given = ", ".join(f"{name}={setting!r}" for name, setting, default in settings if setting != default)
-    return f"{type(method).__name__}({given})"
+        return Run(method.label, *sampled, handle.summary(), handle.geometry())
 
 
 def demo_sampler(pipeline: DemoPipeline, num: int, on_step: OnStep | None = None, **options: Any) -> Sampler:

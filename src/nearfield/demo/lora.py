@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from nearfield import recipes
 from nearfield.demo.sampler import DemoPipeline
 from nearfield.demo.storage import BadFile, MissingExtra, read_tensors
-from nearfield.methods import Hilbert, Method
+from nearfield.methods import Composition, Method
 
 _ADAPTER = "nearfield"
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
@@ -48,17 +47,11 @@ def method_of_lora(path: Path) -> Method | None:
 
 def suits(lora: Method | None, method: Method) -> bool:
     """Whether a LoRA for one method is one for the other: dense steps have no part in distilling."""
-    return type(lora) is type(method) and _settled(cast(Any, lora)) == _settled(method)
+    return lora is not None and _settled(lora) == _settled(method)
 
 
-def _settled(method: Method) -> Any:
-    """A method by what it reads in a sparse step."""
-    settled: Any = replace(cast(Any, method), dense_steps=0) if hasattr(method, "dense_steps") else method
-    if isinstance(settled, Hilbert):
-        if isinstance(settled.tiles, int | None):
-            settled = replace(settled, tiles=settled.tiles_in(0))
-        settled = replace(settled, cycle=settled.phases)  # of what does not slide it counts for nothing
-    return settled
+def _settled(method: Method) -> Method:
+    return Composition.of(method).sparse_form()
 
 
 class FusedLora:

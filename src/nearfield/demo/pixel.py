@@ -22,8 +22,7 @@ from nearfield.demo.dense_kernels import DenseKernel, called_with
 from nearfield.demo.model import Packing, put_weights, read_weights, write_weights
 from nearfield.demo.storage import BadFile
 from nearfield.geometry import Geometry
-from nearfield.methods import GatedBlocks, LogLinear, SparseLinear
-from nearfield.self_attention import Projections
+from nearfield.methods import GatedBlocks, LogLinear, Projections, SparseLinear
 from nearfield.tokenmap import Ordering
 
 Attention = Literal["full", "loglinear", "gated", "linear"]
@@ -250,7 +249,7 @@ def _place(config: PixelConfig, geometry: Geometry, device: torch.device) -> Pla
     readers = [
         None
         if method is None or method.dense_layer_reason(layer, config.layers) is not None
-        else method.reader(geometry, layer, heads=config.heads, device=device)
+        else method.layer(geometry, layer, heads=config.heads, device=device)
         for layer in range(config.layers)
     ]
     return Place(ordering.to(device), cosine, sine, tuple(readers))

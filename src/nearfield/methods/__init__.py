@@ -1,106 +1,65 @@
-"""The methods: each decides who reads whom, and nothing else. Frozen dataclasses; the fields are the configuration."""
+"""The methods: each decides who reads whom, and nothing else. Frozen dataclasses; the fields are the configuration.
 
-from typing import Any, Protocol
+A method is one module of this folder, or one folder. Defining its class makes it known, so this module only imports
+them all; the names under TYPE_CHECKING are for editors and type checkers.
+"""
 
-import torch
-from torch import Tensor
+import pkgutil
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from nearfield._types import Attended, Impl, Moment
-from nearfield.geometry import Geometry
-from nearfield.methods.blocks import BlockTopK
-from nearfield.methods.branches import (
-    GatedBlocks,
-    GatedBlocksAttention,
-    SparseLinear,
-    SparseLinearAttention,
-)
-from nearfield.methods.fine import FineGrained
-from nearfield.methods.hilbert import Hilbert
-from nearfield.methods.hilbert.layer import HilbertAttention, hilbert_attention
-from nearfield.methods.loglinear import LogLinear, LogLinearAttention, log_linear_attention
-from nearfield.methods.merging import Merge, Merged
-from nearfield.methods.peers import BipartiteMerge, StridedKeys
-from nearfield.predict import Tally
-from nearfield.tokenmap import Ordering
+from nearfield.methods.base import Method, PlanMethod, Section
+from nearfield.methods.borders import Borders
+from nearfield.methods.composition import Composition, MergeMethod
+from nearfield.methods.layers import FarField, LayerAttention, Memory, PlanLayer, Summary, full_layer
+from nearfield.methods.registry import method_class, method_classes
+from nearfield.methods.self_attention import Projections, SelfAttention, attend_with
+
+if TYPE_CHECKING:
+    from nearfield.methods.blocks import BlockTopK as BlockTopK
+    from nearfield.methods.branches import GatedBlocks as GatedBlocks
+    from nearfield.methods.branches import SparseLinear as SparseLinear
+    from nearfield.methods.fine import FineGrained as FineGrained
+    from nearfield.methods.hilbert import Hilbert as Hilbert
+    from nearfield.methods.loglinear import LogLinear as LogLinear
+    from nearfield.methods.merging import Merge as Merge
+    from nearfield.methods.peers import BipartiteMerge as BipartiteMerge
+    from nearfield.methods.peers import StridedKeys as StridedKeys
+
+for _found in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_found.name}")
+
+
+def own_methods() -> tuple[type[Method], ...]:
+    """Those of this folder, in the order of names."""
+    known = method_classes(installed=False).values()
+    return tuple(kind for kind in known if kind.__module__.startswith(f"{__name__}."))
+
+
+globals().update({kind.__name__: kind for kind in own_methods()})
+
+DEFAULT: Method = method_class("hilbert")()
+"""What `apply` takes where no method is given."""
 
 __all__ = [
-    "BipartiteMerge",
-    "BlockTopK",
-    "FineGrained",
-    "GatedBlocks",
-    "GatedBlocksAttention",
-    "Hilbert",
-    "HilbertAttention",
-    "LogLinear",
-    "LogLinearAttention",
-    "Merge",
-    "Merged",
+    "DEFAULT",
+    "Borders",
+    "Composition",
+    "FarField",
+    "LayerAttention",
+    "Memory",
+    "MergeMethod",
     "Method",
-    "Reader",
-    "SparseLinear",
-    "SparseLinearAttention",
-    "StridedKeys",
-    "TimedReader",
-    "hilbert_attention",
-    "log_linear_attention",
+    "PlanLayer",
+    "PlanMethod",
+    "Projections",
+    "Section",
+    "SelfAttention",
+    "Summary",
+    "attend_with",
+    "full_layer",
+    "method_class",
+    "method_classes",
+    "own_methods",
+    *(kind.__name__ for kind in own_methods()),
 ]
-
-
-class Reader(Protocol):
-    """What one layer of a model needs to attend, ready made for a geometry and a device."""
-
-    @property
-    def num_pairs(self) -> int | None:
-        """Pairs read per batch element and head; None where that is known after calls only."""
-        ...
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_bias: Tensor | None = None,
-        scale: float | None = None,
-        impl: Impl = "auto",
-    ) -> Attended: ...
-
-
-class TimedReader(Reader, Protocol):
-    """A reader that remembers from call to call. Methods whose readers do say `needs_moment`."""
-
-    tally: Tally
-
-    def at(self, moment: Moment) -> Any:
-        """Say, before every call, where the denoising loop stands."""
-        ...
-
-    def among(self, layers: int) -> Any:
-        """Be one of so many layers that share what the method allows them."""
-        ...
-
-    def forget(self) -> None:
-        """Release what is remembered."""
-        ...
-
-
-class Method(Protocol):
-    """What `apply` asks of a method. It warns of the method's `caution`, if there is one and it is not None."""
-
-    def ordering(self, geometry: Geometry, *, device: torch.device | str) -> Ordering:
-        """The order the image tokens shall stand in."""
-        ...
-
-    def reader(
-        self, geometry: Geometry, layer: int, *, heads: int | None, device: torch.device | str
-    ) -> Reader: ...
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        """Why a layer stays dense, or None."""
-        ...
-
-    def dense_ends(self, num_steps: int) -> tuple[int, int]:
-        """How many of the first and of the last denoising steps stay dense."""
-        ...
-
-    def describe(self, geometry: Geometry, *, device: torch.device | str) -> str: ...

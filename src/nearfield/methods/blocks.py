@@ -5,7 +5,7 @@ blocks, of which the best are kept, by number or by mass.
 """
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,17 +14,19 @@ from nearfield import predict
 from nearfield._checks import check_member, check_share, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.dense_parts import DenseParts, DenseSteps
+from nearfield.dense_parts import DenseSteps
 from nearfield.geometry import Geometry
-from nearfield.plan import check_block
-from nearfield.predict import Blocks, Prediction, Tally
-from nearfield.tokenmap import AlongCurve, CurveOrder
+from nearfield.methods.base import Method
+from nearfield.methods.layers import LayerAttention
+from nearfield.plan import Plan, check_block
+from nearfield.predict import Blocks, Prediction, ReadStats
+from nearfield.tokenmap import CurveOrder
 
 _DEFAULT_KEEP = 0.25
 
 
 @dataclass(frozen=True)
-class BlockTopK(AlongCurve, DenseParts):
+class BlockTopK(Method):
     """The best blocks by attention among their means.
 
     Args:
@@ -38,6 +40,9 @@ class BlockTopK(AlongCurve, DenseParts):
         dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
             are of the first and of the last steps.
     """
+
+    name: ClassVar[str] = "blocktopk"
+    is_baseline: ClassVar[bool] = True
 
     query_block: int = 128
     grain: int = 64
@@ -59,17 +64,17 @@ class BlockTopK(AlongCurve, DenseParts):
         check_member("order", self.order, get_args(CurveOrder))
         self.check_dense_parts()
 
-    def reader(
+    def layer(
         self,
         geometry: Geometry,
-        layer: int = 0,
+        index: int = 0,
         *,
         heads: int | None = None,
         device: torch.device | str = "cpu",
-    ) -> "BlockReader":
+    ) -> "BlockLayer":
         """What a layer needs to attend: everything is chosen at the call."""
-        del layer, heads, device  # every layer and head chooses for itself
-        return BlockReader(self, geometry)
+        del index, heads, device  # every layer and head chooses for itself
+        return BlockLayer(self, geometry)
 
     def predict(
         self,
@@ -115,13 +120,15 @@ class BlockTopK(AlongCurve, DenseParts):
         )
 
 
-class BlockReader:
+class BlockLayer(LayerAttention):
     """What one layer reads: chosen anew at every call."""
+
+    stats: ReadStats
 
     def __init__(self, method: BlockTopK, geometry: Geometry) -> None:
         self.method, self.geometry = method, geometry
         self.blocks = method.blocks(geometry)
-        self.tally = Tally()
+        self.stats = ReadStats()
 
     @property
     def num_pairs(self) -> int | None:
@@ -131,6 +138,9 @@ class BlockReader:
             return None
         kept = min(tokens, round(tokens * (method.keep or _DEFAULT_KEEP)) + self.geometry.text)
         return (tokens - self.geometry.text) * kept + self.geometry.text * tokens
+
+    def plans_like(self, device: torch.device) -> tuple[Plan, ...]:
+        return (self.blocks.blank(device),)
 
     def attend(
         self,
@@ -144,6 +154,6 @@ class BlockReader:
     ) -> Attended:
         """Attention among tokens in the method's order, `[B, H, N, D]`."""
         prediction = self.method.predict(query, key, self.geometry, scale, key_bias, impl)
-        self.tally.add(prediction.kept, prediction.dropped.mean())
+        self.stats.add(prediction.kept, prediction.dropped.mean())
         plan = self.blocks.plan(prediction.keep, compact=False)
         return attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)

@@ -7,7 +7,7 @@ matrices per block, and its result goes through a projection that the model lear
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,17 @@ from nearfield import planning
 from nearfield._checks import check_int, check_member, shape_of, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.dense_parts import DenseParts, DenseSteps
+from nearfield.dense_parts import DenseSteps
 from nearfield.geometry import Geometry, check_no_text
+from nearfield.methods.base import Method
+from nearfield.methods.layers import LayerAttention
 from nearfield.plan import Plan
 from nearfield.pyramid import check_pooling, chosen_blocks, log_sizes, pool
-from nearfield.self_attention import Projections
-from nearfield.tokenmap import AlongCurve, CurveOrder
+from nearfield.tokenmap import CurveOrder
 
 
 @dataclass(frozen=True)
-class _ChosenBlocks(AlongCurve, DenseParts):
+class _ChosenBlocks(Method):
     """The fields that both have.
 
     Args:
@@ -45,7 +46,6 @@ class _ChosenBlocks(AlongCurve, DenseParts):
     dense_steps: DenseSteps = 0
 
     takes_text: ClassVar[bool] = False
-    """`apply` asks it, so that a model is refused before its first call."""
 
     def __post_init__(self) -> None:
         check_pooling("block", self.block)
@@ -82,11 +82,17 @@ class GatedBlocks(_ChosenBlocks):
             are of the first and of the last steps.
     """
 
-    def reader(self, geometry: Geometry, layer: int = 0, **_: Any) -> "GatedReader":
+    name: ClassVar[str] = "gatedblocks"
+    is_baseline: ClassVar[bool] = True
+
+    def layer(self, geometry: Geometry, index: int = 0, **_: Any) -> "GatedLayer":
         """What a layer needs to attend: everything is chosen at the call, by every layer and head for itself."""
-        del layer
+        del index
         check_no_text(geometry)
-        return GatedReader(self, geometry)
+        return GatedLayer(self, geometry)
+
+    def module(self, dim: int, heads: int) -> "Gate":
+        return Gate(dim, heads)
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         """What the fields come to on a geometry."""
@@ -94,7 +100,8 @@ class GatedBlocks(_ChosenBlocks):
         return f"{self.choice_words(geometry)}, and read all means where a gate lets them"
 
 
-class GatedReader(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class GatedLayer(LayerAttention):
     """What one layer reads: chosen anew at every call."""
 
     method: GatedBlocks
@@ -138,27 +145,18 @@ class GatedReader(NamedTuple):
         return Attended(near.out + (gate * spread).to(near.out.dtype), near.lse)
 
 
-class GatedBlocksAttention(Projections):
-    """A self-attention layer for models of one's own: projections around `GatedBlocks`, and its gate, first zero.
+class Gate(nn.Module):
+    """The gate of the coarse branch, first zero."""
 
-    Args:
-        dim: channels of the tokens.
-        heads: number of heads; divides `dim`.
-        method: fields of the method.
-    """
-
-    def __init__(self, dim: int, heads: int, method: GatedBlocks | None = None, bias: bool = True) -> None:
-        super().__init__(dim, heads, bias)
-        self.method = method or GatedBlocks()
-        self.to_gate = nn.Linear(dim, dim, bias=bias)
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_gate = nn.Linear(dim, dim)
         for parameter in self.to_gate.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, geometry: Geometry) -> Tensor:
-        """`x` is `[B, N, dim]`, in the order of `method.ordering(geometry)`."""
-        gate = self.to_gate(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        reader = self.method.reader(geometry)
-        return self.joined(reader.attend(*self.heads_of(x), gate=gate).out)
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"gate": self.to_gate(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)}
 
 
 # -- linear attention, behind a projection -------------------------------------------------------------------------
@@ -177,11 +175,17 @@ class SparseLinear(_ChosenBlocks):
             are of the first and of the last steps.
     """
 
-    def reader(self, geometry: Geometry, layer: int = 0, **_: Any) -> "SparseLinearReader":
+    name: ClassVar[str] = "sparselinear"
+    is_baseline: ClassVar[bool] = True
+
+    def layer(self, geometry: Geometry, index: int = 0, **_: Any) -> "SparseLinearLayer":
         """What a layer needs to attend: everything is chosen at the call, by every layer and head for itself."""
-        del layer
+        del index
         check_no_text(geometry)
-        return SparseLinearReader(self, geometry)
+        return SparseLinearLayer(self, geometry)
+
+    def module(self, dim: int, heads: int) -> "Projection":
+        return Projection(dim, heads)
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
         """What the fields come to on a geometry."""
@@ -190,7 +194,8 @@ class SparseLinear(_ChosenBlocks):
         return f"{self.choice_words(geometry)}, {others}"
 
 
-class SparseLinearReader(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class SparseLinearLayer(LayerAttention):
     """What one layer reads: chosen anew at every call."""
 
     method: SparseLinear
@@ -266,21 +271,12 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     return blocks
 
 
-class SparseLinearAttention(Projections):
-    """A self-attention layer for models of one's own: projections around `SparseLinear`, and its own, first zero.
+class Projection(nn.Module):
+    """A matrix per head for what linear attention gives, first zero."""
 
-    Args:
-        dim: channels of the tokens.
-        heads: number of heads; divides `dim`.
-        method: fields of the method.
-    """
-
-    def __init__(self, dim: int, heads: int, method: SparseLinear | None = None, bias: bool = True) -> None:
-        super().__init__(dim, heads, bias)
-        self.method = method or SparseLinear()
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
         self.projection = nn.Parameter(torch.zeros(heads, dim // heads, dim // heads))
 
-    def forward(self, x: Tensor, geometry: Geometry) -> Tensor:
-        """`x` is `[B, N, dim]`, in the order of `method.ordering(geometry)`."""
-        reader = self.method.reader(geometry)
-        return self.joined(reader.attend(*self.heads_of(x), projection=self.projection).out)
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"projection": self.projection}

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from nearfield import planning, predict
 from nearfield._checks import check_bool, check_member, check_share, wrong_type, wrong_value
 from nearfield._types import Attended, Impl, Moment
 from nearfield.attend import attend
-from nearfield.dense_parts import DenseParts, DenseSteps
+from nearfield.dense_parts import DenseSteps
 from nearfield.geometry import Geometry
+from nearfield.methods.base import Method
+from nearfield.methods.layers import LayerAttention
+from nearfield.methods.layers import Memory as LayerMemory
 from nearfield.plan import Plan, check_block
-from nearfield.predict import Blocks, Mask, Tally
-from nearfield.tokenmap import AlongCurve, CurveOrder
+from nearfield.predict import Blocks, Mask, ReadStats
+from nearfield.tokenmap import CurveOrder
 
 Predict = Literal["cached", "online"]
 
@@ -30,7 +33,7 @@ _REFRESH = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8)
 
 
 @dataclass(frozen=True)
-class FineGrained(AlongCurve, DenseParts):
+class FineGrained(Method):
     """Key lists from predicted weights.
 
     Args:
@@ -51,6 +54,8 @@ class FineGrained(AlongCurve, DenseParts):
         dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
             are of the first and of the last steps.
     """
+
+    name: ClassVar[str] = "finegrained"
 
     query_block: int = 128
     grain: int = 4
@@ -79,25 +84,24 @@ class FineGrained(AlongCurve, DenseParts):
         _check_memory(self.memory)
         self.check_dense_parts()
 
-    def reader(
+    def layer(
         self,
         geometry: Geometry,
-        layer: int = 0,
+        index: int = 0,
         *,
         heads: int | None = None,
         device: torch.device | str = "cpu",
-    ) -> "FineReader":
+    ) -> "FineLayer":
         """What one layer needs to attend, with a memory of its own."""
-        del layer, heads, device
-        return FineReader(self, geometry)
+        del index, heads, device
+        return FineLayer(self, geometry)
 
     def blocks(self, geometry: Geometry) -> Blocks:
         tokens = geometry.num_tokens
         return Blocks(self.query_block, self.grain, tokens, tokens, (geometry.text_span,))
 
     @property
-    def needs_moment(self) -> bool:
-        """Whether readers have to be told where the denoising loop stands."""
+    def is_stateful(self) -> bool:
         return self.predict == "cached"
 
     def mask_bytes(self, geometry: Geometry, batch: int, heads: int) -> int:
@@ -124,7 +128,7 @@ class FineGrained(AlongCurve, DenseParts):
         )
 
 
-class Memory(NamedTuple):
+class Known(NamedTuple):
     """What was found at some step: whom to read, as lists or packed, and what that leaves out."""
 
     place: int
@@ -146,39 +150,45 @@ class Memory(NamedTuple):
         return "bits in host memory" if self.is_on_host else "bits"
 
 
-class FineReader:
-    """What one layer reads. With "cached" prediction it remembers: tell it the moment before every call."""
+class FineLayer(LayerAttention):
+    """What one layer reads. With "cached" prediction, call `set_step` before every call."""
+
+    stats: ReadStats
 
     def __init__(self, method: FineGrained, geometry: Geometry) -> None:
         self.method, self.geometry = method, geometry
         self.blocks = method.blocks(geometry)
         self.moment: Moment | None = None
-        self.memory: dict[tuple[str, int], Memory] = {}
-        """By branch and batch."""
-        self.tally = Tally()
+        self.known: dict[tuple[str, int], Known] = {}
+        """What was found, by branch and batch."""
+        self.stats = ReadStats()
         self.most: Counter[str] = Counter()
         """The most bytes that were taken at once, by form."""
         self._allowed = math.inf if method.memory is None else method.memory * 2**30
 
     @property
     def num_pairs(self) -> None:
-        """Pairs read per batch element and head are not known before the calls; `tally` knows them after."""
+        """Pairs read per batch element and head are not known before the calls; `stats` knows them after."""
         return None
 
-    def at(self, moment: Moment) -> "FineReader":
-        """Say where the denoising loop stands."""
-        self.moment = moment
-        return self
+    def plans_like(self, device: torch.device) -> tuple[Plan, ...]:
+        return (self.blocks.blank(device),)
 
-    def among(self, layers: int) -> "FineReader":
-        """Be one of so many layers that share the memory allowed."""
-        self._allowed /= layers
-        return self
+    def set_step(self, moment: Moment) -> None:
+        self.moment = moment
+
+    def set_num_layers(self, number: int) -> None:
+        self._allowed /= number
 
     def forget(self) -> None:
-        """Release what is remembered."""
-        self.memory.clear()
+        self.known.clear()
         self.moment = None
+
+    def memory(self, heads: int) -> LayerMemory | None:
+        if not self.method.is_stateful:
+            return None
+        as_bits = self.method.mask_bytes(self.geometry, 1, heads)
+        return LayerMemory(as_bits, self.method.memory, self.most)
 
     def attend(
         self,
@@ -194,13 +204,13 @@ class FineReader:
         if self.method.predict == "online":
             plan = self._predicted(query, key, key_bias, scale, impl)
         elif (known := self._remembered(query)) is not None:
-            self.tally.add(known.kept, known.dropped)
+            self.stats.add(known.kept, known.dropped)
             lists = known.lists
             plan = lists.plan(self.blocks, query.device) if isinstance(lists, Mask) else lists
         else:
             plan = planning.full(query.shape[2], key.shape[2], device=query.device)
             attended = attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
-            self.tally.add_full()
+            self.stats.add_full()
             self._remember(query, key, attended.lse, key_bias, scale, impl)
             return attended
         return attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
@@ -219,23 +229,23 @@ class FineReader:
             scale=scale,
             impl=impl,
         )
-        self.tally.add(prediction.kept, prediction.dropped.mean())
+        self.stats.add(prediction.kept, prediction.dropped.mean())
         return self.blocks.plan(prediction.keep, compact=False)
 
     def _key(self, query: Tensor) -> tuple[str, int]:
         assert self.moment is not None
         return "" if self.method.share_branches else self.moment.branch, query.shape[0]
 
-    def _remembered(self, query: Tensor) -> Memory | None:
+    def _remembered(self, query: Tensor) -> Known | None:
         """What still serves; None where it has to be found."""
         if self.moment is None:
             wrong_value(
                 "moment",
-                'be told before a call where prediction is "cached"',
+                'be set before a call where prediction is "cached"',
                 None,
-                'Call `reader.at(Moment(step, total))` first, or use predict="online".',
+                'Call `layer.set_step(Moment(step, total))` first, or use predict="online".',
             )
-        known = self.memory.get(self._key(query))
+        known = self.known.get(self._key(query))
         if known is None or self.moment.place < known.place:  # nothing, or of another generation
             return None
         due = [place for place in self.method.refreshes(self.moment.total) if place <= self.moment.place]
@@ -261,12 +271,12 @@ class FineReader:
             scale=scale,
             impl=impl,
         )
-        self.memory.pop(self._key(query), None)  # before anything is made that takes its place
+        self.known.pop(self._key(query), None)  # before anything is made that takes its place
         lists, is_on_host = self._fitting(prediction.keep)
         kept, dropped = prediction.kept, prediction.dropped.mean()
-        self.memory[self._key(query)] = Memory(self.moment.place, lists, kept, dropped, is_on_host)
+        self.known[self._key(query)] = Known(self.moment.place, lists, kept, dropped, is_on_host)
         taken: Counter[str] = Counter()
-        for known in self.memory.values():
+        for known in self.known.values():
             taken[known.form] += known.num_bytes
         self.most = max(self.most, taken, key=Counter.total)
 
@@ -275,7 +285,7 @@ class FineReader:
         if self._allowed == math.inf:
             return self.blocks.plan(keep, compact=True), False
         mask = Mask.of(keep)
-        left = self._allowed - sum(known.num_bytes for known in self.memory.values() if not known.is_on_host)
+        left = self._allowed - sum(known.num_bytes for known in self.known.values() if not known.is_on_host)
         if mask.num_list_bytes <= left:
             return self.blocks.plan(keep, compact=True), False
         return (mask, False) if mask.num_bytes <= left else (mask.on_host(), True)

@@ -22,23 +22,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nearfield import planning
-from nearfield._checks import check_bool, check_int, check_member, shape_of, wrong_value
+from nearfield._checks import check_bool, check_int, check_member, wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.attend import Part, Pooling, attend, attend_together, check_tensors, packing_for
-from nearfield.dense_parts import DenseParts, DenseSteps
+from nearfield.attend import Part, Pooling, attend, attend_together, packing_for
+from nearfield.dense_parts import DenseSteps
 from nearfield.geometry import Geometry
 from nearfield.keeping import kept
 from nearfield.levels import level_length, level_starts, most_levels, num_represented
+from nearfield.methods.base import Method
+from nearfield.methods.layers import LayerAttention
 from nearfield.plan import Packed, Plan
 from nearfield.pyramid import check_pooling, pool_and_select
-from nearfield.self_attention import Projections, mask_bias
-from nearfield.tokenmap import AlongCurve, CurveOrder
+from nearfield.tokenmap import CurveOrder
 
 _ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
-class LogLinear(AlongCurve, DenseParts):
+class LogLinear(Method):
     """Hierarchical top-k over pooled levels, with the pooled levels read, too.
 
     Args:
@@ -55,6 +56,8 @@ class LogLinear(AlongCurve, DenseParts):
             are of the first and of the last steps.
     """
 
+    name: ClassVar[str] = "loglinear"
+
     block: int = 16
     topk: int = 8
     levels: int | Literal["auto"] = "auto"
@@ -65,13 +68,6 @@ class LogLinear(AlongCurve, DenseParts):
     keep_own: bool = False
     dense_layers: int | tuple[int, ...] = 0
     dense_steps: DenseSteps = 0
-
-    caution: ClassVar[str] = (
-        "LogLinear is made for models that are trained with it: one that was trained with full attention loses quality"
-        " (measured on the embedded model at 512 px, topk=8: LPIPS 0.23, 20.2 dB to dense; see docs/loglinear.md)."
-        " Train or tune it with the method in place, or use Hilbert or FineGrained."
-    )
-    """What `apply` warns of."""
 
     def __post_init__(self) -> None:
         check_pooling("block", self.block)
@@ -85,17 +81,25 @@ class LogLinear(AlongCurve, DenseParts):
             check_bool(name, getattr(self, name))
         self.check_dense_parts()
 
-    def reader(
+    def layer(
         self,
         geometry: Geometry,
-        layer: int = 0,
+        index: int = 0,
         *,
         heads: int | None = None,
         device: torch.device | str = "cpu",
-    ) -> "LogLinearReader":
+    ) -> "LogLinearLayer":
         """What a layer needs to attend. What it reads depends on its queries and keys, so little is made beforehand."""
-        del layer, heads, device  # every layer and head chooses for itself
-        return LogLinearReader(self, geometry)
+        del index, heads, device  # every layer and head chooses for itself
+        return LogLinearLayer(self, geometry)
+
+    @property
+    def warning(self) -> str:
+        return (
+            "LogLinear is made for models that are trained with it: one that was trained with full attention loses"
+            " quality (measured on the embedded model at 512 px, topk=8: LPIPS 0.23, 20.2 dB to dense; see"
+            " docs/loglinear.md). Train or tune it with the method in place, or use Hilbert or FineGrained."
+        )
 
     @property
     def weighs_image_keys(self) -> bool:
@@ -131,18 +135,18 @@ class LogLinear(AlongCurve, DenseParts):
         tokens = geometry.num_image_tokens
         levels = self.num_levels(tokens, tokens)
         lengths = [level_length(tokens, self.block, level) for level in range(levels + 1)]
-        density = self.reader(geometry, device=device).num_pairs / geometry.num_tokens**2
         return "\n".join(
             [
                 f"{geometry}: {geometry.num_tokens} tokens in {self.order} order",
                 f"  levels of {', '.join(map(str, lengths))} tokens; each query chooses {self.topk} at each",
                 f"  keys per image query: at most {self.keys_per_query(tokens) + geometry.text}",
-                f"  pairs kept: {density:.1%} (at most {1 / density:.2f}x faster than dense)",
+                *self.pair_lines(geometry, device),
             ]
         )
 
 
-class LogLinearReader(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LogLinearLayer(LayerAttention):
     """What one layer reads: chosen anew at every call."""
 
     method: LogLinear
@@ -182,66 +186,6 @@ class LogLinearReader(NamedTuple):
         return Attended(
             torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2)
         )
-
-
-def log_linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: Geometry | None = None,
-    *,
-    method: LogLinear | None = None,
-    key_mask: Tensor | None = None,
-    scale: float | None = None,
-    impl: Impl = "auto",
-) -> Tensor:
-    """Log-linear attention for tokens that already stand in an order in which neighbours are consecutive.
-
-    Args:
-        query: `[B, H, N, D]`.
-        key, value: `[B, G, M, D]`; `M` may differ from `N` where there is no geometry.
-        geometry: where text and images stand, in the order of `method.ordering(geometry)`; without it all tokens are
-            pooled alike.
-        method: its fields; the defaults of `LogLinear` if left out.
-        key_mask: `[B, M]` bool, False for text that nobody may read. Needs a geometry.
-    """
-    check_tensors(query, key, value)
-    for name, x in (("query", query), ("key", key)):
-        if not (x.shape[0] and x.shape[2]):
-            wrong_value(name, "have at least one sample and one token", shape_of(x))
-    method = method or LogLinear()
-    if geometry is None:
-        if key_mask is not None:
-            wrong_value("key_mask", "come with a `geometry` that says where the text is", "no geometry")
-        return _attend(method, query, key, value, None, scale, impl).out
-    if query.shape[2] != geometry.num_tokens or key.shape[2] != geometry.num_tokens:
-        got = (query.shape[2], key.shape[2])
-        wrong_value(
-            "query", f"have the {geometry.num_tokens} tokens of the geometry ({geometry}), as `key`", got
-        )
-    bias = None if key_mask is None else mask_bias(key_mask, query)
-    reader = method.reader(geometry, device=query.device)
-    return reader.attend(query, key, value, key_bias=bias, scale=scale, impl=impl).out
-
-
-class LogLinearAttention(Projections):
-    """A self-attention layer for models of one's own: projections around `log_linear_attention`.
-
-    Args:
-        dim: channels of the tokens.
-        heads: number of heads; divides `dim`.
-        method: fields of the method.
-    """
-
-    def __init__(self, dim: int, heads: int, method: LogLinear | None = None, bias: bool = True) -> None:
-        super().__init__(dim, heads, bias)
-        self.method = method or LogLinear()
-
-    def forward(self, x: Tensor, geometry: Geometry | None = None, key_mask: Tensor | None = None) -> Tensor:
-        """`x` is `[B, N, dim]`, in the order of `method.ordering(geometry)`."""
-        query, key, value = self.heads_of(x)
-        out = log_linear_attention(query, key, value, geometry, method=self.method, key_mask=key_mask)
-        return self.joined(out)
 
 
 # -- one call ------------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ run of a Hilbert curve: a compact patch of the image that lies in one piece, so 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from nearfield import blockwise, curves, planning, tiling
+from nearfield import blockwise, curves, tiling
 from nearfield._checks import (
     check_bool,
     check_int,
@@ -21,25 +21,22 @@ from nearfield._checks import (
     check_number,
     check_tensor,
     shape_of,
-    wrong_type,
     wrong_value,
 )
-from nearfield._types import Attended, Impl
-from nearfield.attend import attend
-from nearfield.geometry import Geometry, Grid, Shortened, check_geometry
+from nearfield._types import Impl
+from nearfield.geometry import Geometry, Grid, check_geometry
 from nearfield.keeping import device_name
 from nearfield.merging import Group, Merging, Regions, merging_of
-from nearfield.plan import Plan
+from nearfield.methods.base import Pieces
+from nearfield.methods.composition import MergeMethod
 from nearfield.tokenmap import Ordering
 
 Region = Literal["run", "window", "global"]
 Placement = Literal["block", "module"]
-Pieces = tuple[tuple[int, ...], ...]
-"""For each image, how many tokens of its order may be merged with each other, one piece after another."""
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(MergeMethod):
     """Merge alike tokens inside regions.
 
     Args:
@@ -58,6 +55,8 @@ class Merge:
             run on few, after norms and modulation.
     """
 
+    name: ClassVar[str] = "merge"
+
     ratio: float = 0.5
     region: Region = "run"
     region_size: int = 64
@@ -69,7 +68,7 @@ class Merge:
     placement: Placement = "block"
 
     fids: ClassVar[dict[float, str]] = {0.25: "56", 0.5: "155", 0.75: "286"}
-    """FIDs that were measured, by ratio."""
+    fids_with_attention: ClassVar[dict[float, str]] = {0.5: "155, and of 252 to 306 with tiles,"}
 
     def __post_init__(self) -> None:
         check_number("ratio", self.ratio)
@@ -83,13 +82,7 @@ class Merge:
         check_number("sharpness", self.sharpness)
         if not self.sharpness > 0:
             wrong_value("sharpness", "be above 0", self.sharpness)
-        object.__setattr__(
-            self, "refresh", blockwise.checked_pair("refresh", self.refresh, 1, "(destinations, shares)")
-        )
-        blockwise.check_groups(self.groups)
-        object.__setattr__(
-            self, "skip_blocks", blockwise.checked_pair("skip_blocks", self.skip_blocks, 0, "(joint, single)")
-        )
+        self.check_blockwise()
         check_bool("size_bias", self.size_bias)
         check_member("placement", self.placement, get_args(Placement))
 
@@ -147,34 +140,25 @@ class Merge:
         """What is added to the logits of merged keys, `[B, 1, merged]`, or None."""
         return merging.key_bias if self.size_bias else None
 
-    # -- where and when --------------------------------------------------------------------------------------------
-
-    def block_group(self, kind: blockwise.Kind, block: int) -> int | None:
-        """Which group the n-th block of a kind belongs to; None: it is not merged.
-
-        A map is made at the first block of a group and serves all of it.
-        """
-        return blockwise.group_of(kind, block, self.skip_blocks, self.groups)
-
-    def refresh_phase(self, step: int) -> tuple[int, int]:
-        """Counts the renewals of destinations and shares: what was made in the same phase may be used again."""
-        return blockwise.phase_of(step, self.refresh)
-
-    # -- words -----------------------------------------------------------------------------------------------------
+    # -- where it applies --------------------------------------------------------------------------------------------
 
     @property
-    def caution(self) -> str | None:
-        """What `apply` warns of."""
-        return blockwise.caution_of("Merge", self.ratio, self.fids)
+    def merges_modules(self) -> bool:
+        return self.placement == "module"
 
-    def __or__(self, attention: Any) -> "Merged":
-        """Merge, and let merged tokens read as another method says: `Merge() | Hilbert()`."""
-        return Merged(self, attention)
+    @property
+    def can_split(self) -> bool:
+        """Ranks merge inside of regions, each by itself."""
+        return self.region != "global"
 
-    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
-        """What the fields come to on a geometry: regions, and how many tokens are left."""
-        del device  # regions are the same on all
-        return self.describe_regions(geometry, self.regions(geometry))
+    @property
+    def compile_reason(self) -> str | None:
+        return 'with placement="module" tokens are merged inside of blocks' if self.merges_modules else None
+
+    def check_goes_with_attention(self) -> None:
+        if self.region == "window":
+            hint = 'Use region="run": a run of a curve is a compact patch, too.'
+            wrong_value("region", "not be 'window' together with attention along a curve", "'window'", hint)
 
     def describe_regions(self, geometry: Geometry, regions: Regions) -> str:
         left = f"{regions.num_merged} of {regions.num_tokens} image tokens are left"
@@ -199,161 +183,6 @@ def _group_words(region: Region, group: Group) -> str:
     return f"{group.num_regions} {noun}s of {tokens}: {group.num_left} left of each"
 
 
-# -- together with sparse attention --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Merged:
-    """Merge, then read: what `merge | attention` gives.
-
-    Tokens stand in the order that the attention wants, and are merged inside its runs. What is left of an image is a
-    shorter line in the same order, along which the attention reads; blocks that are not merged read among all tokens.
-
-    Args:
-        merge: which tokens become one: `Merge`, or a method like it.
-        attention: who reads whom, a method such as `Hilbert()`; None: everyone reads everyone.
-    """
-
-    merge: Any
-    attention: Any = None
-
-    fids: ClassVar[dict[float, str]] = Merge.fids | {0.5: f"{Merge.fids[0.5]}, and of 252 to 306 with tiles,"}
-    """The same with attention, where that was measured, and of `Merge` alone where it was not."""
-
-    def __post_init__(self) -> None:
-        if self.attention is None:
-            return
-        if not hasattr(self.attention, "reader") or isinstance(self.attention, type | Merged):
-            wrong_type("attention", "be a method such as nearfield.Hilbert()", repr(self.attention))
-        if not isinstance(self.merge, Merge):
-            wrong_type("merge", "be a Merge to go together with attention", type(self.merge).__name__)
-        if self.merge.region == "window":
-            hint = 'Use region="run": a run of a curve is a compact patch, too.'
-            wrong_value("region", "not be 'window' together with attention along a curve", "'window'", hint)
-        if self.merge.size_bias and not getattr(self.attention, "weighs_image_keys", True):
-            name = type(self.attention).__name__
-            hint = "It goes by weights or summaries that do not count how many tokens were merged."
-            wrong_value("size_bias", f"be False together with {name} as it is set", True, hint)
-
-    @property
-    def dense_layers(self) -> Any:
-        return getattr(self.attention, "dense_layers", ())
-
-    @property
-    def caution(self) -> str | None:
-        """What `apply` warns of: what merging loses, and what the attention says of itself."""
-        own = getattr(self.merge, "caution", None)
-        if self.attention is not None:
-            own = blockwise.caution_of("Merge", self.merge.ratio, self.fids)
-        cautions = (own, getattr(self.attention, "caution", None))
-        return " ".join(caution for caution in cautions if caution) or None
-
-    @property
-    def needs_moment(self) -> bool:
-        """Whether readers remember from call to call."""
-        return getattr(self.attention, "needs_moment", False)
-
-    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
-        """The order of the image tokens: that of the attention, if there is one."""
-        ordering: Ordering = (self.attention or self.merge).ordering(geometry, device=device)
-        return ordering
-
-    def regions(self, geometry: Geometry) -> Regions:
-        """How the image tokens are cut in that order, and how many of each region are left."""
-        regions: Regions = self.merge.regions(geometry, self._pieces(geometry))
-        return regions
-
-    def pieces(self, geometry: Geometry) -> Pieces:
-        """Of every image, the lengths of the runs of that order which regions do not cross."""
-        return self._pieces(geometry) or _images(geometry)
-
-    def _pieces(self, geometry: Geometry) -> Pieces | None:
-        if self.attention is None:
-            return None
-        pieces: Pieces = getattr(self.attention, "pieces", _images)(geometry)
-        return pieces
-
-    def merging(
-        self, features: Tensor, geometry: Geometry, *, destinations: Tensor | None = None, impl: Impl = "auto"
-    ) -> Any:
-        """The map for image tokens that hold `features`, in the order of `ordering`."""
-        pieces = self._pieces(geometry)
-        return self.merge.merging(features, geometry, pieces=pieces, destinations=destinations, impl=impl)
-
-    def shortened(self, geometry: Geometry, regions: Regions | None = None) -> Shortened:
-        """What is left of the tokens, as a geometry of its own."""
-        regions = regions or self.regions(geometry)
-        return Shortened.of(geometry, tuple(zip(regions.lengths, regions.counts, strict=True)))
-
-    def reader(
-        self,
-        geometry: Geometry,
-        layer: int = 0,
-        *,
-        heads: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Any:
-        """What a layer needs to attend, among all tokens or, for a geometry that is `shortened`, merged ones."""
-        if self.attention is None:
-            return full_reader(geometry.num_tokens, device_name(device))
-        return self.attention.reader(geometry, layer, heads=heads, device=device)
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        """Why a layer reads everything there is, or None."""
-        if self.attention is None:
-            return "everyone reads everyone"
-        reason: str | None = self.attention.dense_layer_reason(layer, num_layers)
-        return reason
-
-    def dense_ends(self, num_steps: int) -> tuple[int, int]:
-        """How many of the first and of the last steps have dense attention. Tokens are merged in all."""
-        if self.attention is None:
-            return 0, 0
-        ends: tuple[int, int] = self.attention.dense_ends(num_steps)
-        return ends
-
-    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
-        """What is merged, and what the attention is among merged tokens."""
-        regions = self.regions(geometry)
-        merged: str = self.merge.describe_regions(geometry, regions)
-        if self.attention is None:
-            return merged
-        return f"{merged}\n{self.attention.describe(self.shortened(geometry, regions), device=device)}"
-
-
-def _images(geometry: Geometry) -> Pieces:
-    """Every image in one piece."""
-    return tuple((math.prod(grid),) for grid in geometry.images)
-
-
-class FullReader(NamedTuple):
-    """Everyone reads everyone: for keys that have a bias."""
-
-    plan: Plan
-
-    @property
-    def num_pairs(self) -> int:
-        return self.plan.num_queries * self.plan.num_keys
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_bias: Tensor | None = None,
-        scale: float | None = None,
-        impl: Impl = "auto",
-    ) -> Attended:
-        return attend(query, key, value, self.plan, key_bias=key_bias, scale=scale, impl=impl)
-
-
-@lru_cache(maxsize=64)
-def full_reader(num_tokens: int, device: str) -> FullReader:
-    with torch.inference_mode(False):
-        return FullReader(planning.full(num_tokens, num_tokens, device=device))
-
-
 # -- layouts -------------------------------------------------------------------------------------------------------
 
 
@@ -375,7 +204,7 @@ def _regions(region: Region, size: int, ratio: float, geometry: Geometry, pieces
         return Regions(tuple(lengths), tuple(_num_left(length, ratio) for length in lengths))
     lengths, counts = [], list[int]()
     start = geometry.text if geometry.text_first else 0
-    for image in pieces or _images(geometry):
+    for image in pieces or tuple((math.prod(grid),) for grid in geometry.images):
         for number, tokens in enumerate(image):
             step = tokens if region == "global" else size
             runs = [min(step, tokens - begin) for begin in range(0, tokens, step)]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,16 +12,18 @@ from nearfield import blockwise, planning
 from nearfield._checks import check_bool, check_int, check_number, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.dense_parts import DenseParts, DenseSteps
+from nearfield.dense_parts import DenseSteps
 from nearfield.geometry import Geometry, Grid
 from nearfield.keeping import device_name
 from nearfield.merging import Assignment, Regions, matched
+from nearfield.methods.base import Method, Pieces
+from nearfield.methods.composition import MergeMethod
+from nearfield.methods.layers import LayerAttention
 from nearfield.plan import Plan
-from nearfield.tokenmap import Ordering, along
 
 
 @dataclass(frozen=True)
-class BipartiteMerge:
+class BipartiteMerge(MergeMethod):
     """ToMeSD (arXiv 2303.17604): random destinations, one in each cell of a grid, and the tokens most like them merged.
 
     Nothing is chosen by what the image holds but which tokens go; where in the image they go is not limited.
@@ -33,6 +35,10 @@ class BipartiteMerge:
         refresh, groups, skip_blocks, size_bias: as in `Merge`.
     """
 
+    name: ClassVar[str] = "bipartitemerge"
+    is_baseline: ClassVar[bool] = True
+    order = "raster"  # nothing has to lie together
+
     ratio: float = 0.5
     stride: int = 2
     seed: int = 0
@@ -42,7 +48,6 @@ class BipartiteMerge:
     size_bias: bool = False
 
     fids: ClassVar[dict[float, str]] = {0.25: "93", 0.5: "296", 0.75: "389"}
-    """FIDs that were measured, by ratio."""
 
     def __post_init__(self) -> None:
         check_int("stride", self.stride, at_least=2)
@@ -52,24 +57,12 @@ class BipartiteMerge:
         if not 0 <= self.ratio <= most:
             cell = f"{self.stride}x{self.stride}"
             wrong_value("ratio", f"be from 0 to {most:g} where one token of {cell} stays", self.ratio)
-        pairs = {"refresh": (1, "(destinations, shares)"), "skip_blocks": (0, "(joint, single)")}
-        for name, (least, meaning) in pairs.items():
-            object.__setattr__(self, name, blockwise.checked_pair(name, getattr(self, name), least, meaning))
-        blockwise.check_groups(self.groups)
+        self.check_blockwise()
         check_bool("size_bias", self.size_bias)
 
-    @property
-    def caution(self) -> str | None:
-        """What `apply` warns of."""
-        return blockwise.caution_of("BipartiteMerge", self.ratio, self.fids)
-
-    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
-        """As tokens are: nothing has to lie together."""
-        return along("raster", geometry, device_name(device))
-
-    def regions(self, geometry: Geometry, pieces: Any = None) -> Regions:
+    def regions(self, geometry: Geometry, pieces: Pieces | None = None) -> Regions:
         """Every image is one."""
-        assert pieces is None  # `Merged` takes it alone
+        assert pieces is None  # it does not go together with attention
         lengths, counts = [], []
         for grid in geometry.images:
             tokens = math.prod(grid)
@@ -84,7 +77,7 @@ class BipartiteMerge:
         features: Tensor,
         geometry: Geometry,
         *,
-        pieces: Any = None,
+        pieces: Pieces | None = None,
         destinations: Tensor | None = None,
         impl: Impl = "auto",
     ) -> Assignment:
@@ -92,16 +85,6 @@ class BipartiteMerge:
         del destinations, impl
         is_destination = _random_destinations(geometry.images, self.stride, self.seed)
         return matched(features, self.regions(geometry, pieces), is_destination)
-
-    def block_group(self, kind: blockwise.Kind, block: int) -> int | None:
-        return blockwise.group_of(kind, block, self.skip_blocks, self.groups)
-
-    def refresh_phase(self, step: int) -> tuple[int, int]:
-        return blockwise.phase_of(step, self.refresh)
-
-    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
-        del device
-        return self.describe_regions(geometry, self.regions(geometry))
 
     def describe_regions(self, geometry: Geometry, regions: Regions) -> str:
         cells = sum(_num_cells(grid, self.stride) for grid in geometry.images)
@@ -112,13 +95,17 @@ class BipartiteMerge:
 
 
 @dataclass(frozen=True)
-class StridedKeys(DenseParts):
+class StridedKeys(Method):
     """ToDo (arXiv 2402.13573): all tokens ask, and read the text and every second token of every second row.
 
     Args:
         stride: every how many tokens, in rows and columns.
         dense_layers, dense_steps: as in `Hilbert`.
     """
+
+    name: ClassVar[str] = "stridedkeys"
+    is_baseline: ClassVar[bool] = True
+    order = "raster"
 
     stride: int = 2
     dense_layers: int | tuple[int, ...] = 1
@@ -128,35 +115,37 @@ class StridedKeys(DenseParts):
         check_int("stride", self.stride, at_least=1)
         self.check_dense_parts()
 
-    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
-        return along("raster", geometry, device_name(device))
-
-    def reader(
+    def layer(
         self,
         geometry: Geometry,
-        layer: int = 0,
+        index: int = 0,
         *,
         heads: int | None = None,
         device: torch.device | str = "cpu",
-    ) -> "StridedReader":
+    ) -> "StridedLayer":
         """Which keys a layer reads, and who does."""
-        del layer, heads  # all read alike
-        return _strided_reader(geometry, self.stride, device_name(device))
+        del index, heads  # all read alike
+        return _strided_layer(geometry, self.stride, device_name(device))
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
-        keys = len(self.reader(geometry, device=device).keys)
-        share = keys / geometry.num_tokens
-        return (
-            f"{geometry}: {geometry.num_tokens} tokens read {keys} keys\n  pairs kept: {share:.1%} "
-            f"(at most {1 / share:.2f}x faster than dense)"
-        )
+        keys = len(self.layer(geometry, device=device).keys)
+        words = f"{geometry}: {geometry.num_tokens} tokens read {keys} keys"
+        return "\n".join([words, *self.pair_lines(geometry, device)])
 
 
-class StridedReader(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class StridedLayer(LayerAttention):
     """Some keys, `[M]`, and a plan by which everyone reads them."""
 
     keys: Tensor
     plan: Plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:  # type: ignore[override]
+        return (self.plan,)
+
+    def lists(self) -> list[Tensor]:
+        return [*super().lists(), self.keys]
 
     @property
     def num_pairs(self) -> int:
@@ -180,7 +169,7 @@ class StridedReader(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _strided_reader(geometry: Geometry, stride: int, device: str) -> StridedReader:
+def _strided_layer(geometry: Geometry, stride: int, device: str) -> StridedLayer:
     kept = [torch.arange(*geometry.text_span, device="cpu")]
     for grid, (start, stop) in zip(geometry.images, geometry.image_spans, strict=True):
         tokens = torch.arange(start, stop, device="cpu").view(grid)
@@ -188,7 +177,7 @@ def _strided_reader(geometry: Geometry, stride: int, device: str) -> StridedRead
         kept.append(tokens[steps].flatten())
     with torch.inference_mode(False):
         keys = torch.cat(kept).sort().values.to(device)
-        return StridedReader(keys, planning.full(geometry.num_tokens, len(keys), device=device))
+        return StridedLayer(keys, planning.full(geometry.num_tokens, len(keys), device=device))
 
 
 def _cells(grid: Grid, stride: int) -> Tensor:

@@ -5,36 +5,33 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, NoReturn
 
-from nearfield import tiling
 from nearfield._checks import wrong_value
 from nearfield.geometry import Geometry, Span
 from nearfield.merging import Regions
-from nearfield.methods.hilbert import Hilbert
-from nearfield.methods.merging import Merged
+from nearfield.methods import Composition, Method
 from nearfield.parallel.split import Split
 
 # At least: shares then differ by a quarter at most. Small ones may tear blocks for it.
 _SHARE_OVER_UNIT = 4
 
 
-def even_split(method: Hilbert, geometry: Geometry, num_ranks: int, block: int) -> Split:
-    """Shared tokens and rings cut evenly, the text on all ranks.
+def even_split(method: Method, geometry: Geometry, num_ranks: int, block: int) -> Split:
+    """The sections of a method cut evenly, the text on all ranks.
 
     Cuts lie on multiples of the block where shares are large enough. A two-way shared region that has no block for
     every rank is cut more finely on many: who holds some of it talks to all others, and that should not be one rank's
     load. With keys-only sharing that would cost more than it spares: the rows of a torn block read the tiles of all
     of its tokens, on every rank that holds some.
     """
-    spans = method.spans(geometry)
-    rings = _rings(method, geometry)
-    share = max(stop - start for start, stop in spans) // num_ranks // _SHARE_OVER_UNIT
+    sections = method.sections(geometry)
+    share = max(section.stop - section.start for section in sections) // num_ranks // _SHARE_OVER_UNIT
     units = []
-    for start, stop in spans:
-        is_spread = method.share == "two-way" and stop - start < block * num_ranks
+    for section in sections:
+        is_spread = section.is_spread and section.stop - section.start < block * num_ranks
         unit = min(block, _power_of_two(share // (num_ranks - 1) if is_spread and num_ranks > 1 else share))
-        is_summarised = method.far is not None and (start, stop) in rings
-        units.append(_whole_windows(unit, method.far or 1, share) if is_summarised else unit)
+        units.append(_whole_windows(unit, section.window, share) if section.window > 1 else unit)
     text = [geometry.text_span] if geometry.text else []
+    spans = [(section.start, section.stop) for section in sections]
     return Split.even(spans, num_ranks, unit=units, replicated=text)
 
 
@@ -63,19 +60,19 @@ class MergedSplit(NamedTuple):
     regions: tuple[Regions, ...]
 
 
-def split_between_regions(method: Merged, geometry: Geometry, num_ranks: int, block: int) -> MergedSplit:
+def split_between_regions(method: Composition, geometry: Geometry, num_ranks: int, block: int) -> MergedSplit:
     """Every piece of the order cut evenly, as far as regions allow, the text on all ranks.
 
     Of the places between two regions those are preferred that tear no block. Where there is a far field, ranks part
     only where that tears no summary, neither of all tokens nor of those that are left.
     """
     regions = method.regions(geometry)
+    assert regions is not None
     runs = list(zip(regions.lengths, regions.counts, strict=True))
     pieces = [tokens for image in method.pieces(geometry) for tokens in image]
     unit = min(block, _power_of_two(max(pieces) // num_ranks // _SHARE_OVER_UNIT))
     begin = geometry.text if geometry.text_first else 0
-    far: int = getattr(method.attention, "far", None) or 1
-    rings = _rings(method.attention, geometry) if far > 1 else []
+    windows = {(start, stop): window for start, stop, window, _ in method.sections(geometry)}
     whole, merged, first = begin, begin, 0
     mine: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]  # first and last region, one per piece
     for tokens in pieces:
@@ -84,7 +81,7 @@ def split_between_regions(method: Merged, geometry: Geometry, num_ranks: int, bl
             length, count = runs[first + len(borders) - 1]
             borders.append(borders[-1] + length)
             left.append(left[-1] + count)
-        window = far if (whole, whole + tokens) in rings else 1
+        window = windows.get((whole, whole + tokens), 1)
         fits = [place % window == 0 == short % window for place, short in zip(borders, left, strict=True)]
         cuts = _cut_at(borders, fits, num_ranks, unit)
         for rank, (start, stop) in enumerate(pairwise(cuts)):
@@ -93,19 +90,13 @@ def split_between_regions(method: Merged, geometry: Geometry, num_ranks: int, bl
         whole, merged, first = borders[-1], left[-1], first + len(borders) - 1
     for rank, spans in enumerate(mine):
         if not spans:
-            _refuse_idle(rank, num_ranks, len(runs), far)
+            _refuse_idle(rank, num_ranks, len(runs), max(windows.values()))
     short = method.shortened(geometry, regions)
     return MergedSplit(
         _split_at(mine, begin, [length for length, _ in runs], geometry),
         _split_at(mine, begin, [count for _, count in runs], short),
         tuple(_regions_in(regions, spans) for spans in mine),
     )
-
-
-def _rings(method: Hilbert, geometry: Geometry) -> list[Span]:
-    """What of the sequence has summaries."""
-    segments = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
-    return [segment.ring for segment in segments]
 
 
 def _refuse_idle(rank: int, num_ranks: int, num_regions: int, far: int) -> NoReturn:

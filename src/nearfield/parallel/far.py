@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from nearfield._checks import wrong_value
 from nearfield._types import Impl
 from nearfield.geometry import Span
-from nearfield.methods.hilbert import FarField, Summary
+from nearfield.methods import FarField, Summary
 from nearfield.parallel.messages import Sent, Shapes
 from nearfield.parallel.ranks import Parcel, Ranks
 from nearfield.parallel.route import Route, traffic

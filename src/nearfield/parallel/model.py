@@ -16,8 +16,7 @@ from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.attend import merge
 from nearfield.geometry import Geometry
-from nearfield.methods.hilbert import Hilbert, HilbertReader
-from nearfield.methods.merging import Merge, Merged
+from nearfield.methods import Composition, LayerAttention, PlanLayer
 from nearfield.parallel.attention import attend
 from nearfield.parallel.far import SplitFarField, bytes_summed
 from nearfield.parallel.messages import Sent, Shapes, bytes_sent
@@ -95,7 +94,7 @@ class _Gather(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class SplitReader:
+class SplitLayer(LayerAttention):
     """What one layer reads on one rank: tokens are those that it holds.
 
     Args:
@@ -114,7 +113,7 @@ class SplitReader:
         return round(sum(plan.num_pairs / plan.blocks.shape[1] for plan in plans))
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[Plan]:  # type: ignore[override]
         """What this rank calls `nearfield.attend` with."""
         routes = [self.route] if self.far is None else [self.route, self.far.route]
         calls = [route.apart if self.ranks.overlap else (route.joined,) for route in routes]
@@ -164,37 +163,32 @@ class SplitModel:
         owned = tuple(tuple((a - start, b - start) for a, b in spans) for spans in self.split.owned)
         return Share(ordering, Split(geometry.num_image_tokens, owned), self.ranks)
 
-    def reader(self, reader: object) -> SplitReader:
+    def layer(self, layer: LayerAttention) -> SplitLayer:
         """What a method's layer reads."""
-        if not isinstance(reader, HilbertReader):
-            wrong_value("method", SPLITTABLE, type(reader).__name__)
-        near = self._reader(reader.near)
-        if reader.far is None:
+        if not isinstance(layer, PlanLayer):
+            wrong_value("method", SPLITTABLE, type(layer).__name__)
+        near = self._layer(layer.near)
+        if layer.far is None:
             return near
-        return replace(near, far=SplitFarField.of(reader.far, self.split, self.ranks.index, reader.summary))
+        return replace(near, far=SplitFarField.of(layer.far, self.split, self.ranks.index, layer.summary))
 
-    def dense_reader(self, device: torch.device) -> SplitReader:
+    def dense_layer(self, device: torch.device) -> SplitLayer:
         """What a dense layer reads: all."""
         tokens, block = self.split.num_tokens, self.block
-        return self._reader(planning.full(tokens, q_block=block, k_block=block, device=device))
+        return self._layer(planning.full(tokens, q_block=block, k_block=block, device=device))
 
-    def _reader(self, plan: Plan) -> SplitReader:
+    def _layer(self, plan: Plan) -> SplitLayer:
         everyones: Traffic = traffic(plan, self.split)
-        return SplitReader(plan, everyones.route(self.ranks.index), self.ranks)
+        return SplitLayer(plan, everyones.route(self.ranks.index), self.ranks)
 
 
-SPLITTABLE = "read what is known beforehand (Hilbert) to be split over ranks"
-_MERGEABLE = "merge inside runs or windows (Merge) to be split over ranks"
+SPLITTABLE = "decide by the geometry alone who reads whom to be split over ranks"
+_MERGEABLE = "merge inside regions of the order to be split over ranks"
 
 
-def check_splittable(method: object) -> None:
+def check_splittable(method: Composition) -> None:
     """Whether tokens can be split for a method at all."""
-    attention = method
-    if isinstance(method, Merged):
-        if not isinstance(method.merge, Merge) or method.merge.region == "global":
-            wrong_value("method", _MERGEABLE, method.merge)
-        attention = method.attention
-        if attention is None:
-            return
-    if not isinstance(attention, Hilbert):
-        wrong_value("method", SPLITTABLE, method)
+    if method.merge is not None and not method.merge.can_split:
+        wrong_value("method", _MERGEABLE, method.merge.label)
+    if method.attention is not None and not method.attention.can_split:
+        wrong_value("method", SPLITTABLE, method.attention.label)

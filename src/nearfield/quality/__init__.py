@@ -1,5 +1,6 @@
 """How good images are: FID, KID, precision and recall, LPIPS, PSNR, SSIM, and the energy of seams between tiles."""
 
+from nearfield.methods import Borders
 from nearfield.quality.efficientnet import EfficientNet, load_efficientnet
 from nearfield.quality.fid import (
     Estimate,
@@ -16,12 +17,9 @@ from nearfield.quality.inception import Inception, load_inception
 from nearfield.quality.lpips import Lpips, load_lpips
 from nearfield.quality.results import QualityRow, pairs_kept, pareto_front
 from nearfield.quality.seams import (
-    Borders,
     SeamEnergy,
     line_gradients,
-    region_borders,
     seam_energy,
-    tile_borders,
 )
 from nearfield.quality.similarity import psnr, ssim
 
@@ -49,8 +47,6 @@ __all__ = [
     "pareto_front",
     "precision_recall",
     "psnr",
-    "region_borders",
     "seam_energy",
     "ssim",
-    "tile_borders",
 ]

@@ -14,11 +14,11 @@ import torch
 
 from nearfield._files import write_json
 from nearfield.geometry import Geometry
+from nearfield.methods import Borders
 from nearfield.methods.hilbert import Hilbert
 from nearfield.quality import inception
 from nearfield.quality.inception import WHERE_TO_GET_IT, MissingWeights
 from nearfield.quality.measure import BY_FEATURES, BY_PAIRS, METRICS, Source, Task, measure
-from nearfield.quality.seams import Borders, tile_borders
 from nearfield.quality.storage import MissingExtra
 
 OK, FAILED, USAGE = 0, 1, 2
@@ -204,7 +204,7 @@ def seam_borders(text: str, size: int) -> Borders:
         _wrong("--seam-method", f"have `pixels` that divide the size ({size})", pixels)
     try:
         geometry = Geometry((size // pixels, size // pixels), text=places["text"])
-        return tile_borders(Hilbert(**chosen), geometry, q_block=places["q_block"])
+        return Hilbert(**chosen).borders(geometry, q_block=places["q_block"])
     except (TypeError, ValueError) as error:
         raise _UsageError(f"`--seam-method` cannot be used: {error}") from None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_value
+from nearfield.methods import Borders
 from nearfield.quality import fid, lpips, seams, similarity
 from nearfield.quality.images import ImageSet, open_images
 from nearfield.quality.inception import load_inception
@@ -41,7 +42,7 @@ class Task:
     device: torch.device
     num: int | None = None
     inception: Path | None = None
-    borders: seams.Borders | None = None
+    borders: Borders | None = None
 
     @property
     def needs_features(self) -> bool:

@@ -108,9 +108,9 @@ def pairs_kept(
         if method.dense_layer_reason(layer, layers) is not None:
             shares.append(1.0)
             continue
-        reader = method.reader(geometry, layer, heads=heads, q_block=q_block)
-        shares.append(reader.num_pairs / geometry.num_tokens**2)
-    dense_steps = sum(method.dense_ends(steps))
+        attention = method.layer(geometry, layer, heads=heads, q_block=q_block)
+        shares.append(attention.num_pairs / geometry.num_tokens**2)
+    dense_steps = sum(method.num_dense_steps(steps))
     sparse = sum(shares) / layers
     return (dense_steps + (steps - dense_steps) * sparse) / steps
 

@@ -8,102 +8,15 @@ dense model on the same lines belongs beside it.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
-from nearfield.geometry import Geometry
-from nearfield.methods.hilbert import Hilbert
-from nearfield.methods.merging import Merge, Merged
+from nearfield._checks import check_tensor, shape_of, wrong_value
+from nearfield.methods import Borders
 
 _LEAST_PIXELS_PER_TOKEN = 4
-
-
-class Borders(NamedTuple):
-    """How often neighbouring tokens are apart (do not read each other, or are not merged together), from 0 to 1.
-
-    Args:
-        right: `[height, width - 1]`, between a token and the one to its right.
-        below: `[height - 1, width]`, between a token and the one below it.
-    """
-
-    right: Tensor
-    below: Tensor
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.right.shape[0], self.below.shape[1]
-
-
-def tile_borders(
-    method: Hilbert,
-    geometry: Geometry,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: int | None = None,
-    q_block: int | None = None,
-    device: torch.device | str = "cpu",
-) -> Borders:
-    """The borders of a method's tiles, as its plans draw them: whatever the grid, the curve, and how far tiles slide.
-
-    Where it has no tiles (`near="around"`), nearly all neighbours read each other; what is read changes from one block
-    of queries to the next, and the borders are those of blocks.
-
-    Args:
-        layers: whose tiles, averaged; by default those of one cycle, and of the layers before it that differ in their
-            number of tiles.
-        heads: number of heads; asked for where the method's heads differ (by default those of one cycle).
-        q_block: the block the images were made with, to which tiles are rounded; by default that of the device.
-        device: where they were made.
-    """
-    if not isinstance(method, Hilbert):
-        wrong_type("method", "be a Hilbert", type(method).__name__)
-    _check_grid(geometry)
-    order = method.ordering(geometry)
-    count = math.prod(geometry.grid)
-    position = (order.inverse[:count] + geometry.image_spans[0][0]).view(geometry.grid)
-    chosen = range(method.tile_changes[-1] + method.phases) if layers is None else layers
-    read = []
-    for layer in chosen:
-        plan = method.plan(geometry, layer, heads=heads or method.phases, q_block=q_block, device=device)
-        reads = (plan.block_counts()[0] > 0).double().mean(dim=0).cpu()
-        row, column = position // plan.q_block, position // plan.k_block
-        if method.near == "around":
-            reads, column = torch.eye(plan.num_rows, dtype=torch.float64), row
-        read.append(Borders(_mutual(reads, row, column, 1), _mutual(reads, row, column, 0)))
-    if not read:
-        wrong_value("layers", "name at least one layer", "none")
-    right, below = (1 - torch.stack(shares).mean(dim=0) for shares in zip(*read, strict=True))
-    return Borders(right, below)
-
-
-def region_borders(method: Merge | Merged, geometry: Geometry) -> Borders:
-    """The borders of the regions in which a method merges tokens, 1 each: what is added to them differs across."""
-    if not isinstance(method, Merge | Merged):
-        wrong_type("method", "be a Merge, alone or with attention", type(method).__name__)
-    _check_grid(geometry)
-    lengths = torch.tensor(method.regions(geometry).lengths)
-    along = torch.arange(len(lengths)).repeat_interleave(lengths)
-    region = along[method.ordering(geometry).inverse[: math.prod(geometry.grid)]].view(geometry.grid)
-    return Borders(*((region.diff(dim=axis) != 0).double() for axis in (1, 0)))
-
-
-def _mutual(reads: Tensor, row: Tensor, column: Tensor, axis: int) -> Tensor:
-    """How much of the two directions between neighbours along an axis is read."""
-    length = row.shape[axis] - 1
-    forward = reads[row.narrow(axis, 0, length), column.narrow(axis, 1, length)]
-    backward = reads[row.narrow(axis, 1, length), column.narrow(axis, 0, length)]
-    return (forward + backward) / 2
-
-
-def _check_grid(geometry: Geometry) -> None:
-    if len(geometry.grid) != 2:
-        wrong_value(
-            "geometry", "have a grid of two sides", geometry, "Measure the frames of a video one by one."
-        )
 
 
 class SeamEnergy(NamedTuple):

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from nearfield import BlockTopK, FineGrained, Hilbert, LogLinear
 from nearfield._checks import wrong_value
 from nearfield.commands.arguments import CURVES, NEAR, ORDERS, SHARED, SHARES, SUMMARIES, TEXT_READS, integer
 from nearfield.commands.methods import dense_layers, dense_steps
-from nearfield.methods import Method
+from nearfield.methods import BlockTopK, FineGrained, Hilbert, LogLinear, Method
 
 Kind = Literal["integer", "optional", "number", "choice", "flag", "text"]
 """An "optional" integer may be left empty."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nearfield import Hilbert, quality
+from nearfield import quality
 from nearfield._checks import check_int, wrong_value
 from nearfield.commands.generating import measures
 from nearfield.demo import generate
@@ -102,7 +102,7 @@ def make(
     pipeline = model.pipeline()
     dense = generate.run_dense(sample)
     doing = "sparse"
-    caution = getattr(request.method, "caution", None)
+    caution = request.method.warning
     with warnings.catch_warnings(), model.tuned_for(request.method, request.with_lora) as lora:
         if caution:  # said on the page instead
             warnings.filterwarnings("ignore", re.escape(caution))
@@ -123,13 +123,13 @@ def _outcome(model: PictureModel, method: Method, dense: Run, sparse: Run) -> Ou
 
 def _borders(model: PictureModel, method: Method, sparse: Run) -> quality.Borders | None:
     """Of tiles, where there are any and the picture's pixels fall into its tokens evenly."""
-    if not isinstance(method, Hilbert) or sparse.geometry is None or len(sparse.geometry.grid) != 2:
+    if sparse.geometry is None or len(sparse.geometry.grid) != 2:
         return None
     rows, columns = sparse.geometry.grid
     height, width = sparse.images.shape[1:3]
     if height % rows or width % columns or height // rows != width // columns:
         return None
-    return quality.tile_borders(method, sparse.geometry, device=model.device)
+    return method.borders(sparse.geometry, device=model.device)
 
 
 def _energy(run: Run, borders: quality.Borders | None) -> str:

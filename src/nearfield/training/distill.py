@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from nearfield import recipes
-from nearfield._checks import check_int, wrong_type, wrong_value
+from nearfield._checks import check_int, wrong_value
 from nearfield.adapters import apply
-from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
+from nearfield.adapters.compiling import compiled_blocks
 from nearfield.demo.model import TinyFlux
 from nearfield.demo.sampler import precision
 from nearfield.demo.storage import MissingExtra, write_tensors
@@ -73,13 +73,10 @@ class Recipe:
             check_int("rank", self.rank, at_least=1)
         elif self.targets is not None:
             wrong_value("targets", "be left out where `rank` is None: all weights are trained", self.targets)
-        reason = reason_not_to_compile(self.method) if self.compiled else None
+        reason = self.method.compile_reason if self.compiled else None
         if reason is not None:
             wrong_value("compiled", f"be False: {reason}", self.compiled)
-        if not hasattr(self.method, "dense_steps"):
-            wrong_type(
-                "method", "have `dense_steps`, such as nearfield.Hilbert()", type(self.method).__name__
-            )
+        self.method.with_dense_steps(0)  # refuses where the method has no such field
 
 
 class Distillation:
@@ -114,8 +111,8 @@ class Distillation:
             transformer.enable_gradient_checkpointing()
         # One step is dense, the other is not: a scheduler that stands still says which.
         self._phase = _Phase()
-        student: Any = recipe.method
-        self.handle = apply(transformer, replace(student, dense_steps=1), scheduler=self._phase)
+        student = recipe.method.with_dense_steps(1)
+        self.handle = apply(transformer, student, scheduler=self._phase)
         facts = _as_now({"method": str(recipe.method), "rank": recipe.rank, "seed": recipe.seed})
         self.loop = Loop(self.parameters, self.loss, schedule, folder, facts, as_now=_as_now)
 

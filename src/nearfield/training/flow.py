@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from nearfield._checks import check_int, check_member, wrong_value
 from nearfield.adapters import apply
-from nearfield.adapters.compiling import compiled_blocks, reason_not_to_compile
+from nearfield.adapters.compiling import compiled_blocks
 from nearfield.demo.autoencoder import PIXELS_PER_TOKEN
 from nearfield.demo.dense_kernels import called_with
 from nearfield.demo.model import ModelConfig, Packing, TinyFlux, load_model, reconfigured, save_model
@@ -66,7 +66,7 @@ class Recipe:
         check_member("packing", self.packing, get_args(Packing))
         if self.shift <= 0:
             wrong_value("shift", "be above 0", self.shift)
-        reason = reason_not_to_compile(self.method) if self.compiled else None
+        reason = self.method.compile_reason if self.compiled and self.method is not None else None
         if reason is not None:
             wrong_value("compiled", f"be False: {reason}", self.compiled)
 

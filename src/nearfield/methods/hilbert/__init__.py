@@ -16,15 +16,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 
 from nearfield._checks import check_bool, check_int, check_member, wrong_value
-from nearfield.dense_parts import DenseParts, DenseSteps
-from nearfield.geometry import Geometry, Span, check_geometry
+from nearfield.dense_parts import DenseSteps
+from nearfield.geometry import Geometry, check_geometry
 from nearfield.keeping import device_name
-from nearfield.methods.hilbert.far_field import FarField, far_field_of, interleaved_far_field
+from nearfield.methods.base import Method, PlanMethod, Section
+from nearfield.methods.borders import Borders, Reads, borders_of_reads
+from nearfield.methods.hilbert.far_field import far_field_of, interleaved_far_field
 from nearfield.methods.hilbert.layout import (
     DEFAULT_TILES,
     Near,
@@ -37,17 +39,17 @@ from nearfield.methods.hilbert.layout import (
     pieces_of,
 )
 from nearfield.methods.hilbert.plans import interleaved_near_plan, near_plan
-from nearfield.methods.hilbert.reading import HilbertReader, Summary
 from nearfield.methods.hilbert.words import image_lines
+from nearfield.methods.layers import PlanLayer, Summary
 from nearfield.plan import Plan
 from nearfield.tiling import Curve, Shared
 from nearfield.tokenmap import Ordering
 
-__all__ = ["DEFAULT_TILES", "FarField", "Hilbert", "HilbertReader", "Near", "Share", "Summary", "TextReads"]
+__all__ = ["DEFAULT_TILES", "Hilbert", "Near", "Share", "TextReads"]
 
 
 @dataclass(frozen=True)
-class Hilbert(DenseParts):
+class Hilbert(PlanMethod):
     """Attention around blocks of a curve, or inside sliding tiles of it.
 
     Args:
@@ -77,6 +79,8 @@ class Hilbert(DenseParts):
         interleave: heads slide, too: head `h` of layer `l` takes the tiles of layer `l + h`, so that no cut is common
             to all heads.
     """
+
+    name: ClassVar[str] = "hilbert"
 
     tiles: int | tuple[int, ...] | None = None
     tile_size: int | None = None
@@ -186,39 +190,46 @@ class Hilbert(DenseParts):
         check_int("heads", heads, at_least=1)
         return interleaved_near_plan(pattern, geometry, phase, heads, *sizes)
 
-    def spans(self, geometry: Geometry) -> tuple[Span, ...]:
-        """Where the images' tokens stand in the sequence: of each image the shared ones, and its ring."""
+    def sections(self, geometry: Geometry) -> tuple[Section, ...]:
+        """Of each image the shared tokens, and its ring."""
         check_geometry(geometry)
-        segments = layout_of(self._pattern(), geometry, 1).segments
-        spans = (span for segment in segments for span in (segment.shared, segment.ring))
-        return tuple((start, stop) for start, stop in spans if start < stop)
+        found, is_spread = [], self.share == "two-way"
+        for segment in layout_of(self._pattern(), geometry, 1).segments:
+            found.append(Section(*segment.shared, is_spread=is_spread))
+            found.append(Section(*segment.ring, self.far or 1, is_spread))
+        return tuple(section for section in found if section.start < section.stop)
 
-    def reader(
+    def check_layers(self, num_layers: int) -> None:
+        if self.tile_changes[-1] >= num_layers:
+            wrong_value("tiles", f"change within the {num_layers} layers of the model", self.tiles)
+        super().check_layers(num_layers)
+
+    def layer(
         self,
         geometry: Geometry,
-        layer: int = 0,
+        index: int = 0,
         *,
         heads: int | None = None,
         q_block: int | None = None,
         k_block: int | None = None,
         device: torch.device | str = "cpu",
-    ) -> "HilbertReader":
+    ) -> PlanLayer:
         """Everything a layer needs to attend, ready made: the plan, and the far field's."""
-        near = self.plan(geometry, layer, heads=heads, q_block=q_block, k_block=k_block, device=device)
+        near = self.plan(geometry, index, heads=heads, q_block=q_block, k_block=k_block, device=device)
         if self.far is None:
-            return HilbertReader(near, None, self.summary)
+            return PlanLayer(near, None, self.summary)
         unit = math.lcm(near.q_block, self.far)
         if self.near == "tile" and unit % near.k_block:
             rule = f"divide lcm(q_block, far) = {unit}, on multiples of which tiles are cut"
             wrong_value("k_block", rule, near.k_block)
         sizes = near.q_block, near.k_block, device_name(device)
-        pattern, phase = self._pattern(layer), layer % self.phases
+        pattern, phase = self._pattern(index), index % self.phases
         if self.interleave:
             assert heads is not None  # `plan` asked for it
             far = interleaved_far_field(pattern, geometry, phase, heads, *sizes)
         else:
             far = far_field_of(pattern, geometry, phase, *sizes)
-        return HilbertReader(near, far, self.summary)
+        return PlanLayer(near, far, self.summary)
 
     # -- among merged tokens -------------------------------------------------------------------------------------
 
@@ -229,8 +240,31 @@ class Hilbert(DenseParts):
 
     @property
     def weighs_image_keys(self) -> bool:
-        """Whether a bias on image tokens counts wherever they are read: summaries know nothing of it."""
         return self.far is None
+
+    # -- in the picture ------------------------------------------------------------------------------------------
+
+    def borders(
+        self,
+        geometry: Geometry,
+        *,
+        layers: Sequence[int] | None = None,
+        heads: int | None = None,
+        q_block: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Borders:
+        """The borders of tiles, whatever the grid, the curve, and how far tiles slide.
+
+        Around blocks nearly all neighbours read each other; what is read changes from one block of queries to the
+        next, and the borders are those of blocks.
+        """
+        chosen = range(self.tile_changes[-1] + self.phases) if layers is None else layers
+        sizes: dict[str, Any] = {"heads": heads or self.phases, "q_block": q_block, "device": device}
+        read = [Reads.of(self.plan(geometry, layer, **sizes)) for layer in chosen]
+        if self.near == "around":
+            rows = [(reads.shares.shape[0], reads.q_block) for reads in read]
+            read = [Reads(torch.eye(num, dtype=torch.float64), block, block) for num, block in rows]
+        return borders_of_reads(self.ordering(geometry), geometry, read)
 
     # -- words ---------------------------------------------------------------------------------------------------
 
@@ -247,6 +281,11 @@ class Hilbert(DenseParts):
             alone = replace(self, tiles=tiles)
             lines += alone._lines(geometry, *block_sizes(alone._pattern(), geometry, q_block, None, device))
         return "\n".join(lines)
+
+    def sparse_form(self) -> Method:
+        """Without dense steps, a number of tiles that is the default, and a cycle in which nothing slides."""
+        tiles = self.tiles if isinstance(self.tiles, tuple) else self.tiles_in(0)
+        return replace(self, dense_steps=0, tiles=tiles, cycle=self.phases)
 
     def _layers_by_tiles(self) -> dict[int | None, list[str]]:
         """The stretches of layers that have each number of tiles, in words."""
@@ -265,7 +304,7 @@ class Hilbert(DenseParts):
             yield "  text reads images in summary"
         yield from image_lines(self._pattern(), self.summary, geometry, layout, q_block, k_block)
         readers = [
-            self.reader(geometry, layer, heads=self.phases, q_block=q_block, k_block=k_block)
+            self.layer(geometry, layer, heads=self.phases, q_block=q_block, k_block=k_block)
             for layer in range(self.phases)
         ]
         density = sum(reader.num_pairs for reader in readers) / (self.phases * geometry.num_tokens**2)

@@ -1,49 +1,16 @@
 """The far field: what lies outside the tiles, read in summary."""
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearfield import planning
-from nearfield._types import Impl
 from nearfield.geometry import Geometry, Span
 from nearfield.methods.hilbert.layout import Layout, Pattern, layout_of
 from nearfield.methods.hilbert.plans import near_plan, per_head, turns_of_heads
+from nearfield.methods.layers import FarField
 from nearfield.plan import Plan
-from nearfield.windows import WeightedWindows, weighted_windows, window_means
-
-
-class FarField(NamedTuple):
-    """Summaries of the rings, and who reads them.
-
-    Args:
-        spans: the tokens that are summarised, as consecutive ones as possible.
-        window: tokens per summary; windows lie on multiples of it in the sequence, and end where a span does.
-        starts: `[windows]` int64, the first token of each.
-        sizes: `[windows]` int32, how many tokens each holds.
-        bias: `[windows]`, the log of that.
-        plan: which rows read which windows.
-    """
-
-    spans: tuple[Span, ...]
-    window: int
-    starts: Tensor
-    sizes: Tensor
-    bias: Tensor
-    plan: Plan
-
-    def pooled(self, x: Tensor, impl: Impl = "auto") -> Tensor:
-        """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
-        return window_means(x, self.starts, self.sizes, self.window, impl)
-
-    def weighted(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, impl: Impl = "auto"
-    ) -> WeightedWindows:
-        """Keys, values and biases of all windows, weighted."""
-        windows = self.starts, self.sizes, self.window
-        return weighted_windows(query, key, value, *windows, scale=scale, impl=impl)
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from nearfield.geometry import Geometry, Grid, Shortened
 from nearfield.methods.hilbert.around import spans_around
 from nearfield.methods.hilbert.far_field import far_spans, windows_of
 from nearfield.methods.hilbert.layout import Layout, Pattern
-from nearfield.methods.hilbert.reading import Summary
+from nearfield.methods.layers import Summary
 from nearfield.tiling import Segment
 
 

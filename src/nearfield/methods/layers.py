@@ -1,0 +1,201 @@
+"""What a method comes to in one layer of a model."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield import planning
+from nearfield._types import Attended, Impl, Moment
+from nearfield.attend import Part, attend, attend_together
+from nearfield.geometry import Span
+from nearfield.plan import Plan
+from nearfield.predict import ReadStats
+from nearfield.windows import WeightedWindows, weighted_windows, window_means
+
+Summary = Literal["mean", "weighted"]
+
+
+class Memory(NamedTuple):
+    """What a layer whose result depends on earlier steps keeps from them.
+
+    Args:
+        as_bits: bytes that one sample and one branch of guidance take as bits; as lists up to 32 times as much.
+        limit: GiB of device memory that all layers may take; None for no limit.
+        taken: the most bytes that were taken at once, by form.
+    """
+
+    as_bits: int
+    limit: float | None
+    taken: Counter[str]
+
+
+class LayerAttention(ABC):
+    """What one layer of a model reads, ready made for a geometry and a device."""
+
+    plans: Sequence[Plan] = ()
+    """Who reads whom, as far as that is known before calls; empty where content decides."""
+    stats: ReadStats | None = None
+    """What calls have read so far, where that is counted."""
+
+    @property
+    @abstractmethod
+    def num_pairs(self) -> int | None:
+        """Pairs read per batch element and head; None where that is known after calls only."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_bias: Tensor | None = None,
+        scale: float | None = None,
+        impl: Impl = "auto",
+    ) -> Attended:
+        """Attention among tokens in the method's order, `[B, H, N, D]`."""
+
+    def prepare(self, batch: int, heads: int, *, training: bool) -> None:
+        """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""
+        for plan in self.plans:
+            for each in (plan, plan.transpose()) if training else (plan,):
+                if each.device.type == "cuda":
+                    each.longest_first(batch, heads)
+        self._leave_lengths_open()
+
+    def _leave_lengths_open(self) -> None:
+        """Let torch.compile make graphs for lists of any length: layers differ in it, and no code asks for it.
+
+        Who compiles has loaded its tracer, or diffusers has; where neither did, it is not loaded for this.
+        """
+        tracer = sys.modules.get("torch._dynamo")
+        if tracer is None:
+            return
+        for plan in self.plans:
+            tracer.maybe_mark_dynamic(plan._extent, (0, 1))
+        for each in self.lists():
+            tracer.maybe_mark_dynamic(each, each.dim() - 1)
+
+    def lists(self) -> Sequence[Tensor]:
+        """Tensors whose last side differs from layer to layer."""
+        return [each for plan in self.plans for each in plan.lists()]
+
+    def plans_like(self, device: torch.device) -> Sequence[Plan]:
+        """The plans, or, where calls make them, empty ones of the same kind: for asking what would run them."""
+        del device
+        return self.plans
+
+    # -- layers whose result depends on earlier steps ----------------------------------------------------------------
+
+    def set_step(self, moment: Moment) -> None:  # noqa: B027, most layers need not know
+        """Say, before every call, where the denoising loop stands."""
+
+    def set_num_layers(self, number: int) -> None:  # noqa: B027
+        """Say how many layers share the memory that the method allows."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Release what is kept from earlier steps."""
+
+    def memory(self, heads: int) -> Memory | None:
+        """What is kept from earlier steps; None where nothing is."""
+        del heads
+        return None
+
+
+class FarField(NamedTuple):
+    """Summaries of stretches of the sequence, and who reads them.
+
+    Args:
+        spans: the tokens that are summarised, as consecutive ones as possible.
+        window: tokens per summary; windows lie on multiples of it in the sequence, and end where a span does.
+        starts: `[windows]` int64, the first token of each.
+        sizes: `[windows]` int32, how many tokens each holds.
+        bias: `[windows]`, the log of that.
+        plan: which rows read which windows.
+    """
+
+    spans: tuple[Span, ...]
+    window: int
+    starts: Tensor
+    sizes: Tensor
+    bias: Tensor
+    plan: Plan
+
+    def pooled(self, x: Tensor, impl: Impl = "auto") -> Tensor:
+        """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
+        return window_means(x, self.starts, self.sizes, self.window, impl)
+
+    def weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, impl: Impl = "auto"
+    ) -> WeightedWindows:
+        """Keys, values and biases of all windows, weighted."""
+        windows = self.starts, self.sizes, self.window
+        return weighted_windows(query, key, value, *windows, scale=scale, impl=impl)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanLayer(LayerAttention):
+    """A layer in which the geometry decides who reads whom.
+
+    Args:
+        near: what is read exactly.
+        far: summaries of the rest, and who reads them.
+        summary: of which kind they are.
+    """
+
+    near: Plan
+    far: FarField | None = None
+    summary: Summary = "mean"
+
+    @property
+    def plans(self) -> Sequence[Plan]:  # type: ignore[override]
+        return (self.near,) if self.far is None else (self.near, self.far.plan)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs read per batch element and head, on average over heads."""
+        return round(sum(plan.num_pairs / plan.blocks.shape[1] for plan in self.plans))
+
+    def lists(self) -> Sequence[Tensor]:
+        windows = () if self.far is None else (self.far.starts, self.far.sizes, self.far.bias)
+        return [*super().lists(), *windows]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_bias: Tensor | None = None,
+        scale: float | None = None,
+        impl: Impl = "auto",
+    ) -> Attended:
+        """Attention among tokens in the method's order, `[B, H, N, D]`.
+
+        A far field knows nothing of `key_bias`: it may hide what has no summary (text).
+        """
+        if self.far is None:
+            return attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
+        near = Part(key, value, self.near, key_bias)
+        if self.summary == "weighted":
+            keys, values, bias = self.far.weighted(query, key, value, scale, impl)
+        else:
+            keys, values = (self.far.pooled(x, impl) for x in (key, value))
+            bias = self.far.bias
+        # Who reads a summary reads its neighbours, but for the edges of what it reads exactly.
+        far = Part(keys, values, self.far.plan, bias, rows_alike=True)
+        return attend_together(query, [near, far], scale=scale, impl=impl)
+
+
+@lru_cache(maxsize=64)
+def full_layer(num_tokens: int, device: str) -> PlanLayer:
+    """Everyone reads everyone."""
+    with torch.inference_mode(False):
+        return PlanLayer(planning.full(num_tokens, num_tokens, device=device))
