@@ -31,7 +31,7 @@ def _hilbert(
     method: Hilbert, geometry: Geometry, layer: int = 1, heads: int | None = None, **more: Any
 ) -> Case:
     plan = method.plan(geometry, layer, heads=heads, q_block=8, k_block=8)
-    spans = method.spans(geometry)
+    spans = [section.span for section in method.sections(geometry)]
     text = [geometry.text_span] if geometry.text else []
     return Case(plan, partial(Split.even, spans, unit=8, replicated=text), heads or 2, **more)
 

@@ -29,9 +29,9 @@ from torch import Tensor
 
 import nearfield
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge
-from nearfield.blockwise import DENSE_FID
 from nearfield.geometry import Shortened
 from nearfield.methods import BipartiteMerge, Composition
+from nearfield.methods.composition import DENSE_FID
 
 assert graphs  # a fixture
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nearfield import Hilbert, Merge, cli
-from nearfield.blockwise import DENSE_FID
+from nearfield.methods.composition import DENSE_FID
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

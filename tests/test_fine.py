@@ -24,7 +24,7 @@ def inputs(seed: int = 0, batch: int = 2) -> list[Tensor]:
 
 def kept(reader: FineLayer, branch: str = "", batch: int = 2) -> Tensor:
     """Which blocks a reader remembers, `[B, H, rows, columns]`."""
-    lists = reader.memory[branch, batch].lists
+    lists = reader.known[branch, batch].lists
     plan = lists.plan(reader.blocks, torch.device("cpu")) if isinstance(lists, Mask) else lists
     return plan.block_counts() > 0
 
@@ -45,7 +45,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, method: Fine
 def test_kept_are_the_keys_that_some_query_of_the_block_weighs(grain: int) -> None:
     method = FineGrained(16, grain, threshold=0.05)
     query, key, value = inputs()
-    reader = method.layer(GEOMETRY).at(Moment(0, 50))
+    reader = method.layer(GEOMETRY).set_step(Moment(0, 50))
     torch.testing.assert_close(reader.attend(query, key, value).out, dense(query, key, value))
     weights = torch.softmax(query @ key.mT / 4, -1)
     for row in range(5):
@@ -63,18 +63,18 @@ def test_between_refreshes_lists_are_remembered_and_read() -> None:
     method = FineGrained(16, 2, threshold=0.08)
     reader = method.layer(GEOMETRY)
     first, later = inputs(0), inputs(1)
-    reader.at(Moment(0, 50)).attend(*first)
+    reader.set_step(Moment(0, 50)).attend(*first)
     keep = kept(reader)
     assert not bool(keep.all())
-    got = reader.at(Moment(3, 50)).attend(*later).out
+    got = reader.set_step(Moment(3, 50)).attend(*later).out
     torch.testing.assert_close(got, masked(*later, keep, method))
 
 
 def test_threshold_zero_is_dense() -> None:
     reader = FineGrained(16, 1, threshold=0).layer(GEOMETRY)
-    reader.at(Moment(0, 50)).attend(*inputs(0))
+    reader.set_step(Moment(0, 50)).attend(*inputs(0))
     later = inputs(1)
-    torch.testing.assert_close(reader.at(Moment(1, 50)).attend(*later).out, dense(*later))
+    torch.testing.assert_close(reader.set_step(Moment(1, 50)).attend(*later).out, dense(*later))
     assert abs(reader.stats.dropped) < 1e-12
     assert reader.stats.kept == 1
 
@@ -86,8 +86,8 @@ def test_lists_are_made_anew_on_schedule(total: int, steps: list[int]) -> None:
     reader = method.layer(GEOMETRY)
     made = []
     for place in range(total):
-        reader.at(Moment(place, total)).attend(*inputs(place))
-        if reader.memory["", 2].place == place:
+        reader.set_step(Moment(place, total)).attend(*inputs(place))
+        if reader.known["", 2].place == place:
             made.append(place)
     assert made == steps
 
@@ -95,33 +95,33 @@ def test_lists_are_made_anew_on_schedule(total: int, steps: list[int]) -> None:
 def test_a_schedule_that_skips_a_refresh_makes_it_up() -> None:
     reader = FineGrained(16, 4).layer(GEOMETRY)
     for place, made in ((0, 0), (6, 0), (9, 9), (14, 9), (29, 29)):
-        reader.at(Moment(place, 50)).attend(*inputs())
-        assert reader.memory["", 2].place == made
+        reader.set_step(Moment(place, 50)).attend(*inputs())
+        assert reader.known["", 2].place == made
 
 
 def test_a_second_generation_starts_anew() -> None:
     reader = FineGrained(16, 4).layer(GEOMETRY)
-    reader.at(Moment(45, 50)).attend(*inputs(0))
-    before = reader.memory["", 2].lists
-    reader.at(Moment(0, 50)).attend(*inputs(1))
-    assert reader.memory["", 2].place == 0
-    assert reader.memory["", 2].lists is not before
+    reader.set_step(Moment(45, 50)).attend(*inputs(0))
+    before = reader.known["", 2].lists
+    reader.set_step(Moment(0, 50)).attend(*inputs(1))
+    assert reader.known["", 2].place == 0
+    assert reader.known["", 2].lists is not before
 
 
 def test_branches_are_kept_apart_or_shared() -> None:
     for share, branches in ((False, {"cond", "uncond"}), (True, {""})):
         reader = FineGrained(16, 4, share_branches=share).layer(GEOMETRY)
         for branch in ("cond", "uncond"):
-            reader.at(Moment(0, 50, branch)).attend(*inputs(len(branch)))
-        assert {branch for branch, _ in reader.memory} == branches
+            reader.set_step(Moment(0, 50, branch)).attend(*inputs(len(branch)))
+        assert {branch for branch, _ in reader.known} == branches
 
 
 def test_another_batch_makes_its_own_lists() -> None:
     reader = FineGrained(16, 4).layer(GEOMETRY)
-    reader.at(Moment(0, 50)).attend(*inputs(0))
+    reader.set_step(Moment(0, 50)).attend(*inputs(0))
     query, key, value = inputs(1, batch=1)
     torch.testing.assert_close(
-        reader.at(Moment(1, 50)).attend(query, key, value).out, dense(query, key, value)
+        reader.set_step(Moment(1, 50)).attend(query, key, value).out, dense(query, key, value)
     )
 
 
@@ -140,9 +140,9 @@ def test_online_needs_no_moment_and_reads_what_it_predicts() -> None:
 
 def test_gradients_flow_through_remembered_lists() -> None:
     reader = FineGrained(16, 4, threshold=0.1).layer(GEOMETRY)
-    reader.at(Moment(0, 50)).attend(*inputs(0))
+    reader.set_step(Moment(0, 50)).attend(*inputs(0))
     leaves = [x.requires_grad_() for x in inputs(1)]
-    out = reader.at(Moment(1, 50)).attend(*leaves).out
+    out = reader.set_step(Moment(1, 50)).attend(*leaves).out
     want = masked(*leaves, kept(reader), FineGrained(16, 4))
     for mine, theirs in zip(
         torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
@@ -165,43 +165,43 @@ FORMS = ["lists", "bits", "bits in host memory"]
 def test_what_is_remembered_fits_the_memory_allowed(form: str, grain: int) -> None:
     """In every form it is what was found, and as large as was said before."""
     query, key, value = inputs()
-    free = FineGrained(16, grain, threshold=0.05).layer(GEOMETRY).at(Moment(0, 50))
+    free = FineGrained(16, grain, threshold=0.05).layer(GEOMETRY).set_step(Moment(0, 50))
     free.attend(query, key, value)
-    lists, bits = free.memory["", 2].num_bytes, FineGrained(16, grain).mask_bytes(GEOMETRY, 2, 2)
+    lists, bits = free.known["", 2].num_bytes, FineGrained(16, grain).mask_bytes(GEOMETRY, 2, 2)
     allowed = {"lists": lists, "bits": lists - 1, "bits in host memory": min(bits, lists) - 1}[form]
     # Two layers share what is allowed.
     method = FineGrained(16, grain, threshold=0.05, memory=2 * allowed / 2**30)
-    reader = method.layer(GEOMETRY).among(2).at(Moment(0, 50))
+    reader = method.layer(GEOMETRY).set_num_layers(2).set_step(Moment(0, 50))
     reader.attend(query, key, value)
-    memory = reader.memory["", 2]
+    memory = reader.known["", 2]
     assert memory.form == form
     assert memory.num_bytes == (lists if form == "lists" else bits)
     assert reader.most == {form: memory.num_bytes}
     assert torch.equal(kept(reader), kept(free))
     later = inputs(1)
-    expected = free.at(Moment(1, 50)).attend(*later)
-    assert torch.equal(reader.at(Moment(1, 50)).attend(*later).out, expected.out)
+    expected = free.set_step(Moment(1, 50)).attend(*later)
+    assert torch.equal(reader.set_step(Moment(1, 50)).attend(*later).out, expected.out)
     reader.forget()
-    assert not reader.memory
+    assert not reader.known
 
 
 def test_a_second_branch_takes_what_is_left_of_the_memory() -> None:
     query, key, value = inputs()
-    free = FineGrained(16, 1, threshold=0.05).layer(GEOMETRY).at(Moment(0, 50))
+    free = FineGrained(16, 1, threshold=0.05).layer(GEOMETRY).set_step(Moment(0, 50))
     free.attend(query, key, value)
     bits = FineGrained(16, 1).mask_bytes(GEOMETRY, 2, 2)
-    memory = (free.memory["", 2].num_bytes + bits) / 2**30
+    memory = (free.known["", 2].num_bytes + bits) / 2**30
     reader = FineGrained(16, 1, threshold=0.05, memory=memory).layer(GEOMETRY)
     for branch in ("cond", "uncond", "third"):
-        reader.at(Moment(0, 50, branch)).attend(query, key, value)
-    assert [known.form for known in reader.memory.values()] == FORMS
+        reader.set_step(Moment(0, 50, branch)).attend(query, key, value)
+    assert [known.form for known in reader.known.values()] == FORMS
 
 
 def test_the_tally_says_what_was_read() -> None:
     reader = FineGrained(16, 1, threshold=0.05).layer(GEOMETRY)
     for place in range(3):
         query, key, value = inputs(place)
-        reader.at(Moment(place, 50)).attend(query, key, value)
+        reader.set_step(Moment(place, 50)).attend(query, key, value)
     keep = kept(reader)
     assert (reader.stats.num_full, reader.stats.num_sparse) == (1, 2)
     assert reader.stats.kept == pytest.approx(float(keep.float().mean()))
@@ -215,8 +215,8 @@ def test_batches_of_two_sizes_in_turn_keep_lists_of_their_own() -> None:
     reader = FineGrained(16, 4, threshold=0.1).layer(GEOMETRY)
     for place in range(3):
         for batch in (1, 2):
-            reader.at(Moment(place, 50)).attend(*inputs(place, batch=batch))
-    assert [known.place for known in reader.memory.values()] == [0, 0]
+            reader.set_step(Moment(place, 50)).attend(*inputs(place, batch=batch))
+    assert [known.place for known in reader.known.values()] == [0, 0]
 
 
 def test_hidden_keys_have_no_mass() -> None:
@@ -239,11 +239,11 @@ def test_what_is_remembered_counts_the_bias() -> None:
     bias = torch.zeros(2, 1, 79, dtype=torch.float64)
     bias[..., 30], bias[..., 40:] = 100, -torch.inf
     reader = FineGrained(16, 1, threshold=0.5).layer(Geometry((79,)))
-    reader.at(Moment(0, 50)).attend(query, key, value, key_bias=bias)
+    reader.set_step(Moment(0, 50)).attend(query, key, value, key_bias=bias)
     keep = kept(reader)
     assert bool(keep[..., 30].all())
     assert not bool(keep[..., 40:].any())
-    later = reader.at(Moment(1, 50)).attend(query, key, value, key_bias=bias).out
+    later = reader.set_step(Moment(1, 50)).attend(query, key, value, key_bias=bias).out
     torch.testing.assert_close(later, value[:, :, 30:31].expand_as(later))
 
 
@@ -279,8 +279,8 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: FineGrained(16, 4).layer(GEOMETRY).attend(*inputs()),
         ValueError,
-        '`moment` must be told before a call where prediction is "cached"; got None. '
-        'Call `reader.at(Moment(step, total))` first, or use predict="online".',
+        '`moment` must be set before a call where prediction is "cached"; got None. '
+        'Call `layer.set_step(Moment(step, total))` first, or use predict="online".',
     ),
 ]
 

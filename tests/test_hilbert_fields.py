@@ -287,7 +287,7 @@ BAD = [
     (
         lambda: attend_with(Hilbert(), INPUTS[0], INPUTS[1][:, :, :-1], INPUTS[2][:, :, :-1], GEOMETRY, 0),
         ValueError,
-        "`plan` must be made for 68 queries and 67 keys; got 68 and 68.",
+        "`key` must have the 68 tokens of the geometry (4 text + 8x8); got 67.",
     ),
     (
         lambda: attend_with(Hilbert(), *INPUTS, GEOMETRY, -1),

@@ -30,7 +30,7 @@ def test_a_layer_has_the_tiles_of_its_number(fields: dict[str, Any]) -> None:
         assert method.plan(GEOMETRY, layer, heads=4) is alone.plan(GEOMETRY, layer, heads=4)
         assert method.layer(GEOMETRY, layer, heads=4).far is alone.layer(GEOMETRY, layer, heads=4).far
     assert torch.equal(method.ordering(GEOMETRY).order, alone.ordering(GEOMETRY).order)
-    assert method.spans(GEOMETRY) == alone.spans(GEOMETRY)
+    assert method.sections(GEOMETRY) == alone.sections(GEOMETRY)
     assert method.pieces(GEOMETRY) == alone.pieces(GEOMETRY)
 
 

@@ -14,19 +14,22 @@ import pytest
 from tests.test_mutants import PACKAGE, load
 from tests.tiles import STATEMENTS
 
+from nearfield.methods import registry
+
 TILING, TOKENMAP = "tiling.py", "tokenmap.py"
-LAYOUT, AROUND, PLANS, FAR_FIELD, READING = (
-    f"methods/hilbert/{name}.py" for name in ("layout", "around", "plans", "far_field", "reading")
+LAYOUT, AROUND, PLANS, FAR_FIELD = (
+    f"methods/hilbert/{name}.py" for name in ("layout", "around", "plans", "far_field")
 )
+LAYERS = "methods/layers.py"
 # In the order in which they import each other.
 MODULES = (
     TILING,
     TOKENMAP,
+    LAYERS,
     LAYOUT,
     AROUND,
     PLANS,
     FAR_FIELD,
-    READING,
     "methods/hilbert/words.py",
     "methods/hilbert/__init__.py",
 )
@@ -164,13 +167,13 @@ MUTANTS = {
         FAR_FIELD, "sizes.double().log()", "sizes.double().log().mul(0)", "far_field_is_its_formula"
     ),
     "short windows are divided by the long size": Mutant(
-        FAR_FIELD,
+        LAYERS,
         "return window_means(x, self.starts, self.sizes, self.window, impl)",
         "return window_means(x, self.starts, self.sizes, self.window, impl) * (self.sizes / self.window)[:, None]",
         "far_field_is_its_formula",
     ),
     "the far field forgets its bias": Mutant(
-        READING, "self.far.plan, bias, ", "self.far.plan, None, ", "far_field_is_its_formula"
+        LAYERS, "self.far.plan, bias, ", "self.far.plan, None, ", "far_field_is_its_formula"
     ),
 }
 
@@ -185,6 +188,7 @@ def changed(mutant: Mutant, folder: Path) -> Path:
 
 def copied_method(patch: pytest.MonkeyPatch, module: str = "", path: Path | None = None) -> ModuleType:
     """A copy of the method with caches of its own, made with another file in the place of one of its modules."""
+    patch.setitem(registry._CLASSES, "hilbert", registry._CLASSES["hilbert"])  # the copy takes its place
     for file in MODULES:
         name = ".".join(("nearfield", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
         package, _, attribute = name.rpartition(".")

@@ -501,7 +501,7 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: attend_with(LogLinear(), *inputs(20), Geometry((3, 4))),
         ValueError,
-        "`query` must have the 12 tokens of the geometry (3x4), as `key`; got (20, 20).",
+        "`query` must have the 12 tokens of the geometry (3x4); got 20.",
     ),
     (
         lambda: attend_with(LogLinear(), *inputs(20), key_mask=torch.ones(2, 20, dtype=torch.bool)),

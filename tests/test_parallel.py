@@ -193,7 +193,7 @@ def test_only_what_is_read_is_sent(name: str, num_ranks: int) -> None:
 def test_tiles_send_a_halo_and_what_is_shared(geometry: Geometry) -> None:
     """The general route is the halo exchange: keys of the ring come from at most the tile that a cut tears."""
     method = paper(tiles=16, shared_tokens=128, share="two-way")
-    spans, num_ranks = method.spans(geometry), 8
+    spans, num_ranks = [section.span for section in method.sections(geometry)], 8
     split = Split.even(spans, num_ranks, unit=16, replicated=[geometry.text_span])
     shared, ring = spans
     tile = -(-(ring[1] - ring[0]) // 16) + 16
@@ -219,7 +219,7 @@ def test_tiles_send_a_halo_and_what_is_shared(geometry: Geometry) -> None:
 def test_shared_tokens_that_read_all_are_spread_over_many_ranks(share: Share, most: int) -> None:
     """Whole blocks as long as few ranks are told; then those who tell many are many."""
     method, geometry = paper(tiles=64, shared_tokens=256, share=share), Geometry((256, 256), text=128)
-    shared = method.spans(geometry)[0]
+    shared = method.sections(geometry)[0].span
     held = {}
     for num_ranks in (4, 64):
         split = even_split(method, geometry, num_ranks, 64)
@@ -233,7 +233,8 @@ def test_bytes_do_not_grow_with_the_image() -> None:
     for side in (64, 128):
         geometry = Geometry((side, side), text=128)
         method = paper(tile_size=256, shared_tokens=128, share="keys")
-        split = Split.even(method.spans(geometry), 4, unit=16, replicated=[geometry.text_span])
+        spans = [section.span for section in method.sections(geometry)]
+        split = Split.even(spans, 4, unit=16, replicated=[geometry.text_span])
         shapes = Shapes(1, 4, 4, 64, torch.bfloat16)
         layers = [bytes_sent(Traffic(method.plan(geometry, layer), split), shapes) for layer in range(4)]
         sent.append(max(sum(layer.forward[rank] for layer in layers) for rank in range(4)))

@@ -122,7 +122,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: nearfield.methods.Composition(BipartiteMerge(), nearfield.Hilbert()),
         TypeError,
-        "`merge` must be a Merge to go together with attention; got BipartiteMerge.",
+        "`merge` must merge inside runs of an order to go together with attention; got BipartiteMerge.",
     ),
 ]
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from nearfield import curves, methods, planning
-from nearfield._types import Attended
+from nearfield._types import Attended, Positions
 from nearfield.adapters import Handle, apply, remove
 from nearfield.attend import attend, merge
 from nearfield.geometry import Geometry
@@ -31,6 +31,7 @@ __all__ = [
     "Ordering",
     "Plan",
     "PlanMethod",
+    "Positions",
     "SelfAttention",
     "__version__",
     "apply",

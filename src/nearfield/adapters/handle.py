@@ -402,7 +402,7 @@ def _check_text(method: Composition, spec: Spec, layer: Layer) -> None:
     if spec.text and layer.is_sparse and layer.sees_text and not method.takes_text:
         others = ", ".join(spec.model for spec in SPECS if not spec.text)
         hint = f"It reads images alone, as in {others}. Layers that see text may be named in `dense_layers`."
-        wrong_value("method", f"take the text of {spec.model}", method.label, hint)
+        wrong_value("method", f"take the text of {spec.model}", type(method.parts[-1]).__name__, hint)
 
 
 def _name_of(value: object) -> str:

@@ -8,6 +8,7 @@ import pkgutil
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from nearfield._types import Moment
 from nearfield.methods.base import Method, PlanMethod, Section
 from nearfield.methods.borders import Borders
 from nearfield.methods.composition import Composition, MergeMethod
@@ -50,6 +51,7 @@ __all__ = [
     "Memory",
     "MergeMethod",
     "Method",
+    "Moment",
     "PlanLayer",
     "PlanMethod",
     "Projections",

@@ -16,7 +16,7 @@ from torch import nn
 
 from nearfield._checks import check_int, wrong_type, wrong_value
 from nearfield.dense_parts import DenseSteps, Layers, checked_layers, checked_steps, ends_of, layer_reason
-from nearfield.geometry import Geometry, check_geometry
+from nearfield.geometry import Geometry, Span, check_geometry
 from nearfield.keeping import device_name
 from nearfield.methods.borders import Borders, Reads, borders_of_reads
 from nearfield.methods.layers import LayerAttention, PlanLayer
@@ -37,8 +37,7 @@ class Section(NamedTuple):
             everyone and read everyone, which should not be one rank's load.
     """
 
-    start: int
-    stop: int
+    span: Span
     window: int = 1
     is_spread: bool = False
 
@@ -146,7 +145,7 @@ class Method(ABC):
     def sections(self, geometry: Geometry) -> tuple[Section, ...]:
         """How ranks share out the images' tokens."""
         check_geometry(geometry)
-        return tuple(Section(start, stop) for start, stop in geometry.image_spans)
+        return tuple(Section(span) for span in geometry.image_spans)
 
     @property
     def weighs_image_keys(self) -> bool:

@@ -20,7 +20,7 @@ from nearfield.methods.borders import Borders, borders_of_regions
 from nearfield.methods.layers import LayerAttention, PlanLayer, full_layer
 from nearfield.tokenmap import Ordering
 
-_DENSE_FID = 31
+DENSE_FID = 31
 """Of 500 pictures of the embedded model with dense attention: what the FIDs of merged ones compare with."""
 
 
@@ -94,7 +94,7 @@ class MergeMethod(Method):
             return None
         return (
             f"Merging loses much of a picture: {type(self).__name__}(ratio={measured:g}) has an FID of {fids[measured]}"
-            f" where dense attention has {_DENSE_FID} (500 pictures of the embedded model; see docs/merging.md). Use"
+            f" where dense attention has {DENSE_FID} (500 pictures of the embedded model; see docs/merging.md). Use"
             " Hilbert() instead, or compare pictures of your own model with and without merging."
         )
 

@@ -174,11 +174,13 @@ class FineLayer(LayerAttention):
     def plans_like(self, device: torch.device) -> tuple[Plan, ...]:
         return (self.blocks.blank(device),)
 
-    def set_step(self, moment: Moment) -> None:
+    def set_step(self, moment: Moment) -> "FineLayer":
         self.moment = moment
+        return self
 
-    def set_num_layers(self, number: int) -> None:
+    def set_num_layers(self, number: int) -> "FineLayer":
         self._allowed /= number
+        return self
 
     def forget(self) -> None:
         self.known.clear()

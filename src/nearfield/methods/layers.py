@@ -94,13 +94,17 @@ class LayerAttention(ABC):
 
     # -- layers whose result depends on earlier steps ----------------------------------------------------------------
 
-    def set_step(self, moment: Moment) -> None:  # noqa: B027, most layers need not know
+    def set_step(self, moment: Moment) -> "LayerAttention":
         """Say, before every call, where the denoising loop stands."""
+        del moment
+        return self
 
-    def set_num_layers(self, number: int) -> None:  # noqa: B027
+    def set_num_layers(self, number: int) -> "LayerAttention":
         """Say how many layers share the memory that the method allows."""
+        del number
+        return self
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> None:  # noqa: B027, most layers keep nothing
         """Release what is kept from earlier steps."""
 
     def memory(self, heads: int) -> Memory | None:

@@ -48,10 +48,10 @@ def attend_with(
         geometry = Geometry((query.shape[2],))
     else:
         check_geometry(geometry)
-        lengths = query.shape[2], key.shape[2]
-        if lengths != (geometry.num_tokens, geometry.num_tokens):
-            rule = f"have the {geometry.num_tokens} tokens of the geometry ({geometry}), as `key`"
-            wrong_value("query", rule, lengths)
+        for name, x in (("query", query), ("key", key)):
+            if x.shape[2] != geometry.num_tokens:
+                rule = f"have the {geometry.num_tokens} tokens of the geometry ({geometry})"
+                wrong_value(name, rule, x.shape[2])
     bias = None if key_mask is None else mask_bias(key_mask, query)
     reading = method.layer(geometry, layer, heads=query.shape[1], device=query.device)
     return reading.attend(query, key, value, key_bias=bias, scale=scale, impl=impl, **extra).out

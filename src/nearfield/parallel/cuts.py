@@ -24,15 +24,15 @@ def even_split(method: Method, geometry: Geometry, num_ranks: int, block: int) -
     of its tokens, on every rank that holds some.
     """
     sections = method.sections(geometry)
-    share = max(section.stop - section.start for section in sections) // num_ranks // _SHARE_OVER_UNIT
+    lengths = [stop - start for (start, stop), _, _ in sections]
+    share = max(lengths) // num_ranks // _SHARE_OVER_UNIT
     units = []
-    for section in sections:
-        is_spread = section.is_spread and section.stop - section.start < block * num_ranks
+    for section, length in zip(sections, lengths, strict=True):
+        is_spread = section.is_spread and length < block * num_ranks
         unit = min(block, _power_of_two(share // (num_ranks - 1) if is_spread and num_ranks > 1 else share))
         units.append(_whole_windows(unit, section.window, share) if section.window > 1 else unit)
     text = [geometry.text_span] if geometry.text else []
-    spans = [(section.start, section.stop) for section in sections]
-    return Split.even(spans, num_ranks, unit=units, replicated=text)
+    return Split.even([section.span for section in sections], num_ranks, unit=units, replicated=text)
 
 
 def _whole_windows(unit: int, far: int, share: int) -> int:
@@ -72,7 +72,7 @@ def split_between_regions(method: Composition, geometry: Geometry, num_ranks: in
     pieces = [tokens for image in method.pieces(geometry) for tokens in image]
     unit = min(block, _power_of_two(max(pieces) // num_ranks // _SHARE_OVER_UNIT))
     begin = geometry.text if geometry.text_first else 0
-    windows = {(start, stop): window for start, stop, window, _ in method.sections(geometry)}
+    windows = {section.span: section.window for section in method.sections(geometry)}
     whole, merged, first = begin, begin, 0
     mine: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]  # first and last region, one per piece
     for tokens in pieces:

@@ -195,9 +195,9 @@ class Hilbert(PlanMethod):
         check_geometry(geometry)
         found, is_spread = [], self.share == "two-way"
         for segment in layout_of(self._pattern(), geometry, 1).segments:
-            found.append(Section(*segment.shared, is_spread=is_spread))
-            found.append(Section(*segment.ring, self.far or 1, is_spread))
-        return tuple(section for section in found if section.start < section.stop)
+            found.append(Section(segment.shared, is_spread=is_spread))
+            found.append(Section(segment.ring, self.far or 1, is_spread))
+        return tuple(section for section in found if section.span[0] < section.span[1])
 
     def check_layers(self, num_layers: int) -> None:
         if self.tile_changes[-1] >= num_layers:
