@@ -23,7 +23,15 @@ sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in s
 from tests import tiny_models  # noqa: E402
 
 import nearfield  # noqa: E402
-from nearfield import BlockTopK, FineGrained, GatedBlocks, Hilbert, LogLinear, Merge, SparseLinear  # noqa: E402
+from nearfield.methods import (  # noqa: E402
+    BlockTopK,
+    FineGrained,
+    GatedBlocks,
+    Hilbert,
+    LogLinear,
+    Merge,
+    SparseLinear,
+)
 from nearfield.adapters.blocks import BLOCKS  # noqa: E402
 from nearfield.adapters.spec import Spec  # noqa: E402
 from nearfield.adapters.specs import SPECS  # noqa: E402

@@ -293,9 +293,9 @@ def test_models_that_are_not_there_are_said(tmp_path: Path) -> None:
 
 
 def test_method_is_named_by_what_was_set() -> None:
-    assert generate.name_of(Hilbert(tiles=4, far=None)) == "Hilbert(tiles=4, far=None)"
-    assert generate.name_of(Composition(Merge())) == "Merge()"
-    assert generate.name_of(Merge(ratio=0.25) | Hilbert(tiles=4)) == "Merge(ratio=0.25) | Hilbert(tiles=4)"
+    assert (Hilbert(tiles=4, far=None)).label == "Hilbert(tiles=4, far=None)"
+    assert (Composition(Merge())).label == "Merge()"
+    assert (Merge(ratio=0.25) | Hilbert(tiles=4)).label == "Merge(ratio=0.25) | Hilbert(tiles=4)"
 
 
 def test_sheets_are_drawn(tmp_path: Path) -> None:

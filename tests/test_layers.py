@@ -70,8 +70,8 @@ ROOT = "__init__"
 ROOT_READS = {0, 1, 2, 3, 4, 5}
 ROOT_READERS = {6, 7}
 
-# Packages whose modules may not import each other, but for those that all of them share, in the order in which these may
-# import each other; their `__init__` may import them all. A package inside of them is one sibling: its modules may.
+# Packages whose modules may not import each other, but for those that all of them share, each of which may import the
+# ones before it; their `__init__` may import them all. A package inside of them is one sibling: its modules may.
 NO_SIBLINGS = {
     "methods": ("registry", "borders", "layers", "base", "composition", "self_attention"),
 }

@@ -14,7 +14,6 @@ from tests.tiles import paper
 from nearfield import Hilbert, LogLinear, Merge, apply, recipes, tuning
 from nearfield.cli import main
 from nearfield.commands import arguments
-from nearfield.demo.generate import name_of
 from nearfield.demo.model import save_model
 from nearfield.demo.sampler import DemoPipeline
 from nearfield.recipes import Recipe
@@ -419,7 +418,7 @@ def generated(weights: Path, tmp_path: Path, *words: str) -> int:
 def test_generate_takes_a_recipe(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images = tmp_path / "images"
     assert generated(weights, tmp_path, "--recipe", "cats-close", "--images", str(images)) == 0
-    assert f"{name_of(recipes.read('cats-close').method)}: " in capsys.readouterr().out
+    assert f"{recipes.read('cats-close').method.label}: " in capsys.readouterr().out
     assert [path.name for path in images.iterdir()] == ["cats-close"]
 
 
