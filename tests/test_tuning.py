@@ -182,22 +182,6 @@ def test_a_recipe_names_every_field(tmp_path: Path) -> None:
 NESTED = {"method": "Merge", "fields": {"ratio": 0.3}}
 
 
-def test_older_recipes_mean_what_they_meant() -> None:
-    """Of format 1 some were written before there was `near`, or `summary`: tiles, and means. Others are by hand."""
-    method = Hilbert(tiles=8, near="tile", summary="mean", dense_layers=1, dense_steps=0.2)
-    assert recipes.read({"format": 1, "method": "Hilbert", "fields": {"tiles": 8}}).method == method
-    older = {"tiles": 8, "far": 64, "dense_layers": [0, -1], "dense_steps": 0}
-    method = Hilbert(tiles=8, near="tile", far=64, summary="mean", dense_layers=(0, -1), dense_steps=0)
-    assert recipes.read({"format": 1, "method": "Hilbert", "fields": older}).method == method
-    for given in ({"near": "around"}, {"summary": "weighted"}, {"near": "around", "summary": "weighted"}):
-        document = {"format": 1, "method": "Hilbert", "fields": older | given}
-        assert recipes.read(document).method == replace(method, **given)
-    both = {"merge": NESTED, "attention": {"method": "Hilbert", "fields": older}}
-    document = {"format": 1, "method": "Composition", "fields": both}
-    assert recipes.read(document).method == Merge(ratio=0.3) | method
-    assert recipes.read({"format": 1, "method": "LogLinear"}).method == LogLinear()
-
-
 def test_recipes_of_today_have_the_defaults() -> None:
     assert (Hilbert().near, Hilbert().summary) == ("around", "weighted")
     hilbert = {"method": "Hilbert", "fields": {"tiles": 8}}
@@ -207,37 +191,29 @@ def test_recipes_of_today_have_the_defaults() -> None:
     assert recipes.read(document).method == Merge(ratio=0.3) | Hilbert(tiles=8)
 
 
-def test_older_recipes_are_written_in_the_format_of_today() -> None:
-    fields_of_both = {"merge": NESTED, "attention": {"method": "Hilbert", "fields": {"tiles": 8}}}
-    for document in (
-        {"format": 1, "method": "Hilbert", "fields": {"tiles": 8}, "lora": "none"},
-        {"format": 1, "method": "Composition", "fields": fields_of_both, "model": "FluxTransformer2DModel"},
-    ):
-        recipe = recipes.read(document)
-        again = json.loads(json.dumps(recipe.as_document()))
-        assert again["format"] == recipes.FORMAT == 2
-        assert recipes.read(again) == recipe
-
-
 BAD: dict[str, tuple[Any, str]] = {
     "format": (
         {"format": 3, "method": "Hilbert"},
-        "`recipe` must be a nearfield recipe of format 1 or 2; got format 3",
+        "`recipe` must be a nearfield recipe of format 2; got format 3",
+    ),
+    "older": (
+        {"format": 1, "method": "Hilbert"},
+        "`recipe` must be a nearfield recipe of format 2; got format 1",
     ),
     "switch": (
         {"format": True, "method": "Hilbert"},
-        "`recipe` must be a nearfield recipe of format 1 or 2; got format True",
+        "`recipe` must be a nearfield recipe of format 2; got format True",
     ),
-    "none": ({"method": "Hilbert"}, "`recipe` must be a nearfield recipe of format 1 or 2; got "),
-    "kind": ([1], "`recipe` must be a nearfield recipe of format 1 or 2; got list"),
-    "method": ({"format": 1, "method": "Hilfiger"}, "`recipe` must name a method of Hilbert, "),
-    "field": ({"format": 1, "method": "Hilbert", "fields": {"a": 1}}, "`recipe` must hold fields of Hilbert"),
+    "none": ({"method": "Hilbert"}, "`recipe` must be a nearfield recipe of format 2; got "),
+    "kind": ([1], "`recipe` must be a nearfield recipe of format 2; got list"),
+    "method": ({"format": 2, "method": "Hilfiger"}, "`recipe` must name a method of "),
+    "field": ({"format": 2, "method": "Hilbert", "fields": {"a": 1}}, "`recipe` must hold fields of Hilbert"),
     "value": (
-        {"format": 1, "method": "Hilbert", "fields": {"tiles": 0}},
+        {"format": 2, "method": "Hilbert", "fields": {"tiles": 0}},
         "`tiles` must be at least 1; got 0",
     ),
     "lora": (
-        {"format": 1, "method": "Hilbert", "lora": "mine"},
+        {"format": 2, "method": "Hilbert", "lora": "mine"},
         "`lora` must be one of '', 'none', 'embedded'; got 'mine'",
     ),
 }

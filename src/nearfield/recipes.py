@@ -6,7 +6,7 @@ embedded model, and are known by name: `apply(pipe, "cats-close")`.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -63,7 +63,8 @@ def read(source: str | Path | Mapping[str, Any]) -> Recipe:
             as `./name`.
     """
     document = source if isinstance(source, Mapping) else _loaded(_path_of(source))
-    if not isinstance(document, Mapping) or document.get("format") != FORMAT or "method" not in document:
+    version = document.get("format") if isinstance(document, Mapping) else None
+    if type(version) is not int or version != FORMAT or "method" not in document:
         hint = "`nearfield tune` writes recipes."
         wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
     facts = str(document.get("model", "")), document.get("measured", {}), document.get("lora", "")
@@ -71,22 +72,21 @@ def read(source: str | Path | Mapping[str, Any]) -> Recipe:
 
 
 def recipe_of(value: Any) -> Recipe:
-    """What `apply` was given as a method: one, a recipe, or the file or name of one. Its method is a `Composition`."""
+    """What `apply` was given as a method: one, a recipe, or the file or name of one."""
     if isinstance(value, str | Path):
         value = read(value)
-    if isinstance(value, Recipe):
-        return replace(value, method=_composed(value.method))
-    return Recipe(_composed(value))
+    recipe = value if isinstance(value, Recipe) else Recipe(value)
+    _check_method(recipe.method)
+    return recipe
 
 
-def _composed(method: Any) -> Composition:
+def _check_method(method: Any) -> None:
     if not isinstance(method, Method):
         rule = f"be a method such as nearfield.{DEFAULT.label}"
         if not isinstance(method, type):
             wrong_type("method", rule, type(method).__name__)
         hint = f"Write {method.__name__}()." if issubclass(method, Method) else ""
         wrong_type("method", rule, f"the class {method.__name__}", hint)
-    return Composition.of(method)
 
 
 def _document_of(method: Method | None) -> dict[str, Any] | None:
