@@ -97,7 +97,7 @@ def test_summaries_of_another_kind_are_found(summary: Summary) -> None:
     call, options = (inputs, reader.near), {"far": reader.far, "summary": summary}
     assert check_forward(*call, *reader.attend(*inputs), **options).passed
     assert not check_forward(*call, *attend(*inputs, reader.near), **options).passed
-    other = reader._replace(summary="weighted" if summary == "mean" else "mean")
+    other = replace(reader, summary="weighted" if summary == "mean" else "mean")
     assert not check_forward(*call, *other.attend(*inputs), **options).passed
 
 
@@ -109,7 +109,7 @@ def test_a_case_is_judged_by_its_own_summaries(summary: str, monkeypatch: pytest
     assert HilbertBench(SMALL, CPU, LITTLE, Options()).run(case).status == "ok"
 
     def wrong(self: PlanLayer, *arguments, **options) -> Attended:
-        other = self._replace(summary="weighted" if self.summary == "mean" else "mean")
+        other = replace(self, summary="weighted" if self.summary == "mean" else "mean")
         return exact(other, *arguments, **options)
 
     monkeypatch.setattr(PlanLayer, "attend", wrong)

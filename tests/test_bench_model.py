@@ -358,7 +358,7 @@ def test_the_share_is_skipped_that_was_asked_for(
     fine_bench: ModelBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[fine_parts.FittedReader] = []
-    monkeypatch.setattr(fine_parts.Fitted, "reader", _telling(fine_parts.Fitted.reader, made))
+    monkeypatch.setattr(fine_parts.Fitted, "layer", _telling(fine_parts.Fitted.layer, made))
     before = [block.attn1.processor for block in fine_bench.model.blocks]
     results = fine_bench.run(CLIP)
     assert [result.variant for result in results] == [

@@ -210,7 +210,7 @@ def test_first_table_of_the_readme_is_what_was_measured() -> None:
     files = ("model-h200-5.json", "model-h200-6.json")
     steps = {row["pixels"]: row["speed_up"] for file in files for row in results_of(file)}
     assert list(steps) == ["1024", "2048", "4096"]
-    dense, last = Hilbert().dense_ends(16)
+    dense, last = Hilbert().num_dense_steps(16)
     assert (dense, last) == (3, 0)
     whole = [16 / (dense + (16 - dense) / step) for step in steps.values()]
     calls = {row["case"]: row["speed_up"] for row in results_of("hilbert-h200-7.json")}

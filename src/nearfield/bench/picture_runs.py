@@ -280,19 +280,7 @@ def add_row(rows: list[quality.QualityRow], row: quality.QualityRow, out: Path, 
 def is_known(settings: Mapping[str, Any], rows: Sequence[Measured]) -> bool:
     """Whether a row was measured with these settings."""
     wanted = _as_json_returns(settings)
-    return any(_as_json_returns(_completed(row.settings)) == wanted for row in rows)
-
-
-def _completed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the fields that a method got since, as where an older recipe is read."""
-    if "fields" not in settings:
-        return settings
-    try:
-        older = Pattern(settings["name"], settings["fields"], settings["method"])
-        fields = _all_fields(older, method_of(older, version=1))
-    except (KeyError, TypeError, ValueError):  # of a method that is not what it was: equal to none of today's
-        return settings
-    return {**settings, "fields": fields}
+    return any(_as_json_returns(row.settings) == wanted for row in rows)
 
 
 def _as_json_returns(value: Any) -> Any:
@@ -305,23 +293,19 @@ def _as_json_returns(value: Any) -> Any:
 # -- methods ---------------------------------------------------------------------------------------------------------
 
 
-def method_of(pattern: Pattern, version: int = recipes.FORMAT) -> Any:
-    """What `apply` is given.
-
-    Args:
-        version: the format of a recipe with these fields, which says what is meant by those that are not there.
-    """
+def method_of(pattern: Pattern) -> Any:
+    """What `apply` is given."""
     if pattern.method in _MASKS:
         return Masked(pattern.method, **pattern.fields)
     name = "Hilbert" if pattern.method == "hilbert" else pattern.method
-    return recipes.read({"format": version, "method": name, "fields": pattern.fields}).method
+    return recipes.read({"format": recipes.FORMAT, "method": name, "fields": pattern.fields}).method
 
 
-def _all_fields(pattern: Pattern, method: Any = None) -> Mapping[str, Any]:
-    """Those of a pattern's method, or of one that was made of it."""
+def _all_fields(pattern: Pattern) -> Mapping[str, Any]:
+    """Those of a pattern's method."""
     if pattern.method in _MASKS:
         return pattern.fields
-    fields: Mapping[str, Any] = recipes.Recipe(method or method_of(pattern)).as_document()["fields"]
+    fields: Mapping[str, Any] = recipes.Recipe(method_of(pattern)).as_document()["fields"]
     return fields
 
 

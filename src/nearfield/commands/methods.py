@@ -72,10 +72,10 @@ def method_of(arguments: argparse.Namespace, **defaults: Any) -> Any:
     Args:
         defaults: fields of Hilbert that the command sets where the user does not.
     """
-    import nearfield
+    from nearfield import methods
 
     name = arguments.method
-    kind = None if name == "dense" else getattr(nearfield, OTHERS.get(name, "Hilbert"))
+    kind = None if name == "dense" else getattr(methods, OTHERS.get(name, "Hilbert"))
     own = () if kind is None else tuple(each.name for each in fields(kind))
     _refuse_fields(arguments, f"--method {name}", own)
     if kind is None:

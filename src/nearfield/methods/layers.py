@@ -144,7 +144,7 @@ class FarField(NamedTuple):
         return weighted_windows(query, key, value, *windows, scale=scale, impl=impl)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PlanLayer(LayerAttention):
     """A layer in which the geometry decides who reads whom.
 
