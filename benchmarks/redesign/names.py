@@ -20,8 +20,6 @@ from nearfield.reference import turn as turn_reference
 PACKAGE = nearfield.__file__
 attend = nearfield.attend
 apply = nearfield.apply
-hilbert_attention = nearfield.hilbert_attention
-log_linear_attention = nearfield.log_linear_attention
 
 __all__ = [
     "Geometry",
@@ -35,6 +33,25 @@ __all__ = [
     "merge",
     "planning",
 ]
+
+
+def hilbert_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    geometry: Geometry,
+    layer: int,
+    *,
+    method: Any = None,
+    **more: Any,
+) -> Tensor:
+    return nearfield.attend_with(method or methods.Hilbert(), query, key, value, geometry, layer, **more)
+
+
+def log_linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, geometry: Any = None, *, method: Any = None, **more: Any
+) -> Tensor:
+    return nearfield.attend_with(method or methods.LogLinear(), query, key, value, geometry, **more)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -62,11 +79,11 @@ def method(name: str, **fields: Any) -> Any:
 
 
 def merged(merge_method: Any, attention: Any) -> Any:
-    return merge_method | attention if attention is not None else methods.Merged(merge_method)
+    return merge_method | attention if attention is not None else methods.Composition(merge_method)
 
 
 def layer_of(method: Any, geometry: Geometry, index: int, heads: int, device: torch.device) -> Any:
-    return method.reader(geometry, index, heads=heads, device=device)
+    return method.layer(geometry, index, heads=heads, device=device)
 
 
 def order_of(method: Any, geometry: Geometry) -> Tensor:
@@ -75,23 +92,20 @@ def order_of(method: Any, geometry: Geometry) -> Tensor:
 
 
 def set_step(layer: Any, index: int, total: int, branch: str = "") -> None:
-    layer.at(nearfield.Moment(index, total, branch))
+    layer.set_step(methods.Moment(index, total, branch))
 
 
 def set_num_layers(layer: Any, number: int) -> None:
-    layer.among(number)
+    layer.set_num_layers(number)
 
 
 def read_share(layer: Any) -> tuple[int, int, float, float]:
     """Of a layer that counts what it reads: full calls, sparse calls, the shares read and not read."""
-    return layer.tally.num_full, layer.tally.num_sparse, layer.tally.kept, layer.tally.dropped
+    return layer.stats.num_full, layer.stats.num_sparse, layer.stats.kept, layer.stats.dropped
 
 
 def self_attention(method: Any, dim: int, heads: int) -> torch.nn.Module:
-    kind = getattr(methods, f"{type(method).__name__}Attention")
-    place = (0,) if type(method).__name__ == "Hilbert" else ()
-    module: torch.nn.Module = kind(dim, heads, *place, method=method)
-    return module
+    return nearfield.SelfAttention(dim, heads, method)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
