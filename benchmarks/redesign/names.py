@@ -105,7 +105,16 @@ def read_share(layer: Any) -> tuple[int, int, float, float]:
 
 
 def self_attention(method: Any, dim: int, heads: int) -> torch.nn.Module:
-    return nearfield.SelfAttention(dim, heads, method)
+    return _Named(dim, heads, method)
+
+
+class _Named(nearfield.SelfAttention):
+    """Its parameters by the names that they had at the start."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().named_parameters(*args, **kwargs)
+        renamed = [(name.removeprefix("extra."), parameter) for name, parameter in found]
+        return sorted(renamed, key=lambda pair: "." in pair[0])  # those of the module itself came first
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
