@@ -23,7 +23,11 @@ sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in s
 from tests import tiny_models  # noqa: E402
 
 import nearfield  # noqa: E402
+from nearfield.adapters.blocks import BLOCKS  # noqa: E402
+from nearfield.adapters.spec import Spec  # noqa: E402
+from nearfield.adapters.specs import SPECS  # noqa: E402
 from nearfield.methods import (  # noqa: E402
+    BipartiteMerge,
     BlockTopK,
     FineGrained,
     GatedBlocks,
@@ -31,11 +35,8 @@ from nearfield.methods import (  # noqa: E402
     LogLinear,
     Merge,
     SparseLinear,
+    StridedKeys,
 )
-from nearfield.adapters.blocks import BLOCKS  # noqa: E402
-from nearfield.adapters.spec import Spec  # noqa: E402
-from nearfield.adapters.specs import SPECS  # noqa: E402
-from nearfield.methods import BipartiteMerge, StridedKeys  # noqa: E402
 
 # In float64 two orders of the same sums differ by much less; what a method leaves out, by much more. Rotary tables are
 # float32, in which a difference of the last bit may be rounded.

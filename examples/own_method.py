@@ -1,63 +1,36 @@
-"""A method of one's own: it only decides who reads whom. `apply` then takes it to any model that it knows.
+"""A method of your own: it only decides who reads whom. `apply` then takes it to any model that it knows.
 
 It needs the extra `diffusers`: `pip install '.[diffusers]'` in a checkout.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
 import nearfield
-from nearfield import Attended, Geometry, Ordering, Plan, attend, curves, planning
-
-BLOCK = 16
-
-
-class Reader(NamedTuple):
-    """What a layer needs to attend, ready made."""
-
-    plan: Plan
-
-    @property
-    def num_pairs(self) -> int:
-        return self.plan.num_pairs
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options) -> Attended:
-        return attend(query, key, value, self.plan, **options)
+from nearfield import Geometry, Plan, PlanMethod, planning
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(PlanMethod):
     """A token reads those within `reach` of it on the curve, and the text; text reads everything."""
+
+    name = "window"
 
     reach: int = 48
 
-    def ordering(self, geometry: Geometry, *, device) -> Ordering:
-        return Ordering.joined([curves.hilbert(grid) for grid in geometry.images]).to(device)
-
-    def reader(self, geometry: Geometry, layer: int, *, heads, device) -> Reader:
-        tokens, (_, text) = geometry.num_tokens, geometry.text_span
-        assert geometry.text_first, "this sketch wants the text in front"
-        first = torch.arange(0, tokens, BLOCK)  # of each block of queries
-        window = (first - self.reach).clamp(min=text), (first + BLOCK + self.reach).clamp(max=tokens)
-        everything = first < text
-        starts = torch.stack([torch.zeros_like(first), torch.where(everything, 0, window[0])], 1)
-        stops = torch.stack([torch.full_like(first, text), torch.where(everything, tokens, window[1])], 1)
-        sizes = {"q_block": BLOCK, "k_block": BLOCK, "num_queries": tokens, "num_keys": tokens}
-        return Reader(planning.from_spans(starts, stops, **sizes, device=device))
-
-    def dense_layer_reason(self, layer: int, num_layers: int) -> str | None:
-        return "the first layer" if layer == 0 else None
-
-    def dense_ends(self, num_steps: int) -> tuple[int, int]:
-        return 0, 0
-
-    def describe(self, geometry: Geometry, *, device) -> str:
-        density = self.layer(geometry, 0, heads=None, device="cpu").plan.density
-        return f"windows of {2 * self.reach + BLOCK} tokens on a curve: {density:.0%} of the pairs"
+    def plan(self, geometry: Geometry, layer: int, *, q_block: int, k_block: int) -> Plan:
+        tokens, (text, text_stop) = geometry.num_tokens, geometry.text_span
+        first = torch.arange(0, tokens, q_block)  # of each block of queries
+        is_text = (first < text_stop) & (first + q_block > text)
+        start = torch.where(is_text, 0, first - self.reach).clamp(min=0)
+        stop = torch.where(is_text, tokens, first + q_block + self.reach).clamp(max=tokens)
+        starts = torch.stack([torch.full_like(first, text), start], dim=1)
+        stops = torch.stack([torch.full_like(first, text_stop), stop], dim=1)
+        sizes = {"q_block": q_block, "k_block": k_block, "num_queries": tokens, "num_keys": tokens}
+        return planning.from_spans(starts, stops, **sizes)
 
 
 torch.manual_seed(0)
