@@ -24,9 +24,10 @@ class Window(PlanMethod):
     def plan(self, geometry: Geometry, layer: int, *, q_block: int, k_block: int) -> Plan:
         tokens, (text, text_stop) = geometry.num_tokens, geometry.text_span
         first = torch.arange(0, tokens, q_block)  # of each block of queries
-        is_text = (first < text_stop) & (first + q_block > text)
+        last = (first + q_block).clamp(max=tokens)
+        is_text = (first < text_stop) & (last > text)
         start = torch.where(is_text, 0, first - self.reach).clamp(min=0)
-        stop = torch.where(is_text, tokens, first + q_block + self.reach).clamp(max=tokens)
+        stop = torch.where(is_text, tokens, last + self.reach).clamp(max=tokens)
         starts = torch.stack([torch.full_like(first, text), start], dim=1)
         stops = torch.stack([torch.full_like(first, text_stop), stop], dim=1)
         sizes = {"q_block": q_block, "k_block": k_block, "num_queries": tokens, "num_keys": tokens}

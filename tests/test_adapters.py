@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nearfield
-from nearfield import Geometry, Hilbert
+from nearfield import Geometry, Hilbert, PlanMethod
 from nearfield.adapters import grids
 from nearfield.adapters.grids import image_grids
 
@@ -61,7 +61,7 @@ def geometries(name: str, grid: Grid, batch: int, references: References) -> dic
     return {layout.num_tokens: layout for layout in layouts}
 
 
-def raster_places(method: Hilbert, geometry: Geometry) -> Tensor:
+def raster_places(method: PlanMethod, geometry: Geometry) -> Tensor:
     """Where each token in raster order stands in the method's, `[N]`; the text stays."""
     inverse = method.ordering(geometry).inverse
     place = torch.arange(geometry.num_tokens)
@@ -70,10 +70,10 @@ def raster_places(method: Hilbert, geometry: Geometry) -> Tensor:
     return place
 
 
-def raster_mask(method: Hilbert, geometry: Geometry, layer: int, heads: int) -> Tensor:
+def raster_mask(method: PlanMethod, geometry: Geometry, layer: int, heads: int) -> Tensor:
     """Who reads whom among tokens in raster order, `[1, heads or 1, N, N]`."""
     place = raster_places(method, geometry)
-    mask = method.plan(geometry, layer, heads=heads).to_mask()
+    mask = method.layer(geometry, layer, heads=heads).near.to_mask()
     return mask[:, :, place][:, :, :, place]
 
 
@@ -98,7 +98,7 @@ def summarised_attention(method: Hilbert, layouts: dict[int, Geometry]) -> Calla
 
 
 def masked_attention(
-    method: Hilbert, layouts: dict[int, Geometry], dense_layers: tuple[int, ...] = ()
+    method: PlanMethod, layouts: dict[int, Geometry], dense_layers: tuple[int, ...] = ()
 ) -> Callable[..., Tensor]:
     dense_attention = functional.scaled_dot_product_attention
     layer = 0

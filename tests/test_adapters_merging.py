@@ -202,8 +202,8 @@ class Oracle:
                 geometry = self.whole
                 if self.sizes is not None:
                     geometry = self.method.shortened(geometry)
-                plan = self.method.attention.plan(geometry, self.layer, heads=query.shape[1])
-                mask = plan.to_mask()
+                layer = self.method.attention.layer(geometry, self.layer, heads=query.shape[1])
+                mask = layer.near.to_mask()
                 if self.sizes is None:  # among all tokens, which are here in raster order
                     place = torch.arange(geometry.num_tokens)
                     start = geometry.image_spans[0][0]
