@@ -307,10 +307,12 @@ def test_a_name_belongs_to_one_class() -> None:
         r"^`name` must be one that no other method has; got 'radial'\."
         r" tests\.test_own_method\.Radial has it\.$"
     )
-    with pytest.raises(ValueError, match=expected):
-        type("Spokes", (Radial,), {"name": "radial"})
+    for called, module in (("Spokes", __name__), ("Radial", "another_package")):
+        with pytest.raises(ValueError, match=expected):
+            type(called, (Radial,), {"name": "radial", "__module__": module})
     assert method_class("radial") is Radial
-    again = type("Radial", (Radial,), {"name": "radial"})  # as a cell of a notebook that is run twice
+    cell = {"name": "radial", "__module__": __name__}  # as a cell of a notebook that is run twice
+    again = type("Radial", (Radial,), cell)
     assert method_class("radial") is again
 
 

@@ -20,10 +20,13 @@ def register(kind: type[Any]) -> None:
             "name", "be an identifier in lower case", repr(name), f"Rename the method {kind.__name__}."
         )
     known = _CLASSES.get(name)
-    if known is not None and known.__qualname__ != kind.__qualname__:
-        hint = f"{known.__module__}.{known.__qualname__} has it."
-        wrong_value("name", "be one that no other method has", repr(name), hint)
+    if known is not None and _place(known) != _place(kind):
+        wrong_value("name", "be one that no other method has", repr(name), f"{_place(known)} has it.")
     _CLASSES[name] = kind
+
+
+def _place(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def method_classes(*, installed: bool = True) -> dict[str, type[Any]]:
