@@ -573,7 +573,7 @@ def test_both_parts_warn_in_one_line() -> None:
     with pytest.warns(UserWarning, match="Merging loses") as warned:
         nearfield.apply(tiny_models.flux(), Merge() | LogLinear()).remove()
     (told,) = (str(one.message) for one in warned)
-    assert told.endswith(f"without merging. {LogLinear.caution}")
+    assert told.endswith(f"without merging. {LogLinear().warning}")
     assert "\n" not in told
 
 

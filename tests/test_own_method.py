@@ -231,6 +231,8 @@ def test_recipes_name_it() -> None:
     for method in (Radial(reach=2, dense_layers=(0, -1)), Merge(0.25) | Radial(reach=3)):
         document = json.loads(json.dumps(Recipe(method, model="FluxTransformer2DModel").as_document()))
         assert recipes.read(document) == Recipe(method, model="FluxTransformer2DModel")
+    short = type("RadialSpokes", (Radial,), {"name": "spokes"})  # recipes go by the class
+    assert type(recipes.read(Recipe(short()).as_document()).method) is short
     document = Recipe(METHOD).as_document()
     assert document["method"] == "Radial"
     document["fields"]["range"] = 2

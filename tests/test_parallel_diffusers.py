@@ -70,7 +70,7 @@ def test_what_does_not_go_together_is_refused(world: World) -> None:
         f"`mesh` must have one dimension; got ({world.size}, 1).",
         f"`mesh` must hold the ranks {backwards[::-1]} that FluxTransformer2DModel was parallelised over; got "
         f"{backwards}. Leave out `mesh`, and call `enable_parallelism` with one mesh on all models of a pipeline.",
-        "`method` must read what is known beforehand (Hilbert) to be split over ranks; got LogLinear(",
+        "`method` must decide by the geometry alone who reads whom to be split over ranks; got LogLinear(",
         "`target` must be parallelised before nearfield is applied; got another since.",
     ]
     for messages in world.run(refused):

@@ -259,10 +259,10 @@ def test_ranks_that_were_started_differently_are_told(world: World, about: str) 
 def test_what_cannot_be_split_is_refused(world: World) -> None:
     expected = [
         "`target` must be, or have, one of FluxTransformer2DModel",
-        "`method` must read what is known beforehand (Hilbert) to be split over ranks; got LogLinear(",
-        "`method` must merge inside runs or windows (Merge) to be split over ranks; got BipartiteMerge(",
-        "`method` must merge inside runs or windows (Merge) to be split over ranks; got Merge(",
-        "`method` must read what is known beforehand (Hilbert) to be split over ranks; got Composition(",
+        "`method` must decide by the geometry alone who reads whom to be split over ranks; got LogLinear(",
+        "`method` must merge inside regions of the order to be split over ranks; got BipartiteMerge(",
+        "`method` must merge inside regions of the order to be split over ranks; got Merge(",
+        "`method` must decide by the geometry alone who reads whom to be split over ranks; got LogLinear(",
     ]
     for messages in world.run(refused):
         for message, beginning in zip(messages, expected, strict=True):

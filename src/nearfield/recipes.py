@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nearfield._checks import check_member, wrong_type, wrong_value
-from nearfield.methods import DEFAULT, Composition, Method, method_class, method_classes
+from nearfield.methods import DEFAULT, Composition, Method, method_classes
 
 FORMAT = 2
 SHIPPED = Path(__file__).parent / "demo" / "recipes"
@@ -114,10 +114,10 @@ def _method_in(document: Mapping[str, Any]) -> Any:
 
 
 def _class_called(name: Any) -> type[Any]:
-    classes = [kind.__name__ for kind in method_classes().values()]
+    classes = {kind.__name__: kind for kind in method_classes().values()}
     if name not in classes:
         wrong_value("recipe", f"name a method of {', '.join(classes)}", repr(name))
-    return method_class(name)
+    return classes[name]
 
 
 def _value_in(value: Any) -> Any:

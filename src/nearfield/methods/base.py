@@ -49,7 +49,7 @@ class Method(ABC):
     """
 
     name: ClassVar[str] = ""
-    """The name of the class in lower case; empty for what nobody is to find."""
+    """By which it is found, in lower case; empty for what nobody is to find."""
     is_baseline: ClassVar[bool] = False
     """Whether it is there to compare with, and so not among the names of the package itself."""
     takes_text: ClassVar[bool] = True

@@ -41,7 +41,7 @@ def method_classes(*, installed: bool = True) -> dict[str, type[Any]]:
 
 
 def method_class(name: str) -> type[Any]:
-    """The class of a method, by its name or by that of the class."""
+    """The class of a method, by its name; capitals do not matter."""
     classes = method_classes()
     if name.lower() not in classes:
         wrong_value("method", f"be one of {', '.join(classes)}", repr(name))
