@@ -14,9 +14,10 @@ import plan_pictures  # noqa: E402
 import support  # noqa: E402
 
 from nearfield import Geometry, Hilbert  # noqa: E402
-from nearfield.bench import demo, show  # noqa: E402
-from nearfield.plots.bars import attend_bars, hilbert_bars, model_bars  # noqa: E402
-from nearfield.plots.lines import recall_lines, scaling_lines  # noqa: E402
+from nearfield.cli import demo
+from nearfield_lab.plots import show
+from nearfield_lab.plots.bars import attend_bars, hilbert_bars, model_bars
+from nearfield_lab.plots.lines import recall_lines, scaling_lines
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"

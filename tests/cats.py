@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from nearfield.demo.autoencoder import Autoencoder
-from nearfield.demo.model import ModelConfig, TinyFlux
-from nearfield.training.data import Latents, encode, pictures
+from nearfield_lab.embedded.autoencoder import Autoencoder
+from nearfield_lab.embedded.model import ModelConfig, TinyFlux
+from nearfield_lab.training.data import Latents, encode, pictures
 
 CATS = Path(__file__).parent / "data" / "cats"
 SIZE = 32

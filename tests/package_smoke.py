@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import nearfield
-from nearfield import cli
-from nearfield.demo.autoencoder import Autoencoder
+from nearfield.cli import main as cli
+from nearfield_lab.embedded.autoencoder import Autoencoder
 
 _SHOWN = ("torch", "diffusers", "huggingface-hub", "transformers", "peft", "pillow", "matplotlib")
 

@@ -15,7 +15,8 @@ from tests.tiles import paper
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nearfield import Geometry, Hilbert, LogLinear, Merge, apply, cli
+from nearfield import Geometry, Hilbert, LogLinear, Merge, apply
+from nearfield.cli import main as cli
 from nearfield.methods import BipartiteMerge, hilbert
 from nearfield.methods.hilbert.layout import block_sizes
 from nearfield.parallel import Ranks, Shapes

@@ -17,10 +17,10 @@ from tests.tiles import paper
 
 import nearfield
 from nearfield.adapters.lora import loras_in
-from nearfield.demo.lora import lora_on
-from nearfield.demo.sampler import DemoPipeline
 from nearfield.recipes import Recipe
-from nearfield.training.distill import save_lora
+from nearfield_lab.embedded.lora import lora_on
+from nearfield_lab.embedded.sampler import DemoPipeline
+from nearfield_lab.training.distill import save_lora
 
 METHOD = paper(tiles=4, dense_layers=0, dense_steps=(1, 2))
 EVERY_STEP = replace(METHOD, dense_steps=0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearfield import Plan, operators
 from nearfield.attend import Part, attend_together
-from nearfield.bench.check import poisoned_memory
+from nearfield.cli.check import poisoned_memory
 from nearfield.reference import attend as reference
 
 pytestmark = NEEDS_TRITON

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.attend import Bench, random_inputs
+from benchmarks.cases import Case, Result, cases
 
 from nearfield import planning
 from nearfield._files import write_json
 from nearfield.attend import attend
-from nearfield.bench import layouts, machine, report
-from nearfield.bench.attend import Bench, random_inputs
-from nearfield.bench.cases import Case, Result, cases
-from nearfield.bench.check import Checked, check_backward, check_forward, poisoned_memory
-from nearfield.bench.presets import PRESETS, Preset
-from nearfield.bench.timing import Effort, Timing, measure
+from nearfield.cli import layouts, machine, report
+from nearfield.cli.check import Checked, check_backward, check_forward, poisoned_memory
+from nearfield.cli.presets import PRESETS, Preset
+from nearfield.cli.timing import Effort, Timing, measure
 from nearfield.implementations import Choice
 from nearfield.plan import BLOCKS, Plan
 
@@ -249,7 +249,7 @@ def test_a_small_problem_that_loses_is_noted() -> None:
 
 def test_the_backward_of_gluon_is_recorded_as_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is run by the plain Triton kernels, whichever of the two was asked for."""
-    monkeypatch.setattr("nearfield.bench.attend.explain_choice", lambda *_, **__: Choice("gluon", "", {}))
+    monkeypatch.setattr("benchmarks.attend.explain_choice", lambda *_, **__: Choice("gluon", "", {}))
     monkeypatch.setattr(Bench, "_measured", lambda self, result, plan: result)
     bench = Bench(SMALL, CPU, Effort(1, 0.0))
     case = Case(SMALL, "random", 16, 32, "gluon")

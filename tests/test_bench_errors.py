@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import errors, pareto
+from benchmarks.errors import ErrorRow, ErrorSweep, OtherBlocks, StepError
+from benchmarks.picture_runs import Task, method_of
+from benchmarks.quality_cases import GROUPS, Pattern, without_dense_steps
 from tests.cats import CATS, autoencoder
 from torch import Tensor
 
-from nearfield import Geometry, Hilbert, Merge, apply, cli
-from nearfield.bench import errors, pareto
-from nearfield.bench.errors import ErrorRow, ErrorSweep, OtherBlocks, StepError
-from nearfield.bench.picture_runs import Task, method_of
-from nearfield.bench.quality_cases import GROUPS, Pattern, without_dense_steps
-from nearfield.demo.sampler import noise
-from nearfield.training.data import decoded, pictures
+from nearfield import Geometry, Hilbert, Merge, apply
+from nearfield.cli import main as cli
+from nearfield_lab.embedded.sampler import noise
+from nearfield_lab.training.data import decoded, pictures
 
 SIZE, STEPS, AT = 64, 4, (3, 1)
 NOTHING_DENSE = {"dense_layers": 0, "dense_steps": 0}
@@ -201,9 +202,9 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
 
 def test_rows_are_of_the_code_that_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commits that others make while it runs have no part in it."""
-    monkeypatch.setattr("nearfield.bench.machine.commit", lambda: "before")
+    monkeypatch.setattr("nearfield.cli.machine.commit", lambda: "before")
     found = sweep(tmp_path / "errors.json")
-    monkeypatch.setattr("nearfield.bench.machine.commit", lambda: "after")
+    monkeypatch.setattr("nearfield.cli.machine.commit", lambda: "after")
     assert found.run([TILES])
     assert json.loads(found.out.read_text())["machine"]["commit"] == found.rows[0].commit == "before"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import fine, fine_cases
 
 from nearfield import Attended
-from nearfield.bench import fine, fine_cases
-from nearfield.bench.timing import Effort
-from nearfield.cli import main
+from nearfield.cli.main import main
+from nearfield.cli.timing import Effort
 
 CASE = fine_cases.FineCase("tiny", (1, 2, 600, 16), 0.7, 32, 4)
 EFFORT = Effort(rounds=2, seconds=0.01, most=2)
@@ -80,7 +80,7 @@ def test_dense_attention_that_is_clearly_slower_is_not_timed(monkeypatch: pytest
         time.sleep(0.05)
 
     both = {"fast": lambda inputs: None, "slow": slow}
-    offered = "nearfield.bench.attend.dense_attention"
+    offered = "benchmarks.attend.dense_attention"
     monkeypatch.setattr(offered, lambda device: both)
     bench = fine.FineBench(CASE, torch.device("cpu"), EFFORT)
     assert list(bench._dense()) == ["dense fast"]

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import flex, hilbert, hilbert_report
+from benchmarks.attend import random_inputs
+from benchmarks.hilbert import HilbertBench, HilbertResult, Options
+from benchmarks.hilbert_cases import CASES, ON_CPU, ON_CUDA, QUICK, HilbertCase
 from tests.tiles import paper
 from torch.nn.attention.flex_attention import flex_attention
 
-from nearfield import Geometry, Hilbert, attend, cli, kernels, planning
+from nearfield import Geometry, Hilbert, attend, kernels, planning
 from nearfield._types import Attended
-from nearfield.bench import flex, hilbert, hilbert_report
-from nearfield.bench.attend import random_inputs
-from nearfield.bench.check import Checked, check_forward
-from nearfield.bench.hilbert import HilbertBench, HilbertResult, Options
-from nearfield.bench.hilbert_cases import CASES, ON_CPU, ON_CUDA, QUICK, HilbertCase
-from nearfield.bench.presets import Preset
-from nearfield.bench.timing import Effort, Timing
+from nearfield.cli import main as cli
+from nearfield.cli.check import Checked, check_forward
+from nearfield.cli.presets import Preset
+from nearfield.cli.timing import Effort, Timing
 from nearfield.methods import PlanLayer, Summary
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import loglinear, loglinear_cases
 
-from nearfield.bench import loglinear, loglinear_cases
-from nearfield.bench.timing import Effort
-from nearfield.cli import main
+from nearfield.cli.main import main
+from nearfield.cli.timing import Effort
 
 CASE = loglinear_cases.LogLinearCase((1, 2, 300, 16), 1)
 EFFORT = Effort(rounds=2, seconds=0.01, most=2)

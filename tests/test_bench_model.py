@@ -11,15 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiles import paper
-from torch.overrides import TorchFunctionMode
-
-from nearfield import Hilbert, cli, kernels
-from nearfield.adapters import processor
-from nearfield.bench import fine_parts, flux_model, model, model_report, random_model, wan_model
-from nearfield.bench.check import Checked, relative_error
-from nearfield.bench.merging_parts import Parts
-from nearfield.bench.model import (
+from benchmarks import fine_parts, flux_model, model, model_report, random_model, wan_model
+from benchmarks.merging_parts import Parts
+from benchmarks.model import (
     CEILING,
     MERGING,
     OURS,
@@ -30,9 +24,16 @@ from nearfield.bench.model import (
     ModelResult,
     WithoutAttention,
 )
-from nearfield.bench.model_cases import ModelCase, Size
-from nearfield.bench.pareto_report import read_points
-from nearfield.bench.timing import Effort, Timing, measure
+from benchmarks.pareto_report import read_points
+from tests.tiles import paper
+from torch.overrides import TorchFunctionMode
+
+from nearfield import Hilbert, kernels
+from nearfield.adapters import processor
+from nearfield.cli import main as cli
+from nearfield.cli.check import Checked, relative_error
+from nearfield.cli.model_cases import ModelCase, Size
+from nearfield.cli.timing import Effort, Timing, measure
 from nearfield.merging import Merging
 from nearfield.tokenmap import Ordering
 

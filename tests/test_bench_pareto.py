@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import pareto, pareto_report
+from benchmarks.pareto_report import PANELS, Point, files_in, points_of, read_points, with_fronts
+from benchmarks.picture_runs import Task
+from benchmarks.quality_cases import ALL_METHODS, Pattern, read_patterns
 from tests.cats import SIZE, lively_model
 from tests.test_bench_quality import Features
 
-from nearfield import Hilbert, apply, cli, quality
+from nearfield import Hilbert, apply
 from nearfield._files import write_json
-from nearfield.bench import pareto, pareto_report
-from nearfield.bench.pareto_report import PANELS, Point, files_in, points_of, read_points, with_fronts
-from nearfield.bench.picture_runs import Task
-from nearfield.bench.quality_cases import ALL_METHODS, Pattern, read_patterns
-from nearfield.bench.report import COMMITTED
-from nearfield.demo.model import save_model
-from nearfield.plots.fronts import pareto_panels
-from nearfield.quality.results import QualityRow, as_document, read_rows
-from nearfield.studio import results as studio_results
+from nearfield.cli import main as cli
+from nearfield.cli.report import COMMITTED
+from nearfield_lab import quality
+from nearfield_lab.embedded.model import save_model
+from nearfield_lab.plots.fronts import pareto_panels
+from nearfield_lab.quality.results import QualityRow, as_document, read_rows
+from nearfield_lab.studio import results as studio_results
 
 SPEED, PAIRS, FID, _ = (panel.title for panel in PANELS)
 TILES = Pattern("2 tiles", {"tiles": 2, "shared": "none", "dense_layers": 0, "dense_steps": 0})

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import pixel
 
-from nearfield.bench import pixel
-from nearfield.bench.pixel_cases import ATTENTION, Variant, read_variant
-from nearfield.bench.timing import Effort
-from nearfield.cli import main
-from nearfield.training.pixel import PixelTraining
+from nearfield.cli.main import main
+from nearfield.cli.timing import Effort
+from nearfield_lab.embedded.pixel_cases import ATTENTION, Variant, read_variant
+from nearfield_lab.training.pixel import PixelTraining
 
 TASK = pixel.PixelTask(16, 2, sizes={"layers": 1, "heads": 2, "head_dim": 16})
 EFFORT = Effort(rounds=2, seconds=0.01, most=1)

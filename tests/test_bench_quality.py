@@ -11,24 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks import masks, picture_runs
+from benchmarks import quality as sweeping
+from benchmarks.quality_cases import GROUPS, Pattern, read_patterns
 from PIL import Image
 from tests.cats import CATS, CONFIG, lively_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 
-from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, apply, cli, quality
+from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, apply
 from nearfield.adapters.compiling import compiled_blocks
-from nearfield.bench import machine, masks, picture_runs
-from nearfield.bench import quality as sweeping
-from nearfield.bench.quality_cases import GROUPS, Pattern, read_patterns
-from nearfield.demo.model import save_model
-from nearfield.demo.sampler import DemoPipeline
-from nearfield.demo.storage import write_tensors
+from nearfield.cli import machine
+from nearfield.cli import main as cli
 from nearfield.methods import BipartiteMerge, Composition
-from nearfield.training import distill
-from nearfield.training.data import batches, pictures
-from nearfield.training.loop import Schedule
+from nearfield_lab import quality
+from nearfield_lab.embedded.model import save_model
+from nearfield_lab.embedded.sampler import DemoPipeline
+from nearfield_lab.embedded.storage import write_tensors
+from nearfield_lab.training import distill
+from nearfield_lab.training.data import batches, pictures
+from nearfield_lab.training.loop import Schedule
 
 PATTERNS = [
     Pattern(

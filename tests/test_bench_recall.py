@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import recall
 from safetensors.torch import save_file
 from tests import tiny_models
 from tests.cats import CATS
 from torch import Tensor
 
-from nearfield.bench import recall
-from nearfield.cli import main
-from nearfield.demo.model import ModelConfig, TinyFlux, save_model
+from nearfield.cli.main import main
 from nearfield.geometry import Geometry
 from nearfield.methods import Hilbert
 from nearfield.predict import Blocks
 from nearfield.tokenmap import along
+from nearfield_lab.embedded.model import ModelConfig, TinyFlux, save_model
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 

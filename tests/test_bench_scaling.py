@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import scaling, scaling_times
+from benchmarks.scaling_cases import CASES, LINKS, TINY
+from benchmarks.scaling_times import KernelTimes
 
-from nearfield import Hilbert, Plan, cli
-from nearfield.bench import scaling, scaling_times
-from nearfield.bench.scaling_cases import CASES, LINKS, TINY
-from nearfield.bench.scaling_times import KernelTimes
-from nearfield.bench.timing import Effort, Function, Timing
+from nearfield import Hilbert, Plan
+from nearfield.cli import main as cli
+from nearfield.cli.timing import Effort, Function, Timing
 from nearfield.parallel import attention
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"

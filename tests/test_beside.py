@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nearfield import LogLinear, attend_with, pyramid
 from nearfield.attend import Part, attend_together
-from nearfield.bench.check import poisoned_memory
-from nearfield.bench.timing import captured
+from nearfield.cli.check import poisoned_memory
+from nearfield.cli.timing import captured
 
 GPU = torch.device("cuda", 0)
 ON_GPU: Any = SimpleNamespace(is_cuda=True, device=GPU)

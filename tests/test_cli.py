@@ -12,15 +12,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from benchmarks.attend import dense_attention
 
 import nearfield
-from nearfield import cli, kernels
+from nearfield import kernels
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
-from nearfield.bench import explain, presets
-from nearfield.bench.attend import dense_attention
-from nearfield.commands import arguments as choices
-from nearfield.commands import following
+from nearfield.cli import arguments as choices
+from nearfield.cli import explain, following, presets
+from nearfield.cli import main as cli
 from nearfield.kernels import launch
 from nearfield.methods.merging import Placement
 from nearfield.plan import BLOCKS
@@ -241,7 +241,7 @@ def test_without_matplotlib_all_but_the_picture_is_shown(
 
 
 def test_doctor_says_which_extra_brings_what_is_missing() -> None:
-    from nearfield.bench import doctor
+    from nearfield.cli import doctor
 
     report = doctor.examine()
     report["machine"]["versions"] |= {"diffusers": None, "matplotlib": "3.8"}
@@ -254,7 +254,7 @@ def test_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str], monkeypatch:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nearfield.bench.doctor.examine", interrupted)
+    monkeypatch.setattr("nearfield.cli.doctor.examine", interrupted)
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "\nnearfield: interrupted\n"
 
@@ -264,12 +264,12 @@ def test_interrupt_during_an_import_ends_cleanly(
 ) -> None:
     class Interrupting:
         def find_spec(self, name: str, *_: object) -> None:
-            if name == "nearfield.bench.explain":
+            if name == "nearfield.cli.explain":
                 raise KeyboardInterrupt
 
-    import nearfield.bench.explain
+    import nearfield.cli.explain
 
-    monkeypatch.delitem(sys.modules, "nearfield.bench.explain")
+    monkeypatch.delitem(sys.modules, "nearfield.cli.explain")
     monkeypatch.delattr(nearfield.bench, "explain")
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     assert cli.main(["explain", "cpu-small"]) == 130
@@ -337,7 +337,7 @@ def test_doctor_reports_versions_choices_and_a_passed_check(capsys: pytest.Captu
 
 def slow_machine(**change: Any) -> list[str]:
     """What is said of an idle Hopper machine on which one thing is otherwise."""
-    from nearfield.bench import slowness
+    from nearfield.cli import slowness
 
     choice = {"impl": change.get("impl", "gluon"), "others": change.get("others", {})}
     gpus = [{"capability": change.get("capability", "9.0")}]
@@ -419,7 +419,7 @@ def test_doctor_fails_when_the_answer_is_wrong(
         out, lse = attend(*tensors, impl=impl)
         return Attended(out * (1.001 if impl == "auto" else 1.0), lse)
 
-    monkeypatch.setattr("nearfield.bench.doctor.attend", broken)
+    monkeypatch.setattr("nearfield.cli.doctor.attend", broken)
     assert cli.main(["doctor"]) == 1
     assert "self-check FAILED: relative error" in capsys.readouterr().out
 
@@ -464,7 +464,7 @@ def test_explain_makes_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dry_run_lists_without_measuring(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("nearfield.bench.attend.run_all")
+    monkeypatch.delattr("benchmarks.attend.run_all")
     text = run(capsys, "bench", "attend", "--presets", "flux-2048,wan-480p", "--dry-run", "--backward")
     assert text.startswith("9 measurements on ")
     assert "  wan-480p forward, random, blocks 192 x 1, auto\n" in text
@@ -501,7 +501,7 @@ def test_the_picture_is_drawn_where_the_json_fails(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nearfield.commands.reports.write_json", full)
+    monkeypatch.setattr("nearfield.cli.reports.write_json", full)
     document, picture = tmp_path / "results.json", tmp_path / "results.png"
     assert cli.main([*BENCH, "--grains", "16", "--json", str(document), "--plot", str(picture)]) == 1
     captured = capsys.readouterr()
@@ -520,7 +520,7 @@ def test_bench_compares_with_every_dense_implementation(
 
     dense = dense_attention(torch.device("cpu"))["sdpa"]
     offered = {"cudnn": dense, "flash": dense, "other": refusing}
-    monkeypatch.setattr("nearfield.bench.attend.dense_attention", lambda device: offered)
+    monkeypatch.setattr("benchmarks.attend.dense_attention", lambda device: offered)
     document = tmp_path / "results.json"
     run(capsys, *BENCH, "--grains", "64,16,1", "--json", str(document))
     results = json.loads(document.read_text())["results"]
@@ -572,7 +572,7 @@ def test_a_wrong_answer_gets_no_figure(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("nearfield.bench.attend.attend", broken)
+    monkeypatch.setattr("benchmarks.attend.attend", broken)
     document, picture = tmp_path / "results.json", tmp_path / "results.png"
     assert cli.main([*BENCH, "--grains", "16", "--json", str(document), "--plot", str(picture)]) == 1
     text = capsys.readouterr().out
@@ -603,7 +603,7 @@ def test_demo_draws_and_measures(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_demo_fails_when_the_answer_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nearfield.bench.demo.attend", lambda *tensors: broken_attend(*tensors, impl="auto"))
+    monkeypatch.setattr("nearfield.cli.demo.attend", lambda *tensors: broken_attend(*tensors, impl="auto"))
     assert cli.main(["demo", "--grid", "8x8", "--out", str(tmp_path / "demo.png")]) == 1
     assert "FAILED: relative error" in capsys.readouterr().out
 

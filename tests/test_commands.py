@@ -16,16 +16,18 @@ from PIL import Image
 from tests import tiny_models
 from tests.cats import CATS, lively_model
 
-from nearfield import FineGrained, Hilbert, LogLinear, Merge, cli
-from nearfield.commands import generating, methods, training
-from nearfield.commands.progress import Bar, time_for
-from nearfield.commands.reports import collect
-from nearfield.demo import generate
-from nearfield.demo.model import Packing, save_model
-from nearfield.demo.storage import read_tensors, write_tensors
+from nearfield import FineGrained, Hilbert, LogLinear, Merge
+from nearfield.cli import main as cli
+from nearfield.cli import methods
+from nearfield.cli.progress import Bar, time_for
+from nearfield.cli.reports import collect
 from nearfield.methods import BlockTopK
-from nearfield.training.flow import Backend
-from nearfield.training.loop import Diverged
+from nearfield_lab.commands import generating, training
+from nearfield_lab.embedded import generate
+from nearfield_lab.embedded.model import Packing, save_model
+from nearfield_lab.embedded.storage import read_tensors, write_tensors
+from nearfield_lab.training.flow import Backend
+from nearfield_lab.training.loop import Diverged
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -330,7 +332,7 @@ def test_a_training_that_ends_badly_says_so(
         def fail(*_: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("nearfield.training.flow.FlowTraining.run", fail)
+        monkeypatch.setattr("nearfield_lab.training.flow.FlowTraining.run", fail)
         assert cli.main(words) == code
         assert f"nearfield: error: {message}" in capsys.readouterr().err
 
@@ -359,7 +361,7 @@ def test_the_bar_counts_and_estimates(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, 20.0, 25.0])
-    monkeypatch.setattr("nearfield.commands.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("nearfield.cli.progress.time.monotonic", lambda: next(clock))
     with Bar(100, "steps") as bar:
         bar.show(0)
         bar.show(40, "loss 1.0")
@@ -371,7 +373,7 @@ def test_the_bar_forgets_what_it_counted_before(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, 100.0, 200.0, 220.0])
-    monkeypatch.setattr("nearfield.commands.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("nearfield.cli.progress.time.monotonic", lambda: next(clock))
     with Bar(2, "pictures") as bar:
         bar.show(0)
         bar.show(1, "dense")
@@ -385,7 +387,7 @@ def test_the_bar_forgets_what_it_counted_before(
 
 def test_time_for_some_minutes_ends_and_for_none_never(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("nearfield.commands.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("nearfield.cli.progress.time.monotonic", lambda: now)
     short, endless = time_for(0.5), time_for(None)
     assert short()
     now = 130.0

@@ -14,9 +14,10 @@ from tests.tiles import paper
 
 from nearfield import FineGrained, Hilbert, Merge, _files, apply
 from nearfield.adapters.region import Region
-from nearfield.demo import generate, pictures, storage
-from nearfield.demo.autoencoder import WEIGHTS
-from nearfield.demo.model import (
+from nearfield.methods import Composition
+from nearfield_lab.embedded import generate, pictures, storage
+from nearfield_lab.embedded.autoencoder import WEIGHTS
+from nearfield_lab.embedded.model import (
     EMBEDDED,
     ModelConfig,
     TinyFlux,
@@ -26,11 +27,10 @@ from nearfield.demo.model import (
     save_model,
     unpacked,
 )
-from nearfield.demo.sampler import DemoPipeline, noise
-from nearfield.methods import Composition
-from nearfield.training.data import decoded
-from nearfield.training.data import pictures as pictures_in
-from nearfield.training.flow import mixed
+from nearfield_lab.embedded.sampler import DemoPipeline, noise
+from nearfield_lab.training.data import decoded
+from nearfield_lab.training.data import pictures as pictures_in
+from nearfield_lab.training.flow import mixed
 
 # -- autoencoder -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from nearfield.engines import Answer, MissingExtra, Outcome, Start, WorkersLost, cluster, in_process, mapped
+from nearfield_lab.engines import (
+    Answer,
+    MissingExtra,
+    Outcome,
+    Start,
+    WorkersLost,
+    cluster,
+    in_process,
+    mapped,
+)
 
 
 class Scripted:

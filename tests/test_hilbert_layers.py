@@ -10,8 +10,9 @@ from tests import tiny_models
 from tests.tiles import paper
 
 import nearfield
-from nearfield import Geometry, Hilbert, Merge, cli
-from nearfield.quality.results import pairs_kept
+from nearfield import Geometry, Hilbert, Merge
+from nearfield.cli import main as cli
+from nearfield_lab.quality.results import pairs_kept
 
 GEOMETRY = Geometry((12, 16), text=7)
 BY_LAYER = (2, 2, 5, 3)

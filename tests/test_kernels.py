@@ -10,8 +10,8 @@ from tests.attending import NEEDS_TRITON, assert_budget, random_plan
 from torch import Tensor
 
 from nearfield import LogLinear, Plan, attend_with, predict
-from nearfield.bench.check import poisoned_memory
-from nearfield.bench.timing import captured
+from nearfield.cli.check import poisoned_memory
+from nearfield.cli.timing import captured
 from nearfield.levels import level_starts
 from nearfield.methods.loglinear import _attend
 from nearfield.predict import Blocks

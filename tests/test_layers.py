@@ -364,7 +364,7 @@ FORBIDDEN = {
     ),
     "demo reads the top": (
         "demo/run.py",
-        "from nearfield.plots import draw",
+        "from nearfield_lab.plots import draw",
         "demo/run.py:1: demo.run -> plots",
     ),
     "triton elsewhere": ("attend.py", "import triton", "attend.py:1: attend -> triton"),

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from tests.cats import lively_model
 
-from nearfield import Hilbert, cli
-from nearfield.commands import many
-from nearfield.commands.folders import runs_of
-from nearfield.demo import generate
-from nearfield.demo.model import save_model
+from nearfield import Hilbert
+from nearfield.cli import main as cli
+from nearfield_lab.commands import many
+from nearfield_lab.commands.folders import runs_of
+from nearfield_lab.embedded import generate
+from nearfield_lab.embedded.model import save_model
 
 Make = Callable[[range], list[bytes]]
 

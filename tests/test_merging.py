@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 import nearfield
 from nearfield import Geometry, curves, planning
 from nearfield._types import Impl
-from nearfield.bench.check import poisoned_memory
+from nearfield.cli.check import poisoned_memory
 from nearfield.merging import Merging, Regions, merging_of
 from nearfield.methods.merging import Merge
 from nearfield.reference import locate as reference

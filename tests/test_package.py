@@ -74,7 +74,7 @@ def test_wheel_says_what_it_is(wheel: Path) -> None:
     inside = contents(wheel)
     scripts = configparser.ConfigParser()
     scripts.read_string(inside[f"{INFO}/entry_points.txt"].decode())
-    assert dict(scripts["console_scripts"]) == {"nearfield": "nearfield.cli:main"}
+    assert dict(scripts["console_scripts"]) == {"nearfield": "nearfield.cli.main:main"}
     facts = email.message_from_bytes(inside[f"{INFO}/METADATA"])
     assert facts["Version"] == nearfield.__version__
     always = [line for line in facts.get_all("Requires-Dist", []) if "extra ==" not in line]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.scaling_times import AbsentRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.splits import (
@@ -27,7 +28,6 @@ from tests.worlds import Failed, World, world_of
 
 from nearfield import Geometry, Plan, attend, parallel, planning
 from nearfield._types import Attended
-from nearfield.bench.scaling_times import AbsentRanks
 from nearfield.methods.hilbert import Share
 from nearfield.parallel import Shapes, Split, Traffic, bytes_sent
 from nearfield.parallel.cuts import even_split

@@ -33,11 +33,12 @@ from tests.split_models import (
 from tests.tiles import paper
 from tests.worlds import CONTEXT, Failed, World, world_of
 
-from nearfield import Geometry, Hilbert, Merge, cli
-from nearfield.demo.model import save_model
+from nearfield import Geometry, Hilbert, Merge
+from nearfield.cli import main as cli
 from nearfield.methods import Composition
 from nearfield.parallel.cuts import even_split, split_between_regions
 from nearfield.parallel.far import SplitFarField
+from nearfield_lab.embedded.model import save_model
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size} ranks")

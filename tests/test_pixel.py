@@ -14,8 +14,9 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nearfield import LogLinear, curves
-from nearfield.demo.model import num_parameters
-from nearfield.demo.pixel import (
+from nearfield.methods import GatedBlocks, SparseLinear
+from nearfield_lab.embedded.model import num_parameters
+from nearfield_lab.embedded.pixel import (
     PixelConfig,
     PixelTransformer,
     compiled_body,
@@ -25,8 +26,7 @@ from nearfield.demo.pixel import (
     sample,
     save_pixel_model,
 )
-from nearfield.demo.storage import BadFile, write_tensors
-from nearfield.methods import GatedBlocks, SparseLinear
+from nearfield_lab.embedded.storage import BadFile, write_tensors
 
 TINY = {"layers": 1, "heads": 2, "head_dim": 16, "size": 12}
 SPARSE: dict[str, dict[str, Any]] = {

@@ -11,14 +11,14 @@ from PIL import Image
 from tests.cats import CATS
 from torch import Tensor
 
-from nearfield import cli
-from nearfield.bench.pixel_cases import ATTENTION
-from nearfield.demo.pixel import PixelConfig, PixelTransformer, load_pixel_model
-from nearfield.demo.storage import BadFile, write_tensors
-from nearfield.training.data import Pixels, pictures, read_pixels
-from nearfield.training.loop import LOG, Diverged, Draws, Schedule
-from nearfield.training.pixel import _EVALUATION, PixelRecipe, PixelTraining, evaluated_loss
-from nearfield.training.runs import MODEL
+from nearfield.cli import main as cli
+from nearfield_lab.embedded.pixel import PixelConfig, PixelTransformer, load_pixel_model
+from nearfield_lab.embedded.pixel_cases import ATTENTION
+from nearfield_lab.embedded.storage import BadFile, write_tensors
+from nearfield_lab.training.data import Pixels, pictures, read_pixels
+from nearfield_lab.training.loop import LOG, Diverged, Draws, Schedule
+from nearfield_lab.training.pixel import _EVALUATION, PixelRecipe, PixelTraining, evaluated_loss
+from nearfield_lab.training.runs import MODEL
 
 SIZE = 16
 FIELDS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nearfield.quality import (
+from nearfield_lab.quality import (
     Statistics,
     cosine_distance,
     features_of,
@@ -22,7 +22,7 @@ from nearfield.quality import (
     psnr,
     ssim,
 )
-from nearfield.quality.lpips import WEIGHTS
+from nearfield_lab.quality.lpips import WEIGHTS
 
 pytest.importorskip("PIL")
 pytest.importorskip("safetensors")

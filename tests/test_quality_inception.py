@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nearfield.quality import EfficientNet, inception, open_images, storage
-from nearfield.quality.inception import Inception, load_inception, resize_like_tensorflow
+from nearfield_lab.quality import EfficientNet, inception, open_images, storage
+from nearfield_lab.quality.inception import Inception, load_inception, resize_like_tensorflow
 
 DATA = Path(__file__).with_name("data")
 

@@ -9,7 +9,7 @@ from tests.tiles import paper
 from torch import Tensor
 
 from nearfield import Geometry, Hilbert, Merge, tiling
-from nearfield.quality import Borders, line_gradients, open_images, seam_energy
+from nearfield_lab.quality import Borders, line_gradients, open_images, seam_energy
 
 DATA = Path(__file__).with_name("data")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from nearfield import cli
-from nearfield.commands import many
-from nearfield.demo.pictures import packed
+from nearfield.cli import main as cli
+from nearfield_lab.commands import many
+from nearfield_lab.embedded.pictures import packed
 
 
 def painting(mark: Path) -> type[many._Job]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import retrieval_answers, retrieval_questions, retrieval_speed
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield import cli
-from nearfield.bench import retrieval_answers, retrieval_cases, retrieval_questions, retrieval_speed
+from nearfield.cli import main as cli
 from nearfield.retrieval import assemble, fidelity, prefill_chunk, recompute, verify
 from nearfield.retrieval.embedded import load_embedded, random_model
 from nearfield.retrieval.ranking import rank
+from nearfield_lab.commands import retrieval_cases
 
 QUESTION = "Which river flows through Bern?"
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from tests.tiles import paper
 
-from nearfield import Geometry, Hilbert, cli
-from nearfield.bench import show
-from nearfield.commands import arguments as choices
+from nearfield import Geometry, Hilbert
+from nearfield.cli import arguments as choices
+from nearfield.cli import main as cli
 from nearfield.methods.hilbert import Near, Share, Summary, TextReads
-from nearfield.plots.cells import canvas_of, draw_curve_lines
-from nearfield.plots.method import draw_layer
-from nearfield.plots.style import SHARED, SHARED_KEYS, rgb
 from nearfield.tiling import Curve, Shared
+from nearfield_lab.plots import show
+from nearfield_lab.plots.cells import canvas_of, draw_curve_lines
+from nearfield_lab.plots.method import draw_layer
+from nearfield_lab.plots.style import SHARED, SHARED_KEYS, rgb
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

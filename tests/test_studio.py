@@ -15,18 +15,20 @@ from tests import tiny_models
 from tests.cats import SIZE, lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield import FineGrained, Geometry, Hilbert, Merge, cli, quality, recipes
-from nearfield.commands.arguments import UsageError
-from nearfield.demo import generate
-from nearfield.demo.model import save_model
-from nearfield.demo.sampler import DemoPipeline
+from nearfield import FineGrained, Geometry, Hilbert, Merge, recipes
+from nearfield.cli import main as cli
+from nearfield.cli.arguments import UsageError
 from nearfield.methods import BlockTopK, Composition
 from nearfield.recipes import Recipe
-from nearfield.studio import asking, drawing, fields, jobs, page, results
-from nearfield.studio.asking import AGAIN, Library, Question
-from nearfield.studio.models import PictureModel
-from nearfield.studio.server import is_loopback
-from nearfield.training.distill import save_lora
+from nearfield_lab import quality
+from nearfield_lab.embedded import generate
+from nearfield_lab.embedded.model import save_model
+from nearfield_lab.embedded.sampler import DemoPipeline
+from nearfield_lab.studio import asking, drawing, fields, jobs, page, results
+from nearfield_lab.studio.asking import AGAIN, Library, Question
+from nearfield_lab.studio.models import PictureModel
+from nearfield_lab.studio.server import is_loopback
+from nearfield_lab.training.distill import save_lora
 
 CPU = torch.device("cpu")
 FEW_TILES = Hilbert(tiles=4, near="tile", dense_layers=0, dense_steps=0)
@@ -293,7 +295,7 @@ def test_the_lora_for_tiles_is_used_for_tiles_alone(
     facts = {"recipe": Recipe(FEW_TILES).as_document()}
     save_lora(tmp_path / "lora.safetensors", tuned.transformer, facts)
     monkeypatch.setattr(generate, "EMBEDDED", weights)
-    monkeypatch.setattr("nearfield.studio.models.EMBEDDED_LORA", tmp_path / "lora.safetensors")
+    monkeypatch.setattr("nearfield_lab.studio.models.EMBEDDED_LORA", tmp_path / "lora.safetensors")
     embedded, plain = PictureModel(CPU), PictureModel(CPU, weights)
     tiles, blocks = (jobs.Request(64, 64, 2, 0, method) for method in (FEW_TILES, BlockTopK(keep=0.5)))
     others = jobs.Request(64, 64, 2, 0, dataclasses.replace(FEW_TILES, tiles=2))
@@ -375,7 +377,7 @@ def test_quality_results_have_the_front(tmp_path: Path) -> None:
         quality.QualityRow("4 tiles", 0.3, 10, fid=25.0, lpips=0.1),
     ]
     from nearfield._files import write_json
-    from nearfield.quality.results import as_document
+    from nearfield_lab.quality.results import as_document
 
     machine = {"gpus": [], "cpu": {"name": "some CPU"}}
     write_json(tmp_path / "quality-cats.json", as_document(rows, machine, "cats"))

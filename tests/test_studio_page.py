@@ -19,7 +19,7 @@ from tests.browser import CHROMIUM, Browser, chromium
 from tests.cats import lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield.demo.model import save_model
+from nearfield_lab.embedded.model import save_model
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),

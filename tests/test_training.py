@@ -24,15 +24,15 @@ from torch.nn.attention import SDPBackend
 
 from nearfield import FineGrained, Hilbert, apply
 from nearfield.adapters.compiling import compiled_blocks
-from nearfield.demo.lora import AdapterLora, FusedLora, suits
-from nearfield.demo.model import load_model, save_model
-from nearfield.demo.storage import BadFile, read_tensors, write_tensors
-from nearfield.training import distill, recording
-from nearfield.training import loop as loop_module
-from nearfield.training.data import Latents, Picture, encode, pictures
-from nearfield.training.flow import FlowTraining, Recipe, mixed, noise_levels
-from nearfield.training.loop import CHECKPOINT, LOG, Diverged, Draws, Loop, Outcome, Schedule
-from nearfield.training.runs import MODEL
+from nearfield_lab.embedded.lora import AdapterLora, FusedLora, suits
+from nearfield_lab.embedded.model import load_model, save_model
+from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield_lab.training import distill, recording
+from nearfield_lab.training import loop as loop_module
+from nearfield_lab.training.data import Latents, Picture, encode, pictures
+from nearfield_lab.training.flow import FlowTraining, Recipe, mixed, noise_levels
+from nearfield_lab.training.loop import CHECKPOINT, LOG, Diverged, Draws, Loop, Outcome, Schedule
+from nearfield_lab.training.runs import MODEL
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def encoded(source: list[Picture], folder: Path, calls: list[int] | None = None)
 
 
 def test_latents_are_kept_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearfield.training.data._CHUNK", 2)
+    monkeypatch.setattr("nearfield_lab.training.data._CHUNK", 2)
     source = pictures(CATS)
     calls: list[int] = []
     first = encoded(source, tmp_path, calls)
@@ -84,7 +84,7 @@ def test_latents_are_kept_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_interrupted_encoding_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearfield.training.data._CHUNK", 2)
+    monkeypatch.setattr("nearfield_lab.training.data._CHUNK", 2)
     source = pictures(CATS)
 
     def stop(done: int, total: int, words: str) -> None:
@@ -398,7 +398,7 @@ def test_compiled_blocks_learn_the_same(
 ) -> None:
     """With a method it is blocks that are compiled: one graph for each kind, and none for samples."""
     quick = partial(compiled_blocks, backend="aot_eager")
-    monkeypatch.setattr("nearfield.training.flow.compiled_blocks", quick)
+    monkeypatch.setattr("nearfield_lab.training.flow.compiled_blocks", quick)
     losses, made = list[Any](), list[int]()
     for is_compiled in (True, False):
         counters.clear()

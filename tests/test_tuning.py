@@ -11,13 +11,14 @@ from tests import tiny_models
 from tests.cats import CONFIG, lively_model
 from tests.tiles import paper
 
-from nearfield import Hilbert, LogLinear, Merge, apply, recipes, tuning
-from nearfield.cli import main
-from nearfield.commands import arguments
-from nearfield.demo.model import save_model
-from nearfield.demo.sampler import DemoPipeline
+from nearfield import Hilbert, LogLinear, Merge, apply, recipes
+from nearfield.cli import arguments
+from nearfield.cli.main import main
 from nearfield.recipes import Recipe
-from nearfield.tuning import FIXED, LADDERS, Figures, Search, Trial, as_records, from_records, front
+from nearfield_lab import tuning
+from nearfield_lab.embedded.model import save_model
+from nearfield_lab.embedded.sampler import DemoPipeline
+from nearfield_lab.tuning import FIXED, LADDERS, Figures, Search, Trial, as_records, from_records, front
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 12
@@ -440,9 +441,9 @@ def test_generate_refuses_a_recipe_for_another_model(
 @pytest.mark.parametrize("lora", ["none", "embedded", ""])
 def test_the_recipe_says_which_lora_is_used(lora: Any) -> None:
     """Without a word of it the embedded one, where it is for the method."""
-    from nearfield.commands import generating
-    from nearfield.demo.lora import method_of_lora
-    from nearfield.demo.model import EMBEDDED_LORA
+    from nearfield_lab.commands import generating
+    from nearfield_lab.embedded.lora import method_of_lora
+    from nearfield_lab.embedded.model import EMBEDDED_LORA
 
     given = argparse.Namespace(model=None, weights=None, lora=None, recipe="a")
     recipe = Recipe(method_of_lora(EMBEDDED_LORA), lora=lora)
@@ -452,8 +453,8 @@ def test_the_recipe_says_which_lora_is_used(lora: Any) -> None:
 
 
 def test_the_embedded_lora_is_for_the_recipe_that_says_so() -> None:
-    from nearfield.demo.lora import method_of_lora, suits
-    from nearfield.demo.model import EMBEDDED_LORA
+    from nearfield_lab.embedded.lora import method_of_lora, suits
+    from nearfield_lab.embedded.model import EMBEDDED_LORA
 
     method = method_of_lora(EMBEDDED_LORA)
     embedded = [name for name in recipes.names() if recipes.read(name).lora == "embedded"]
@@ -476,7 +477,7 @@ def test_the_model_may_stand_first(
         asked.append((arguments.model, arguments.prompt))
         raise OSError("no such pipeline")
 
-    monkeypatch.setattr("nearfield.commands.tuning.prepared", opened)
+    monkeypatch.setattr("nearfield_lab.commands.tuning.prepared", opened)
     for call in (["nobody/nothing"], ["--model", "nobody/nothing"]):
         assert main(["tune", *call, "--prompt", "a cat"]) == 1
     assert asked == [("nobody/nothing", "a cat")] * 2

@@ -7,7 +7,7 @@ import torch
 from tests.attending import NEEDS_TRITON, assert_budget
 from torch import Tensor
 
-from nearfield.bench.check import poisoned_memory
+from nearfield.cli.check import poisoned_memory
 from nearfield.reference import windows as plain
 from nearfield.windows import query_sums, weighted_windows, window_means
 

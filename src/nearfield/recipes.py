@@ -7,6 +7,7 @@ embedded model, and are known by name: `apply(pipe, "cats-close")`.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,9 @@ from nearfield._checks import check_member, wrong_type, wrong_value
 from nearfield.methods import DEFAULT, Composition, Method, method_classes
 
 FORMAT = 2
-SHIPPED = Path(__file__).parent / "demo" / "recipes"
+ENTRY_POINTS = "nearfield.recipes"
+"""The group of entry points by which an installed package brings recipes: each names a module that calls `add_folder`."""
+_FOLDERS: list[Path] = []
 Lora = Literal["", "none", "embedded"]
 
 
@@ -50,9 +53,21 @@ class Recipe:
         return {"format": FORMAT, "kind": "nearfield recipe", **(_document_of(self.method) or {}), **facts}
 
 
+def add_folder(folder: Path) -> None:
+    """Know the recipes in a folder by their names, too."""
+    if folder not in _FOLDERS:
+        _FOLDERS.append(folder)
+
+
 def names() -> tuple[str, ...]:
-    """The recipes that ship."""
-    return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
+    """The recipes that ship with installed packages."""
+    return tuple(sorted(_shipped()))
+
+
+def _shipped() -> dict[str, Path]:
+    for entry in entry_points(group=ENTRY_POINTS):
+        entry.load()
+    return {path.stem: path for folder in _FOLDERS for path in folder.glob("*.json")}
 
 
 def read(source: str | Path | Mapping[str, Any]) -> Recipe:
@@ -127,7 +142,7 @@ def _value_in(value: Any) -> Any:
 
 
 def _path_of(source: str | Path) -> Path:
-    return SHIPPED / f"{source}.json" if source in names() else Path(source)
+    return _shipped().get(str(source), Path(source))
 
 
 def _loaded(path: Path) -> Any:

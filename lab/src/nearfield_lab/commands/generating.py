@@ -1,0 +1,413 @@
+"""`nearfield generate`: pictures by a dense model and by a sparse one, side by side."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfield.cli.arguments import OK, UsageError, command, integer, member, output_file, wrong
+from nearfield.cli.methods import add_method, add_recipe, recipe_of
+from nearfield.cli.options import add_device, add_integer, add_json, add_weights
+from nearfield.cli.progress import Bar
+from nearfield.cli.reports import note_load, write_reports
+from nearfield_lab.commands.launched import local_rank, mesh_of_ranks, num_ranks
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from nearfield.recipes import Recipe
+    from nearfield_lab.embedded.generate import Run, Sampler
+    from nearfield_lab.embedded.sampler import OnStep
+
+_PIXELS, _ON_SHEET = 8, 8
+_LORA_OFF = "none"
+_UNSTEADY = 1.5
+"""How many times as long as another a step may take."""
+_SHEET = Path("cats.png")
+ENGINES = ("process", "ray")
+
+
+def add_commands(commands: Any) -> None:
+    parser = command(
+        commands,
+        "generate",
+        _generate,
+        "make pictures with sparse attention: on the embedded model, or on a diffusers pipeline",
+        "  nearfield generate --compare --out cats.png\n  nearfield generate --recipe cats-close --compare\n"
+        "  nearfield generate --method dense --num 8 --seed 7\n  nearfield generate --method fine --compare\n"
+        "  nearfield generate --weights run/model.safetensors --tiles 4 --dense-steps 0 --compare\n"
+        "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare\n"
+        "  torchrun --nproc-per-node 4 -m -- nearfield generate --size 2048 --num 1\n"
+        "  nearfield generate --num 10000 --engine ray --images samples",
+    )
+    add_recipe(parser)
+    add_method(parser, "hilbert", others=True)
+    parser.add_argument(
+        "--compare", action="store_true", help="make the dense model's pictures, too, and compare"
+    )
+    add_pictures(parser, steps=20, num=4)
+    add_model(parser)
+    parser.add_argument(
+        "--lora",
+        metavar="FILE",
+        help="a LoRA of `nearfield distill` for the sparse pictures, or none (default: what the recipe says, else the "
+        "embedded model's)",
+    )
+    parser.add_argument(
+        "--images",
+        type=Path,
+        metavar="DIR",
+        help="also write every picture to DIR/dense and DIR/METHOD, or DIR/RECIPE",
+    )
+    parser.add_argument(
+        "--out",
+        type=output_file("--out", ".png"),
+        metavar="FILE",
+        help="the sheet of pictures (default cats.png)",
+    )
+    add_json(parser, "write figures and machine facts")
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """Who makes pictures that are many."""
+    many = parser.add_argument_group(
+        "many pictures, to --images DIR; the same command goes on where it ended"
+    )
+    many.add_argument(
+        "--engine",
+        type=member("--engine", ENGINES),
+        metavar="NAME",
+        help="process (this one) or ray (a Ray cluster)",
+    )
+    many.add_argument(
+        "--tries", type=integer("--tries", 1, 100), metavar="N", help="of pictures that fail (default 3)"
+    )
+    many.add_argument(
+        "--workers",
+        type=integer("--workers", 1, 10**5),
+        metavar="N",
+        help="for ray (default: one for each GPU of the cluster; where it has none, for each core)",
+    )
+    many.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of a cluster: auto, HOST:PORT (default: RAY_ADDRESS, else a cluster of this machine alone)",
+    )
+
+
+def add_pictures(parser: argparse.ArgumentParser, *, steps: int, num: int) -> None:
+    """Which pictures are made, and how."""
+    parser.add_argument(
+        "--size", type=_size, metavar="N", help="pixels: N or HxW (default: what the model was trained at)"
+    )
+    add_integer(parser, "--steps", steps, "denoising steps", most=1000)
+    add_integer(parser, "--seed", 0, "of the noise", least=0, most=2**31)
+    add_integer(parser, "--num", num, "pictures", most=10**6)
+    add_integer(parser, "--first", 0, "number of the first picture of the seed", least=0, most=10**6)
+    add_integer(parser, "--batch", 4, "pictures at a time", most=4096)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Whose pictures they are."""
+    parser.add_argument(
+        "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="what to draw; for --model")
+    add_weights(parser)
+    add_device(parser)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    # What the embedded LoRA was distilled for.
+    recipe = recipe_of(
+        arguments, **({"dense_layers": 0, "dense_steps": 0} if _is_embedded(arguments) else {})
+    )
+    _check(arguments)
+    with missing_extras_told():
+        lora = _lora(arguments, recipe)
+    if arguments.engine:
+        from nearfield_lab.commands.many import generate_many
+
+        return generate_many(arguments, recipe, lora)
+    arguments.out = arguments.out or _SHEET
+    with missing_extras_told():
+        from nearfield_lab.embedded import generate, pictures
+
+        if arguments.compare:
+            note_load(chosen_device(arguments.device).type)
+        with mesh_of_ranks(chosen_device(arguments.device)) as mesh:
+            on_step = _step_bar(arguments) if _speaks(mesh) else None
+            pipeline, sample = prepared(arguments, on_step=on_step)
+            runs = _runs(arguments, pipeline, sample, recipe, lora, mesh)
+            if not _speaks(mesh):
+                return OK
+        records = generate.compared(runs, measures(arguments.device, runs[0].images) if len(runs) > 1 else {})
+        shown = [run._replace(images=run.images[:_ON_SHEET]) for run in runs]
+        if arguments.images:
+            for run, name in zip(runs, _folder_names(arguments), strict=True):
+                pictures.write_pictures(arguments.images / name, run.images, arguments.first)
+            print(f"wrote {arguments.num} pictures each to {arguments.images}")
+        pictures.write_rows(arguments.out, generate.rows(shown, records))
+    for run, record in zip(runs, records, strict=True):
+        print(f"{run.name}: {generate.figures(record)}")
+        if run.summary:
+            print(run.summary)
+    if arguments.compare and _are_batches_alike(arguments):
+        _note_unsteady(runs[0])
+    print(f"wrote {arguments.out}")
+    return OK if write_reports(_document(arguments, records), arguments.json) else 1
+
+
+def _are_batches_alike(arguments: argparse.Namespace) -> bool:
+    """A smaller last one takes less time."""
+    return bool(arguments.model or arguments.num <= arguments.batch or arguments.num % arguments.batch == 0)
+
+
+def _note_unsteady(dense: "Run") -> None:
+    """Where steps of one kind took times of many kinds, something else was busy, too."""
+    shortest, longest = dense.extremes
+    if longest > _UNSTEADY * shortest:
+        times = f"dense steps took {shortest:.2g} to {longest:.2g} s"
+        print(f"note: {times}: something else was busy, too, and speed-ups are off", file=sys.stderr)
+
+
+def _speaks(mesh: "DeviceMesh | None") -> bool:
+    """Every rank has the whole picture; the first writes it."""
+    return mesh is None or mesh.get_local_rank() == 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if num_ranks() > 1 and arguments.method == "dense":
+        hint = "Only sparse attention is split over ranks."
+        wrong("--method", "be another than dense under torchrun", "dense", hint)
+    check_model(arguments)
+    if arguments.compare and arguments.method == "dense":
+        wrong("--compare", "compare dense with another `--method`", "dense")
+    if arguments.lora and arguments.lora != _LORA_OFF and not Path(arguments.lora).is_file():
+        wrong("--lora", "name a file that is there", repr(arguments.lora))
+    _check_engine(arguments)
+
+
+def _check_engine(arguments: argparse.Namespace) -> None:
+    for name in ("tries", "workers", "ray_address"):
+        needed = "--engine" if name == "tries" else "--engine ray"
+        if getattr(arguments, name) is not None and arguments.engine not in (
+            ENGINES if name == "tries" else ("ray",)
+        ):
+            wrong(f"--{name.replace('_', '-')}", f"be given with `{needed}` only", getattr(arguments, name))
+    if arguments.engine is None:
+        return
+    if arguments.images is None:
+        wrong("--images", "name a folder with `--engine`", None, "Example: --images samples")
+    if arguments.out:
+        wrong("--out", "be left out with `--engine`, which makes no sheet", str(arguments.out))
+    if arguments.compare:
+        wrong("--compare", "be left out with `--engine`", True, "Run it once more with --method dense.")
+    if num_ranks() > 1:
+        wrong("--engine", "be left out under torchrun", arguments.engine, "Ray starts workers by itself.")
+
+
+def check_model(arguments: argparse.Namespace) -> None:
+    """What was said of the model goes together."""
+    if arguments.model and arguments.weights:
+        wrong("--weights", "be left out with `--model`", str(arguments.weights))
+    if bool(arguments.model) != bool(arguments.prompt):
+        wrong("--prompt", "be given with `--model`, and only there", repr(arguments.prompt))
+    if arguments.model and arguments.first:
+        wrong("--first", "be left out with `--model`", arguments.first, "Use another --seed.")
+    if arguments.weights and not arguments.weights.is_file():
+        wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
+
+
+def prepared(arguments: argparse.Namespace, *, on_step: "OnStep | None" = None) -> tuple[Any, "Sampler"]:
+    """The pipeline, and what makes its pictures."""
+    pipeline = opened(arguments)
+    return pipeline, sampler_of(arguments, pipeline, on_step=on_step)
+
+
+def opened(arguments: argparse.Namespace) -> Any:
+    """The pipeline."""
+    from nearfield_lab.embedded import generate
+    from nearfield_lab.embedded.sampler import DemoPipeline
+
+    device = chosen_device(arguments.device)
+    if arguments.model:
+        return generate.open_pipeline(arguments.model, device)
+    return DemoPipeline.load(arguments.weights or generate.embedded_weights(), device)
+
+
+def sampler_of(arguments: argparse.Namespace, pipeline: Any, *, on_step: "OnStep | None" = None) -> "Sampler":
+    """What makes the pictures that were asked for."""
+    from nearfield_lab.embedded import generate
+
+    common = {"size": arguments.size, "steps": arguments.steps, "seed": arguments.seed}
+    if arguments.model:
+        common["size"] = arguments.size or 1024
+        return generate.pipeline_sampler(pipeline, arguments.prompt, arguments.num, on_step=on_step, **common)
+    common |= {"first": arguments.first, "batch": arguments.batch}
+    return generate.demo_sampler(pipeline, arguments.num, on_step, **common)
+
+
+def _lora(arguments: argparse.Namespace, recipe: "Recipe | None") -> Path | None:
+    """The LoRA to use: the one that was named, what the recipe says, or the embedded one if it is for the method."""
+    if recipe is None or arguments.lora == _LORA_OFF:
+        return None
+    from nearfield_lab.embedded.lora import method_of_lora, suits
+    from nearfield_lab.embedded.model import EMBEDDED_LORA
+
+    if arguments.lora:
+        try:
+            made_for = method_of_lora(Path(arguments.lora))
+        except ValueError as error:  # a recipe that this version cannot read
+            raise UsageError(f"`--lora` must be for a method that is known. {error}") from None
+        if made_for is not None and not suits(made_for, recipe.method):
+            print(f"note: {arguments.lora} was distilled for {made_for}", file=sys.stderr)
+        return Path(arguments.lora)
+    if recipe.lora == _LORA_OFF:
+        return None
+
+    if not _is_embedded(arguments) or not EMBEDDED_LORA.exists():
+        if recipe.lora:
+            rule = "be used with the embedded model, whose LoRA it was measured with"
+            wrong("--recipe", rule, arguments.recipe, "Add `--lora none` for its fields alone.")
+        return None
+    made_for = method_of_lora(EMBEDDED_LORA)
+    if suits(made_for, recipe.method):
+        return EMBEDDED_LORA
+    print(f"without the embedded LoRA, which is for {made_for}", file=sys.stderr)
+    return None
+
+
+def _is_embedded(arguments: argparse.Namespace) -> bool:
+    return not arguments.model and not arguments.weights
+
+
+def _runs(
+    arguments: argparse.Namespace,
+    pipeline: Any,
+    sample: "Sampler",
+    recipe: "Recipe | None",
+    lora: Path | None,
+    mesh: "DeviceMesh | None" = None,
+) -> list["Run"]:
+    from nearfield_lab.embedded import generate
+    from nearfield_lab.embedded.lora import lora_on
+
+    runs = []
+    try:
+        if recipe is not None:
+            recipe.check_model(pipeline.transformer)
+        if recipe is None or arguments.compare:
+            runs.append(generate.run_dense(sample))
+        if recipe is not None:
+            with lora_on(pipeline, lora) as stepwise:
+                runs.append(generate.run_sparse(sample, pipeline, recipe.method, mesh, stepwise))
+    except ValueError as error:  # a size, fields that do not fit it, or a recipe for another model
+        raise UsageError(str(error)) from None
+    return runs
+
+
+def measures(
+    device_name: str | None, images: "torch.Tensor"
+) -> dict[str, Callable[["torch.Tensor", "torch.Tensor"], float]]:
+    """Means over pairs of pictures like `images [num, height, width, 3]`: PSNR, and LPIPS where it applies."""
+    from nearfield_lab import quality
+
+    device = chosen_device(device_name)
+
+    def mean_of(measure: Any) -> Callable[["torch.Tensor", "torch.Tensor"], float]:
+        def mean(first: "torch.Tensor", second: "torch.Tensor") -> float:
+            pairs = zip(first.split(4), second.split(4), strict=True)
+            values = (measure(*(part.permute(0, 3, 1, 2).to(device) for part in pair)) for pair in pairs)
+            return float(sum(value.sum() for value in values)) / len(first)
+
+        return mean
+
+    found = {"psnr": mean_of(quality.psnr)}
+    if min(images.shape[1:3]) >= 64:
+        found["lpips"] = mean_of(quality.load_lpips(device=device))
+    return found
+
+
+def _document(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:
+    from nearfield.cli import machine
+
+    names = ("model", "prompt", "size", "steps", "seed", "num", "first", "batch", "method", "recipe")
+    settings = {name: getattr(arguments, name) for name in names}
+    weights = str(arguments.weights) if arguments.weights else None
+    return {
+        "format": 1,
+        "command": "generate",
+        "machine": machine.facts(),
+        "settings": settings | {"weights": weights, "lora": arguments.lora},
+        "runs": records,
+        "picture": str(arguments.out),
+    }
+
+
+def folder_name(arguments: argparse.Namespace) -> str:
+    """Of the pictures that were asked for: the recipe they are made by, or the method."""
+    return Path(arguments.recipe).stem if arguments.recipe else str(arguments.method)
+
+
+def _folder_names(arguments: argparse.Namespace) -> list[str]:
+    return ["dense"] * arguments.compare + [folder_name(arguments)]
+
+
+def _step_bar(arguments: argparse.Namespace) -> Callable[[int, int], None]:
+    per_run = arguments.steps * -(-arguments.num // (1 if arguments.model else arguments.batch))
+    bar = Bar(per_run * (2 if arguments.compare else 1), "steps")
+    done = 0
+
+    def show(step: int, steps: int) -> None:
+        nonlocal done
+        bar.show(done)
+        done += 1
+        if done == bar.total and sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+@contextmanager
+def missing_extras_told() -> Iterator[None]:
+    """A package that is not installed is a matter of usage: the message names the remedy."""
+    from nearfield_lab.embedded.storage import MissingExtra
+
+    try:
+        yield
+    except MissingExtra as error:
+        raise UsageError(str(error)) from None
+
+
+def chosen_device(name: str | None) -> "torch.device":
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local_rank()}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        wrong("--device", "name a device", repr(name), "Example: --device cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        wrong("--device", f"be there ({torch.cuda.device_count()} CUDA devices are)", repr(name))
+    return device
+
+
+def _size(text: str) -> int | tuple[int, int]:
+    sides = text.lower().split("x")
+    numbers = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in sides]
+    if len(numbers) > 2 or any(number < _PIXELS or number % _PIXELS for number in numbers):
+        wrong(
+            "--size",
+            f"be pixels or height x width, in multiples of {_PIXELS}",
+            repr(text),
+            "Example: --size 512",
+        )
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])

@@ -1,0 +1,254 @@
+"""`nearfield generate --engine`: many pictures, each in a file of its own, by one process or by a Ray cluster.
+
+Workers send pictures, packed, to the process that was started, and that one writes them: each once, whole or not at
+all, whatever workers die meanwhile, and on clusters without a shared file system, too. What is there is not made again.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfield.cli.arguments import FAILED, OK, UsageError, wrong
+from nearfield.cli.progress import Bar
+from nearfield.cli.reports import write_reports
+from nearfield_lab.commands.folders import check_settings, missing_pictures, runs_of
+from nearfield_lab.commands.generating import (
+    chosen_device,
+    folder_name,
+    missing_extras_told,
+    opened,
+    sampler_of,
+)
+
+if TYPE_CHECKING:
+    from nearfield.recipes import Recipe
+    from nearfield_lab.engines import Outcome, Workers
+
+_TRIES = 3
+_FAILURES_SHOWN = 10
+
+
+def generate_many(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path | None) -> int:
+    """Make what is missing of the pictures that were asked for."""
+    from nearfield_lab.engines import MissingExtra, WorkersLost
+
+    folder = arguments.images / folder_name(arguments)
+    settings = _settings(arguments, recipe, lora)
+    with missing_extras_told():
+        check_settings("--images", folder, settings)
+        tally = _Tally(folder, missing_pictures(folder, _numbers(arguments)), arguments.num)
+        try:
+            _make(arguments, _Job(_portable(arguments), recipe, lora and lora.resolve()), tally)
+        except MissingExtra as error:
+            raise UsageError(str(error)) from None
+        except ValueError as error:  # a size, or fields that do not fit it
+            raise UsageError(str(error)) from None
+        except WorkersLost as error:
+            tally.lost = str(error)
+        except KeyboardInterrupt:
+            print(f"\n{tally.whereabouts()}; the same command goes on", file=sys.stderr)
+            raise
+    tally.say()
+    written = write_reports(_document(arguments, settings, tally), arguments.json)
+    return OK if written and tally.is_complete else FAILED
+
+
+def _make(arguments: argparse.Namespace, job: "_Job", tally: "_Tally") -> None:
+    from nearfield_lab.embedded.pictures import numbered, write_packed
+    from nearfield_lab.engines import mapped
+
+    if not tally.missing:
+        return
+    batches = runs_of(tally.missing, arguments.batch)
+    with _opened_engine(arguments, job) as workers, Bar(tally.num, "pictures") as bar:
+        tally.workers = workers.num_workers
+        bar.show(tally.num_there)
+        for outcome in mapped(
+            workers, batches, tries=arguments.tries or _TRIES, hopeless=(ValueError, UsageError)
+        ):
+            for number, content in zip(outcome.item, outcome.value or (), strict=outcome.error is None):
+                write_packed(numbered(tally.folder, number), content)
+            tally.add(outcome)
+            bar.show(tally.num_there, f"{tally.retries} retries" if tally.retries else "")
+
+
+@contextmanager
+def _opened_engine(arguments: argparse.Namespace, job: "_Job") -> Iterator["Workers"]:
+    if arguments.engine == "process":
+        from nearfield_lab.engines import in_process
+
+        chosen_device(arguments.device)
+        with in_process(job) as workers:
+            yield workers
+        return
+    from nearfield_lab.engines import cluster
+
+    if arguments.device not in (None, "cpu", "cuda"):
+        hint = "Ray gives each worker a GPU of its own."
+        wrong("--device", "be cpu or cuda with `--engine ray`", repr(arguments.device), hint)
+    with cluster.joined(arguments.ray_address) as resources:
+        gpus, cores = (int(resources.get(name, 0)) for name in ("GPU", "CPU"))
+        job.arguments.device = arguments.device or ("cuda" if gpus else "cpu")
+        uses_gpus = job.arguments.device == "cuda"
+        if uses_gpus and not (gpus or arguments.workers):
+            wrong("--device", "be there: the cluster has no GPU", "cuda", "Say how many will come: --workers")
+        num_workers = arguments.workers or max(gpus if uses_gpus else cores, 1)
+        with cluster.on_ray(job, num_workers, gpus=int(uses_gpus)) as ray_workers:
+            yield ray_workers
+
+
+@dataclass
+class _Job:
+    """What a worker does: it loads the model once, then makes batch after batch of pictures."""
+
+    arguments: argparse.Namespace
+    recipe: "Recipe | None"
+    lora: Path | None
+
+    def __call__(self) -> Callable[[range], list[bytes]]:
+        from nearfield.adapters import apply
+        from nearfield_lab.embedded.lora import lora_for
+        from nearfield_lab.embedded.pictures import packed
+
+        pipeline = opened(self.arguments)
+        lora = None if self.lora is None else lora_for(pipeline, self.lora)
+        if lora is not None:
+            lora.switch(True)
+        if self.recipe is not None:
+            apply(pipeline, self.recipe, lora=None if lora is None else lora.stepwise)
+
+        def make(numbers: range) -> list[bytes]:
+            images = sampler_of(_numbered(self.arguments, numbers), pipeline)().images
+            return [packed(image) for image in images]
+
+        return make
+
+
+@dataclass
+class _Tally:
+    """What is there, what was made, and what was not."""
+
+    folder: Path
+    missing: list[int]
+    num: int
+    workers: int = 0
+    made: int = 0
+    retries: int = 0
+    failed: list["Outcome"] = field(default_factory=list)
+    lost: str | None = None
+    started: float = field(default_factory=time.monotonic)
+    seconds_to_first: float | None = None
+
+    def add(self, outcome: "Outcome") -> None:
+        self.retries += outcome.tries - 1
+        if outcome.error is not None:
+            self.failed.append(outcome)
+            return
+        self.made += len(outcome.item)
+        self.seconds_to_first = self.seconds_to_first or self.seconds
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def num_there(self) -> int:
+        return self.num - len(self.missing) + self.made
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_there == self.num
+
+    def whereabouts(self) -> str:
+        return f"{self.num_there} of {self.num} pictures are in {self.folder}"
+
+    def say(self) -> None:
+        if self.made:
+            rate = f"{self.made / self.seconds:.2f} a second"
+            print(f"made {self.made} pictures, {rate}; workers: {self.workers}, retries: {self.retries}")
+        print(self.whereabouts())
+        for outcome in self.failed[:_FAILURES_SHOWN]:
+            print(f"nearfield: error: {_failure(outcome)}", file=sys.stderr)
+        if len(self.failed) > _FAILURES_SHOWN:
+            print(f"... and {len(self.failed) - _FAILURES_SHOWN} more batches", file=sys.stderr)
+        if self.lost:
+            print(f"nearfield: error: {self.lost}", file=sys.stderr)
+        if not self.is_complete:
+            print("the same command tries the missing ones again", file=sys.stderr)
+
+
+def _failure(outcome: "Outcome") -> str:
+    first, last = outcome.item[0], outcome.item[-1]
+    which = f"picture {first}" if first == last else f"pictures {first} to {last}"
+    return f"{which} failed {outcome.tries} times; the last: {type(outcome.error).__name__}: {outcome.error}"
+
+
+def _numbers(arguments: argparse.Namespace) -> range:
+    """Names of the pictures: a pipeline's are their seeds, the embedded model's count within a seed."""
+    first = arguments.seed if arguments.model else arguments.first
+    return range(first, first + arguments.num)
+
+
+def _numbered(arguments: argparse.Namespace, numbers: range) -> argparse.Namespace:
+    """The same for other pictures."""
+    first = {"seed": numbers[0]} if arguments.model else {"first": numbers[0]}
+    return argparse.Namespace(**(vars(arguments) | first | {"num": len(numbers), "batch": len(numbers)}))
+
+
+def _portable(arguments: argparse.Namespace) -> argparse.Namespace:
+    """What a worker in another folder can use."""
+    weights = arguments.weights.resolve() if arguments.weights else None
+    kept = {name: value for name, value in vars(arguments).items() if name != "run"}
+    return argparse.Namespace(**(kept | {"weights": weights}))
+
+
+def _settings(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path | None) -> dict[str, Any]:
+    """All that a picture depends on besides its number. A method by all of its fields: defaults may change."""
+    settings: dict[str, Any] = {
+        "method": repr(recipe.method) if recipe is not None else "dense",
+        "lora": _identity(lora),
+        **{name: getattr(arguments, name) for name in ("model", "prompt", "size", "steps")},
+    }
+    if arguments.model:
+        return settings
+    from nearfield_lab.embedded.model import EMBEDDED
+
+    weights = arguments.weights or (EMBEDDED if EMBEDDED.exists() else None)
+    return settings | {"weights": _identity(weights), "seed": arguments.seed}
+
+
+def _identity(path: Path | None) -> str | None:
+    """A file by its name and by what is in it."""
+    if path is None:
+        return None
+    return f"{path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+
+
+def _document(arguments: argparse.Namespace, settings: dict[str, Any], tally: _Tally) -> dict[str, Any]:
+    from nearfield.cli import machine
+
+    return {
+        "format": 1,
+        "command": "generate",
+        "machine": machine.facts(),
+        "settings": settings | {name: getattr(arguments, name) for name in ("seed", "first", "num", "batch")},
+        "engine": arguments.engine,
+        "workers": tally.workers,
+        "pictures_of_this_run": tally.made,
+        "missing": tally.num - tally.num_there,
+        "retries": tally.retries,
+        "seconds": tally.seconds,
+        "seconds_to_first": tally.seconds_to_first,
+        "images_per_second": tally.made / tally.seconds if tally.made else None,
+        "failures": [
+            {"pictures": list(outcome.item), "tries": outcome.tries, "error": _failure(outcome)}
+            for outcome in tally.failed
+        ],
+        "given_up": tally.lost,
+    }

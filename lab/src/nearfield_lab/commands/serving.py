@@ -1,0 +1,88 @@
+"""`nearfield studio`: the page in the browser."""
+
+import argparse
+import socket
+from pathlib import Path
+from typing import Any
+
+from nearfield.cli.arguments import OK, UsageError, command, wrong
+from nearfield.cli.options import add_device, add_integer
+from nearfield_lab.commands.drawing import require_drawing
+from nearfield_lab.commands.generating import chosen_device, missing_extras_told
+
+
+def add_commands(commands: Any) -> None:
+    parser = command(
+        commands,
+        "studio",
+        _studio,
+        "a page in the browser: who reads whom, pictures dense and sparse, results, retrieval",
+        "  nearfield studio --open\n  nearfield studio --weights run/model.safetensors --docs notes/\n"
+        "  nearfield studio --model black-forest-labs/FLUX.1-dev --port 8000",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where to listen (default 127.0.0.1: this machine alone)",
+    )
+    add_integer(parser, "--port", None, "(default: the first free from 7860)", most=65535)
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="a model of `nearfield train demo`, beside the embedded one",
+    )
+    parser.add_argument(
+        "--model", metavar="ID", help="a diffusers pipeline, beside it: its id on the Hub, or its folder"
+    )
+    parser.add_argument("--docs", type=Path, metavar="DIR", help="texts to ask, as for `nearfield rag`")
+    parser.add_argument(
+        "--language-model",
+        type=Path,
+        metavar="DIR",
+        help="a folder of transformers that answers (default: SmolLM2-135M-Instruct, where its package is installed)",
+    )
+    add_device(parser)
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def _studio(arguments: argparse.Namespace) -> int:
+    if arguments.model and arguments.weights:
+        wrong("--weights", "be left out with `--model`", str(arguments.weights))
+    if arguments.weights and not arguments.weights.is_file():
+        wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
+    _require_free(arguments.host, arguments.port)
+    device = chosen_device(arguments.device)
+    with missing_extras_told():
+        from nearfield_lab.studio.asking import Library
+        from nearfield_lab.studio.models import PictureModel
+        from nearfield_lab.studio.page import MissingGradio, require_gradio
+        from nearfield_lab.studio.server import serve
+
+        try:
+            require_gradio()
+        except MissingGradio as error:
+            raise UsageError(str(error)) from None
+        require_drawing("studio")
+        models = [PictureModel(device)]
+        if arguments.weights or arguments.model:
+            given = PictureModel(device, arguments.weights, arguments.model)
+            models = [given] + [model for model in models if model.problem is None]
+        library = Library(arguments.docs, arguments.language_model, device)
+        serve(arguments.host, arguments.port, models, library, arguments.open)
+    print("stopped")
+    return OK
+
+
+def _require_free(host: str, port: int | None) -> None:
+    """Told before anything is loaded: an address that is not this machine's, or a port that is taken."""
+    hint = "Example: --host 127.0.0.1 --port 8000"
+    try:  # Gradio cannot read addresses of IPv6
+        found = socket.getaddrinfo(host.strip() or "?", port or 0, socket.AF_INET, socket.SOCK_STREAM)
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(found[0][-1])
+    except OSError as error:
+        got = f"{host!r}, {port or 'any port'} ({error.strerror or error})"
+        wrong("--host", "be an IPv4 address of this machine, and `--port` free there", got, hint)

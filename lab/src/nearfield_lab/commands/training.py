@@ -1,0 +1,570 @@
+"""`nearfield train` and `nearfield distill`. They go on where they were stopped, and end within their minutes."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfield.cli.arguments import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    UsageError,
+    command,
+    member,
+    show_help_without_command,
+    wrong,
+)
+from nearfield.cli.methods import add_method, method_of
+from nearfield.cli.options import add_device, add_integer, add_json, add_number, add_weights
+from nearfield.cli.progress import Bar
+from nearfield.cli.reports import write_reports
+from nearfield_lab.commands.attention import add_attention, attention_of
+from nearfield_lab.commands.generating import chosen_device, missing_extras_told
+
+if TYPE_CHECKING:
+    from nearfield_lab.training.data import Latents, Pixels
+    from nearfield_lab.training.loop import Outcome, Schedule
+
+PACKINGS = ("int8", "bf16", "none")
+BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+
+# For trying the whole chain: minutes on a laptop, pictures of nothing much.
+_TINY = {"joint_blocks": 1, "single_blocks": 3, "heads": 4, "head_dim": 32, "condition_tokens": 16}
+# A step changes every weight by about the rate, and a LoRA has few.
+_LORA_RATE, _FULL_RATE = 1e-3, 3e-5
+TINY_PIXEL = {"layers": 2, "heads": 2, "head_dim": 32}
+
+
+def add_commands(commands: Any) -> None:
+    summary = "train a model"
+    train = commands.add_parser("train", help=summary, description=f"{summary.capitalize()}.")
+    show_help_without_command(train)
+    models = train.add_subparsers(title="models", metavar="MODEL")
+    _add_train_demo(models)
+    _add_train_pixel(models)
+    _add_distill(commands)
+
+
+def _add_train_demo(models: Any) -> None:
+    parser = command(
+        models,
+        "demo",
+        _train_demo,
+        "train the embedded model on photographs, by flow matching",
+        "  nearfield train demo --data cats512 --out run256 --minutes 60 --compile --attention flash\n"
+        "  nearfield train demo --data cats512 --out run512 --size 512 --start run256/model.safetensors --steps 4000\n"
+        "  nearfield train demo --data cats512 --out try --tiny --size 64 --batch 16 --steps 300",
+    )
+    _add_places(parser, is_data_needed=True)
+    add_integer(parser, "--size", 256, "pixels per side", least=32, most=4096)
+    add_integer(parser, "--batch", 256, "pictures per step")
+    _add_schedule(parser, learning_rate=4e-4, warm_up=200)
+    add_number(parser, "--shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
+    parser.add_argument(
+        "--start", type=Path, metavar="FILE", help="start from this model, such as one of a smaller size"
+    )
+    _add_tiny(parser)
+    add_method(parser, "dense")
+    _add_kernel(parser, "--attention", "dense attention")
+    _add_results(parser, packing="int8")
+    _add_common(parser)
+
+
+def _add_train_pixel(models: Any) -> None:
+    parser = command(
+        models,
+        "pixel",
+        _train_pixel,
+        "train a transformer on the pixels of photographs, with full or with trainable sparse attention",
+        "  nearfield train pixel --data cats512 --out run64 --minutes 60 --batch 64 --compile\n"
+        "  nearfield train pixel --data cats512 --out run128 --size 128 --attention loglinear"
+        " --init run64/model.safetensors --minutes 60 --compile\n"
+        "  nearfield train pixel --data cats512 --out try --tiny --size 32 --attention gated --steps 300",
+    )
+    _add_places(parser, is_data_needed=True, kept="pixels")
+    add_integer(parser, "--size", 64, "pixels per side, each a token", least=8, most=1024)
+    add_integer(parser, "--batch", 16, "pictures per step")
+    _add_schedule(parser, learning_rate=1e-4, warm_up=200, average=0.9999)
+    _add_keep_steps(parser, "the model of this step, in model-steps.safetensors")
+    add_number(
+        parser,
+        "--keep-seconds",
+        None,
+        "keep the model when steps have taken so long, in model-seconds.safetensors; without --steps, training ends"
+        " when it was kept at both",
+        is_above=True,
+    )
+    add_attention(parser)
+    parser.add_argument(
+        "--init",
+        type=Path,
+        metavar="FILE",
+        help="start from this model: one of a smaller size, or one with full attention",
+    )
+    _add_tiny(parser)
+    _add_kernel(parser, "--dense-kernel", "full attention")
+    _add_results(parser, packing="bf16")
+    _add_common(parser)
+
+
+def _add_tiny(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
+    )
+
+
+def _add_kernel(parser: argparse.ArgumentParser, name: str, attention: str) -> None:
+    parser.add_argument(
+        name,
+        type=member(name, BACKENDS),
+        default="auto",
+        metavar="NAME",
+        help=f"torch's kernel for {attention}: {', '.join(BACKENDS)} (default auto)",
+    )
+    _add_compile(parser)
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    words = "let torch.compile make the model, or its blocks, faster"
+    parser.add_argument("--compile", action="store_true", help=words)
+
+
+def _add_results(parser: argparse.ArgumentParser, packing: str) -> None:
+    parser.add_argument(
+        "--packing",
+        type=member("--packing", PACKINGS),
+        default=packing,
+        metavar="HOW",
+        help=f"how the model is written: {', '.join(PACKINGS)} (default {packing})",
+    )
+    add_integer(parser, "--samples", 16, "pictures on a sample sheet", least=0, most=256)
+    add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
+
+
+def _add_distill(commands: Any) -> None:
+    parser = command(
+        commands,
+        "distill",
+        _distill,
+        "teach a model, by a LoRA or all of its weights, to do with sparse attention what it does with dense attention",
+        "  nearfield distill --data cats512 --out lora --steps 2000\n"
+        "  nearfield distill --data cats512 --out lora --weights run512/model.safetensors --rank 16 --tiles 16\n"
+        "  nearfield distill --model black-forest-labs/FLUX.1-dev --prompts prompts.txt --out lora --save-memory",
+    )
+    _add_places(parser, is_data_needed=False)
+    parser.add_argument(
+        "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one prompt per line, whose calls are learned from; for --model",
+    )
+    add_weights(parser)
+    add_integer(
+        parser,
+        "--size",
+        None,
+        "pixels per side (default: what the model was trained at)",
+        least=32,
+        most=4096,
+    )
+    add_integer(parser, "--rank", None, "of the LoRA (default 4)", most=1024)
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="train all weights instead of a LoRA, and write a model; not for --model",
+    )
+    add_integer(parser, "--batch", 8, "samples per step")
+    add_integer(parser, "--denoising-steps", 20, "per prompt; for --model")
+    _add_schedule(parser, learning_rate=None, warm_up=50)
+    _add_keep_steps(parser, "what was learned until this step, in a file whose name ends in -steps")
+    parser.add_argument(
+        "--save-memory", action="store_true", help="compute activations again in the backward pass"
+    )
+    add_method(parser, "hilbert")
+    _add_compile(parser)
+    _add_common(parser)
+
+
+def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool, kept: str = "latents") -> None:
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=is_data_needed,
+        metavar="DIR",
+        help="photographs: tar files in a folder, or a folder of pictures",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints and results")
+    parser.add_argument(
+        f"--{kept}",
+        type=Path,
+        metavar="DIR",
+        help=f"where the {kept} of photographs are kept (default: --out)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in --out, if there is one"
+    )
+
+
+def _add_schedule(
+    parser: argparse.ArgumentParser, learning_rate: float | None, warm_up: int, average: float = 0.999
+) -> None:
+    """Options of the loop.
+
+    Args:
+        learning_rate: the default; None: that of distilling, which depends on what is trained.
+    """
+    add_integer(parser, "--steps", None, "to reach in all, over all runs")
+    add_number(parser, "--minutes", None, "time for this run", is_above=True)
+    words = "after warming up"
+    if learning_rate is None:
+        words += f" (default {_LORA_RATE:g}, with --full {_FULL_RATE:g})"
+    add_number(parser, "--learning-rate", learning_rate, words, is_above=True)
+    add_integer(parser, "--warm-up", warm_up, "steps until the full learning rate", least=0)
+    add_integer(parser, "--cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
+    add_number(parser, "--average", average, "decay of the moving average of the weights")
+    add_integer(parser, "--accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
+    add_number(parser, "--checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
+
+
+def _add_keep_steps(parser: argparse.ArgumentParser, what: str) -> None:
+    add_integer(parser, "--keep-steps", None, f"keep {what}")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_integer(parser, "--seed", 0, "of weights, order and noise", least=0)
+    add_device(parser)
+    add_json(parser)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _train_demo(arguments: argparse.Namespace) -> int:
+    method = method_of(arguments, dense_steps=0, dense_layers=0)
+    if arguments.start and not arguments.start.is_file():
+        wrong("--start", "name a file that is there", repr(str(arguments.start)))
+    if arguments.start and arguments.tiny:
+        wrong("--tiny", "be left out with `--start`, which brings a model", "both")
+    with missing_extras_told():
+        from nearfield_lab.embedded.model import ModelConfig, num_parameters
+        from nearfield_lab.training.flow import FlowTraining, Recipe
+        from nearfield_lab.training.runs import MODEL
+
+        schedule = _schedule(arguments)
+        recipe = Recipe(
+            size=arguments.size,
+            batch=arguments.batch,
+            shift=arguments.shift,
+            seed=arguments.seed,
+            method=method,
+            attention=arguments.attention,
+            compiled=arguments.compile,
+            samples=arguments.samples,
+            packing=arguments.packing,
+            sample_seconds=arguments.sample_seconds,
+        )
+        latents = _latents(arguments, arguments.size)
+        with Bar(arguments.steps, "steps") as bar:
+            training = FlowTraining(
+                latents,
+                arguments.out,
+                recipe,
+                schedule,
+                config=ModelConfig(**_TINY) if arguments.tiny else None,
+                start=arguments.start,
+                device=chosen_device(arguments.device),
+                on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
+            )
+            _begin(arguments, training)
+            print(
+                f"{num_parameters(training.model):,} parameters, {len(latents):,} latents at {arguments.size} px"
+            )
+            if training.handle is not None:
+                print(training.handle.summary())
+            return _ended(arguments, training, MODEL)
+
+
+def _train_pixel(arguments: argparse.Namespace) -> int:
+    attention, fields = attention_of(arguments)
+    if arguments.init and not arguments.init.is_file():
+        wrong("--init", "name a file that is there", repr(str(arguments.init)))
+    with missing_extras_told():
+        from nearfield_lab.embedded.model import num_parameters
+        from nearfield_lab.embedded.pixel import PixelConfig
+        from nearfield_lab.training.pixel import PixelRecipe, PixelTraining
+        from nearfield_lab.training.runs import MODEL
+
+        schedule = _schedule(arguments)
+        try:
+            sizes: dict[str, Any] = TINY_PIXEL if arguments.tiny else {}
+            config = PixelConfig(attention=attention, fields=fields, size=arguments.size, **sizes)
+            _check_levels(config)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from None
+        recipe = PixelRecipe(
+            config,
+            batch=arguments.batch,
+            seed=arguments.seed,
+            dense_kernel=arguments.dense_kernel,
+            compiled=arguments.compile,
+            samples=arguments.samples,
+            packing=arguments.packing,
+            sample_seconds=arguments.sample_seconds,
+        )
+        pixels = _pixels(arguments)
+        with Bar(arguments.steps, "steps") as bar:
+            try:
+                training = PixelTraining(
+                    pixels,
+                    arguments.out,
+                    recipe,
+                    schedule,
+                    start=arguments.init,
+                    device=chosen_device(arguments.device),
+                    on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
+                )
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            _begin(arguments, training)
+            print(
+                f"{num_parameters(training.model):,} parameters, "
+                f"{len(pixels):,} pictures of {arguments.size**2:,} tokens, {_attention_words(config)}"
+            )
+            return _ended(arguments, training, MODEL)
+
+
+def _check_levels(config: Any) -> None:
+    """Fields that do not fit the size are found before photographs are read."""
+    from nearfield import Geometry
+
+    method = config.method()
+    if method is not None:
+        method.describe(Geometry((config.size, config.size)))
+
+
+def _attention_words(config: Any) -> str:
+    from nearfield import Geometry
+
+    method = config.method()
+    return "full attention" if method is None else str(method.describe(Geometry((config.size, config.size))))
+
+
+def _pixels(arguments: argparse.Namespace) -> "Pixels":
+    from nearfield_lab.training.data import pictures, read_pixels
+
+    source = pictures(arguments.data)
+    with Bar(len(source), "pictures") as bar:
+        return read_pixels(
+            source,
+            arguments.pixels or arguments.out,
+            arguments.size,
+            on_progress=lambda done, total, words: bar.show(done, words, total),
+        )
+
+
+def _distill(arguments: argparse.Namespace) -> int:
+    method = method_of(arguments)
+    if method is None:
+        wrong("--method", "be sparse: dense needs no tuning", "dense")
+    if bool(arguments.model) == bool(arguments.data):
+        wrong("--data", "be given for the embedded model, or `--model` with `--prompts`", "both or none")
+    if bool(arguments.model) != bool(arguments.prompts):
+        wrong("--prompts", "be given with `--model`, and only there", arguments.prompts)
+    if arguments.learning_rate is None:
+        arguments.learning_rate = _FULL_RATE if arguments.full else _LORA_RATE
+    if arguments.full and arguments.rank is not None:
+        wrong("--rank", "be left out with `--full`, which trains no LoRA", arguments.rank)
+    if arguments.full and arguments.model:
+        wrong("--full", "be left out with `--model`", arguments.model, "Large models are tuned by a LoRA.")
+    for name in ("prompts", "weights"):
+        path = getattr(arguments, name)
+        if path and not path.is_file():
+            wrong(f"--{name}", "name a file that is there", repr(str(path)))
+    with missing_extras_told():
+        from nearfield_lab.training.distill import Distillation, Recipe, result_of
+
+        schedule = _schedule(arguments)
+        write = None
+        if arguments.model:
+            transformer, calls = _model_calls(arguments)
+        else:
+            model, calls = _demo_calls(arguments)
+            transformer = model.transformer
+            write = _model_writer(model) if arguments.full else None
+        if arguments.compile and not getattr(transformer, "_repeated_blocks", None):
+            name = type(transformer).__name__
+            wrong("--compile", "be left out where diffusers cannot compile a model's blocks", name)
+        recipe = Recipe(
+            method,
+            None if arguments.full else arguments.rank or 4,
+            seed=arguments.seed,
+            saves_memory=arguments.save_memory,
+            compiled=arguments.compile,
+            is_one_size=not arguments.model,
+        )
+        with Bar(arguments.steps, "steps") as bar:
+            distillation = Distillation(
+                transformer,
+                calls,
+                arguments.out,
+                recipe,
+                schedule,
+                on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
+                write=write,
+            )
+            _begin(arguments, distillation)
+            return _ended(arguments, distillation, result_of(recipe))
+
+
+def _model_writer(model: Any) -> Any:
+    """Writes the embedded model in 8 bits, as it ships."""
+    from nearfield_lab.embedded.model import save_model
+
+    return lambda path, facts: save_model(path, model, facts)
+
+
+def _demo_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    from nearfield_lab.embedded.generate import embedded_weights
+    from nearfield_lab.embedded.model import load_model
+    from nearfield_lab.training.data import fits
+    from nearfield_lab.training.distill import latent_calls
+
+    model, _ = load_model(arguments.weights or embedded_weights())
+    device = chosen_device(arguments.device)
+    model.to(device)
+    latents = _latents(arguments, arguments.size or model.config.size)
+    if fits(latents.values, device):
+        latents = latents.to(device)
+    try:
+        calls = latent_calls(model, latents, arguments.batch, arguments.accumulate, arguments.seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return model, calls
+
+
+def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The calls that a pipeline makes for its prompts, recorded first. A step takes `--batch` of them."""
+    from nearfield_lab.embedded.generate import open_pipeline
+    from nearfield_lab.training.recording import RecordedCalls, record
+
+    device = chosen_device(arguments.device)
+    prompts = [
+        line.strip() for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
+    if not prompts:
+        wrong("--prompts", "hold a prompt per line", f"{arguments.prompts}, which holds none")
+    pipeline = open_pipeline(arguments.model, device)
+    size = arguments.size or 1024
+    with Bar(len(prompts), "prompts") as bar:
+        files = record(
+            pipeline,
+            prompts,
+            arguments.out / "calls",
+            seed=arguments.seed,
+            on_progress=lambda done, total, words: bar.show(done, words),
+            height=size,
+            width=size,
+            num_inference_steps=arguments.denoising_steps,
+        )
+    return pipeline.transformer, RecordedCalls(files, arguments.batch, device, arguments.seed)
+
+
+def _schedule(arguments: argparse.Namespace) -> "Schedule":
+    from nearfield_lab.training.loop import Schedule
+
+    keep: dict[str, Any] = {name: getattr(arguments, name, None) for name in ("keep_steps", "keep_seconds")}
+    if (arguments.steps, arguments.minutes, *keep.values()) == (None,) * 4:
+        wrong("--steps", "be given, or `--minutes`", None, "Training has to end somewhere.")
+    # Recorded calls come one by one, so a step has as many parts as samples.
+    parts = arguments.batch if getattr(arguments, "model", None) else arguments.accumulate
+    try:
+        return Schedule(
+            steps=arguments.steps,
+            minutes=arguments.minutes,
+            learning_rate=arguments.learning_rate,
+            warm_up=arguments.warm_up,
+            cool_down=arguments.cool_down,
+            average=arguments.average,
+            parts=parts,
+            checkpoint_seconds=arguments.checkpoint_seconds,
+            **keep,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _latents(arguments: argparse.Namespace, size: int) -> "Latents":
+    from nearfield_lab.training.data import encode, pictures
+
+    source = pictures(arguments.data)
+    with Bar(len(source), "pictures") as bar:
+        try:
+            return encode(
+                source,
+                arguments.latents or arguments.out,
+                size,
+                device=chosen_device(arguments.device),
+                on_progress=lambda done, total, words: bar.show(done, words, total),
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+def _begin(arguments: argparse.Namespace, training: Any) -> None:
+    """Go on from a checkpoint; never write over one that nobody asked to go on from."""
+    if not training.can_resume:
+        return
+    if not arguments.resume:
+        hint = "Add --resume, or name another folder."
+        wrong("--out", "hold no checkpoint unless `--resume` is given", str(arguments.out), hint)
+    training.resume()
+    print(f"resumed at step {training.loop.step:,}")
+
+
+def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
+    """Run, then say and write what came of it."""
+    import torch
+
+    from nearfield.cli import machine
+    from nearfield_lab.training.loop import Diverged
+
+    first = training.loop.step
+    try:
+        outcome: Outcome = training.run()
+    except Diverged as error:
+        print(f"nearfield: error: {error}", file=sys.stderr)
+        return FAILED
+    except torch.OutOfMemoryError:
+        hint = "Compute it in pieces: --accumulate 2, or 4 ..."
+        wrong("--batch", "fit into the device's memory", arguments.batch, hint)
+    reasons = {"steps": "all steps done", "minutes": "time is up", "stopped": "stopped; go on with --resume"}
+    done = outcome.step - first
+    speed = f", {done * arguments.batch / outcome.seconds:,.1f} samples/s" if done else ""
+    if done and outcome.tokens_per_second:
+        speed += f", {outcome.tokens_per_second:,.0f} tokens/s without pauses"
+    print(f"step {outcome.step:,}: loss {outcome.loss:.4g}{speed} ({reasons[outcome.ending]})")
+    print(f"wrote {arguments.out / result}")
+    record = {
+        "format": 1,
+        "command": "train",
+        "machine": machine.facts(),
+        "step": outcome.step,
+        "ending": outcome.ending,
+        "loss": outcome.loss if done else None,
+        "seconds": outcome.seconds,
+        "training_seconds": outcome.training_seconds,
+        "steps_of_this_run": done,
+        "tokens_per_second": outcome.tokens_per_second,
+        "batch": arguments.batch,
+    }
+    if not write_reports(record, arguments.json):
+        return FAILED
+    return INTERRUPTED if outcome.ending == "stopped" else OK
+
+
+def _loss_words(loss: float | None) -> str:
+    return "" if loss is None else f"loss {loss:.4g}"

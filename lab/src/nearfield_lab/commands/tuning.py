@@ -1,0 +1,188 @@
+"""`nearfield tune`: the boldest fields that keep a model's pictures close to its dense ones, as a recipe."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfield.cli.arguments import FAILED, OK, command, output_file, wrong
+from nearfield.cli.options import add_number, add_plot
+from nearfield.cli.progress import time_for
+from nearfield_lab.commands.drawing import require_drawing
+from nearfield_lab.commands.generating import (
+    add_model,
+    add_pictures,
+    check_model,
+    measures,
+    missing_extras_told,
+    prepared,
+)
+
+if TYPE_CHECKING:
+    from nearfield_lab.tuning import Figures, Search, Trial
+
+_SETTINGS = ("model", "prompt", "size", "steps", "seed", "num")
+
+
+def add_commands(commands: Any) -> None:
+    parser = command(
+        commands,
+        "tune",
+        _tune,
+        "find the boldest fields that keep a model's pictures close to its dense ones, and write them as a recipe",
+        "  nearfield tune --max-lpips 0.1 --out recipe.json\n"
+        "  nearfield tune black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 2048 --minutes 60",
+    )
+    parser.add_argument(
+        "pipeline", nargs="?", metavar="MODEL", help="the same as --model (default: the embedded model)"
+    )
+    add_pictures(parser, steps=12, num=2)
+    add_model(parser)
+    add_number(
+        parser, "--max-lpips", 0.1, "mean distance to the dense pictures that is allowed", is_above=True
+    )
+    add_number(parser, "--minutes", None, "stop after so long; run again to go on", is_above=True)
+    parser.add_argument(
+        "--out",
+        type=output_file("--out"),
+        default="recipe.json",
+        metavar="FILE",
+        help="the recipe (default recipe.json); trials are kept beside it, in FILE.trials",
+    )
+    add_plot(parser, "draw pairs kept against distance")
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    if arguments.pipeline and arguments.model:
+        wrong("--model", "be left out where MODEL is given", repr(arguments.model))
+    arguments.model = arguments.pipeline or arguments.model
+    check_model(arguments)
+    if arguments.plot:
+        require_drawing("--plot")
+    with missing_extras_told():
+        search, model = _search(arguments)
+        is_done = search.run(time_for(arguments.minutes))
+    _show_front(search)
+    if arguments.plot:
+        from nearfield_lab.plots.fronts import tuning_front
+
+        tuning_front(Path(arguments.plot), search.trials, arguments.max_lpips)
+        print(f"wrote {arguments.plot}")
+    if not is_done:
+        print("time is up; run the same command again to go on")
+    return _write_recipe(arguments, search, model)
+
+
+def _search(arguments: argparse.Namespace) -> tuple["Search", str]:
+    """Makes the dense pictures, reads what an earlier run has found, and says every trial; also names the model."""
+    from nearfield import apply
+    from nearfield_lab import tuning
+    from nearfield_lab.embedded import generate
+
+    pipeline, sample = prepared(arguments)
+    dense = generate.run_dense(sample)
+    distance = measures(arguments.device, dense.images).get("lpips")
+    if distance is None:
+        wrong("--size", "be at least 64 pixels, for LPIPS", arguments.size)
+
+    def evaluate(method: Any) -> "Figures":
+        with apply(pipeline, method) as handle:
+            images, seconds = sample()
+            kept = handle.pairs_kept()
+        assert kept is not None  # the method decides, not queries and keys
+        run = generate.Run("", images, seconds)
+        return tuning.Figures(distance(dense.images, images), kept, run.seconds_per_step)
+
+    path = _trials_path(arguments)
+    settings = {name: getattr(arguments, name) for name in _SETTINGS} | {"weights": _weights(arguments)}
+    search = tuning.Search(
+        evaluate,
+        _num_layers(pipeline),
+        dense.seconds_per_step,
+        arguments.max_lpips,
+        known=_known(path, settings),
+        on_trial=lambda trial: _keep(path, settings, search, trial),
+    )
+    print(f"dense: {dense.seconds_per_step:.3f} s per step; {len(search.trials)} trials are known")
+    return search, type(pipeline.transformer).__name__
+
+
+def _num_layers(pipeline: Any) -> int:
+    from nearfield import Hilbert, apply
+
+    with apply(pipeline, Hilbert()) as handle:
+        return handle.num_layers
+
+
+def _weights(arguments: argparse.Namespace) -> str | None:
+    return str(arguments.weights) if arguments.weights else None
+
+
+def _trials_path(arguments: argparse.Namespace) -> Path:
+    return Path(f"{arguments.out}.trials")
+
+
+def _known(path: Path, settings: dict[str, Any]) -> "list[Trial]":
+    """Trials of an earlier run with the same pictures."""
+    from nearfield_lab import tuning
+
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document["settings"] != json.loads(json.dumps(settings)):
+        wrong(
+            "--out",
+            "name another file, or be used with the settings it was begun with",
+            str(path),
+            f"Those are {document['settings']}.",
+        )
+    return tuning.from_records(document["trials"])
+
+
+def _keep(path: Path, settings: dict[str, Any], search: "Search", trial: "Trial") -> None:
+    from nearfield._files import write_json
+    from nearfield_lab import tuning
+
+    write_json(path, {"settings": settings, "trials": tuning.as_records(search.trials)})
+    print(_line(trial, search), flush=True)
+
+
+def _line(trial: "Trial", search: "Search") -> str:
+    mark = " " if trial.lpips <= search.max_lpips else "x"
+    words = ", ".join(f"{name}={value!r}" for name, value in trial.fields.items())
+    figures = f"LPIPS {trial.lpips:.4f}  {trial.pairs_kept:6.1%} of the pairs  {trial.speed_up:5.2f}x"
+    return f"{mark} {figures}  {trial.purpose}: {words}"
+
+
+def _show_front(search: "Search") -> None:
+    from nearfield_lab import tuning
+
+    searched = [trial for trial in search.trials if trial.purpose == "search"]
+    print("what nothing else beats, from the closest to the boldest:")
+    for trial in tuning.front(searched):
+        print(_line(trial, search))
+
+
+def _write_recipe(arguments: argparse.Namespace, search: "Search", model: str) -> int:
+    from nearfield import recipes
+    from nearfield._files import write_json
+
+    best = search.best
+    if best is None:
+        nearest = min((trial.lpips for trial in search.trials), default=float("nan"))
+        print(f"no recipe: nothing keeps within LPIPS {arguments.max_lpips:g}; the nearest is {nearest:.4f}")
+        return FAILED
+    measured = {
+        "lpips": best.lpips,
+        "pairs_kept": best.pairs_kept,
+        "speed_up": best.speed_up,
+        **{name: getattr(arguments, name) for name in _SETTINGS},
+    }
+    recipe = recipes.read({"format": recipes.FORMAT, "method": "Hilbert", "fields": best.fields})
+    recipe = replace(recipe, model=model, measured=measured, lora="none")
+    write_json(Path(arguments.out), recipe.as_document())
+    print(
+        f"wrote {arguments.out}: {best.pairs_kept:.1%} of the pairs, {best.speed_up:.2f}x, LPIPS {best.lpips:.4f}"
+    )
+    return OK

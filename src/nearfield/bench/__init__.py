@@ -1,1 +1,0 @@
-"""What the commands do: look at this machine, explain a plan, measure attend, draw a picture."""

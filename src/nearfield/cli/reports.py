@@ -1,0 +1,97 @@
+"""Results on disk: JSON and pictures, each whatever becomes of the other."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nearfield._files import write_json
+from nearfield.cli.arguments import FAILED, OK
+
+if TYPE_CHECKING:
+    import torch
+
+Drawing = Callable[[Path, Sequence[dict[str, Any]], str], None]
+Result = TypeVar("Result")
+
+
+def note_load(device: str) -> None:
+    from nearfield.cli import machine
+
+    if device == "cpu" and (load := machine.load()) and load > (os.cpu_count() or 1):
+        print(f"note: {load} processes want to run here; times will be long and uneven", file=sys.stderr)
+
+
+def list_measurements(cases: Sequence[object], device: "torch.device") -> int:
+    """What `--dry-run` says."""
+    from nearfield.cli import machine
+
+    print(f"{len(cases)} measurements on {machine.device_name(device)}:", *cases, sep="\n  ")
+    return OK
+
+
+def collect(
+    measured: Iterable[Result], document: Callable[[list[Result]], dict[str, Any]], json_path: Path | None
+) -> tuple[list[Result], bool]:
+    """The results, and whether these are all: an interruption ends them, and is raised only where there is none.
+
+    What is measured is written at once, as a `document`: whatever stops a command, it has taken minutes.
+    """
+    results: list[Result] = []
+    try:
+        for result in measured:
+            results.append(result)
+            write_so_far(document(results), json_path)
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        return results, False
+    return results, True
+
+
+def verdict(results: Sequence[Any], written: bool) -> int:
+    """Done if something was measured, nothing was wrong, and all of it was written."""
+    measured = any(result.status == "ok" for result in results)
+    failed = any(result.status in ("check failed", "broke") for result in results)
+    return OK if measured and written and not failed else FAILED
+
+
+def write_so_far(document: dict[str, Any], json_path: Path | None) -> None:
+    """Write what is known before the end, in case there is none. Where that fails, the end will tell."""
+    if json_path:
+        with suppress(OSError):
+            write_json(json_path, document)
+
+
+def write_reports(
+    document: dict[str, Any],
+    json_path: Path | None,
+    picture: Path | None = None,
+    draw: Drawing | None = None,
+    device_name: str = "",
+) -> bool:
+    """Write what was asked for, each whatever becomes of the other; returns whether all of it was written."""
+    writers: dict[Path, Callable[[Path], object]] = {}
+    if json_path:
+        writers[json_path] = lambda path: write_json(path, document)
+    if picture and draw and any(record["status"] == "ok" for record in document["results"]):
+        writers[picture] = lambda path: draw(path, document["results"], device_name)
+    elif picture:
+        print("nothing to draw: no result passed its check", file=sys.stderr)
+    return write_all(writers)
+
+
+def write_all(writers: Mapping[Path, Callable[[Path], object]]) -> bool:
+    """Write every file, whatever becomes of the others; returns whether all of them were written."""
+    written = True
+    for path, write in writers.items():
+        try:
+            write(path)
+        except OSError as error:
+            print(f"nearfield: error: {path} was not written: {error}", file=sys.stderr)
+            written = False
+        else:
+            print(f"wrote {path}")
+    return written
