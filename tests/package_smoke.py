@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests import command_line as cli
 from torch.nn.functional import scaled_dot_product_attention
 
 import nearfield
-from nearfield.cli import main as cli
 from nearfield_lab.embedded.autoencoder import Autoencoder
 
 _SHOWN = ("torch", "diffusers", "huggingface-hub", "transformers", "peft", "pillow", "matplotlib")

@@ -10,13 +10,13 @@ from unittest import mock
 
 import diffusers
 import torch
+from tests import command_line as cli
 from tests import tiny_models
 from tests.tiles import paper
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield import Geometry, Hilbert, LogLinear, Merge, apply
-from nearfield.cli import main as cli
 from nearfield.methods import BipartiteMerge, hilbert
 from nearfield.methods.hilbert.layout import block_sizes
 from nearfield.parallel import Ranks, Shapes

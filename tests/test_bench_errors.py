@@ -12,11 +12,11 @@ from benchmarks import errors, pareto
 from benchmarks.errors import ErrorRow, ErrorSweep, OtherBlocks, StepError
 from benchmarks.picture_runs import Task, method_of
 from benchmarks.quality_cases import GROUPS, Pattern, without_dense_steps
+from tests import command_line as cli
 from tests.cats import CATS, autoencoder
 from torch import Tensor
 
 from nearfield import Geometry, Hilbert, Merge, apply
-from nearfield.cli import main as cli
 from nearfield_lab.embedded.sampler import noise
 from nearfield_lab.training.data import decoded, pictures
 

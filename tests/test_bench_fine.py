@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import fine, fine_cases
+from tests.command_line import main
 
 from nearfield import Attended
-from nearfield.cli.main import main
 from nearfield.cli.timing import Effort
 
 CASE = fine_cases.FineCase("tiny", (1, 2, 600, 16), 0.7, 32, 4)

@@ -10,12 +10,12 @@ from benchmarks import flex, hilbert, hilbert_report
 from benchmarks.attend import random_inputs
 from benchmarks.hilbert import HilbertBench, HilbertResult, Options
 from benchmarks.hilbert_cases import CASES, ON_CPU, ON_CUDA, QUICK, HilbertCase
+from tests import command_line as cli
 from tests.tiles import paper
 from torch.nn.attention.flex_attention import flex_attention
 
 from nearfield import Geometry, Hilbert, attend, kernels, planning
 from nearfield._types import Attended
-from nearfield.cli import main as cli
 from nearfield.cli.check import Checked, check_forward
 from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Effort, Timing

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import loglinear, loglinear_cases
+from tests.command_line import main
 
-from nearfield.cli.main import main
 from nearfield.cli.timing import Effort
 
 CASE = loglinear_cases.LogLinearCase((1, 2, 300, 16), 1)

@@ -25,12 +25,12 @@ from benchmarks.model import (
     WithoutAttention,
 )
 from benchmarks.pareto_report import read_points
+from tests import command_line as cli
 from tests.tiles import paper
 from torch.overrides import TorchFunctionMode
 
 from nearfield import Hilbert, kernels
 from nearfield.adapters import processor
-from nearfield.cli import main as cli
 from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.model_cases import ModelCase, Size
 from nearfield.cli.timing import Effort, Timing, measure

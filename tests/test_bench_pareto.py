@@ -10,12 +10,12 @@ from benchmarks import pareto, pareto_report
 from benchmarks.pareto_report import PANELS, Point, files_in, points_of, read_points, with_fronts
 from benchmarks.picture_runs import Task
 from benchmarks.quality_cases import ALL_METHODS, Pattern, read_patterns
+from tests import command_line as cli
 from tests.cats import SIZE, lively_model
 from tests.test_bench_quality import Features
 
 from nearfield import Hilbert, apply
 from nearfield._files import write_json
-from nearfield.cli import main as cli
 from nearfield.cli.report import COMMITTED
 from nearfield_lab import quality
 from nearfield_lab.embedded.model import save_model

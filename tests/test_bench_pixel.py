@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import pixel
+from tests.command_line import main
 
-from nearfield.cli.main import main
 from nearfield.cli.timing import Effort
 from nearfield_lab.embedded.pixel_cases import ATTENTION, Variant, read_variant
 from nearfield_lab.training.pixel import PixelTraining

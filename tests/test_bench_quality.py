@@ -15,6 +15,7 @@ from benchmarks import masks, picture_runs
 from benchmarks import quality as sweeping
 from benchmarks.quality_cases import GROUPS, Pattern, read_patterns
 from PIL import Image
+from tests import command_line as cli
 from tests.cats import CATS, CONFIG, lively_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -23,7 +24,6 @@ from torch._inductor.compile_fx import compile_fx
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, apply
 from nearfield.adapters.compiling import compiled_blocks
 from nearfield.cli import machine
-from nearfield.cli import main as cli
 from nearfield.methods import BipartiteMerge, Composition
 from nearfield_lab import quality
 from nearfield_lab.embedded.model import save_model

@@ -9,9 +9,9 @@ from benchmarks import recall
 from safetensors.torch import save_file
 from tests import tiny_models
 from tests.cats import CATS
+from tests.command_line import main
 from torch import Tensor
 
-from nearfield.cli.main import main
 from nearfield.geometry import Geometry
 from nearfield.methods import Hilbert
 from nearfield.predict import Blocks

@@ -10,9 +10,9 @@ import torch
 from benchmarks import scaling, scaling_times
 from benchmarks.scaling_cases import CASES, LINKS, TINY
 from benchmarks.scaling_times import KernelTimes
+from tests import command_line as cli
 
 from nearfield import Hilbert, Plan
-from nearfield.cli import main as cli
 from nearfield.cli.timing import Effort, Function, Timing
 from nearfield.parallel import attention
 

@@ -13,14 +13,14 @@ from typing import Any, get_args
 import pytest
 import torch
 from benchmarks.attend import dense_attention
+from tests import command_line as cli
 
 import nearfield
 from nearfield import kernels
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
 from nearfield.cli import arguments as choices
-from nearfield.cli import explain, following, presets
-from nearfield.cli import main as cli
+from nearfield.cli import explain, presets
 from nearfield.kernels import launch
 from nearfield.methods.merging import Placement
 from nearfield.plan import BLOCKS

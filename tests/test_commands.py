@@ -13,11 +13,11 @@ from typing import get_args
 import pytest
 import torch
 from PIL import Image
+from tests import command_line as cli
 from tests import tiny_models
 from tests.cats import CATS, lively_model
 
 from nearfield import FineGrained, Hilbert, LogLinear, Merge
-from nearfield.cli import main as cli
 from nearfield.cli import methods
 from nearfield.cli.progress import Bar, time_for
 from nearfield.cli.reports import collect

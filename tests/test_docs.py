@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests import command_line as cli
 
 from nearfield import Hilbert, Merge
-from nearfield.cli import main as cli
 from nearfield.methods.composition import DENSE_FID
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests import command_line as cli
 from tests import tiny_models
 from tests.tiles import paper
 
 import nearfield
 from nearfield import Geometry, Hilbert, Merge
-from nearfield.cli import main as cli
 from nearfield_lab.quality.results import pairs_kept
 
 GEOMETRY = Geometry((12, 16), text=7)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import command_line as cli
 from tests.cats import lively_model
 
 from nearfield import Hilbert
-from nearfield.cli import main as cli
 from nearfield_lab.commands import many
 from nearfield_lab.commands.folders import runs_of
 from nearfield_lab.embedded import generate

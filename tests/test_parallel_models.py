@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests import command_line as cli
 from tests.cats import lively_model
 from tests.split_models import (
     GRID,
@@ -34,7 +35,6 @@ from tests.tiles import paper
 from tests.worlds import CONTEXT, Failed, World, world_of
 
 from nearfield import Geometry, Hilbert, Merge
-from nearfield.cli import main as cli
 from nearfield.methods import Composition
 from nearfield.parallel.cuts import even_split, split_between_regions
 from nearfield.parallel.far import SplitFarField

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tests import command_line as cli
 from tests.cats import CATS
 from torch import Tensor
 
-from nearfield.cli import main as cli
 from nearfield_lab.embedded.pixel import PixelConfig, PixelTransformer, load_pixel_model
 from nearfield_lab.embedded.pixel_cases import ATTENTION
 from nearfield_lab.embedded.storage import BadFile, write_tensors

@@ -416,7 +416,7 @@ def test_fronts_are_joined_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_command_line_knows_the_command(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    from nearfield.cli.main import main
+    from tests.command_line import main
 
     out = tmp_path / "quality.json"
     words = [

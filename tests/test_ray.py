@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from tests import command_line as cli
 
-from nearfield.cli import main as cli
 from nearfield_lab.commands import many
 from nearfield_lab.embedded.pictures import packed
 

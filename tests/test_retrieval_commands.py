@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import retrieval_answers, retrieval_questions, retrieval_speed
+from tests import command_line as cli
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield.cli import main as cli
 from nearfield.retrieval import assemble, fidelity, prefill_chunk, recompute, verify
 from nearfield.retrieval.embedded import load_embedded, random_model
 from nearfield.retrieval.ranking import rank

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from tests import command_line as cli
 from tests.tiles import paper
 
 from nearfield import Geometry, Hilbert
 from nearfield.cli import arguments as choices
-from nearfield.cli import main as cli
 from nearfield.methods.hilbert import Near, Share, Summary, TextReads
 from nearfield.tiling import Curve, Shared
 from nearfield_lab.plots import show

@@ -11,12 +11,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tests import command_line as cli
 from tests import tiny_models
 from tests.cats import SIZE, lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
 from nearfield import FineGrained, Geometry, Hilbert, Merge, recipes
-from nearfield.cli import main as cli
 from nearfield.cli.arguments import UsageError
 from nearfield.methods import BlockTopK, Composition
 from nearfield.recipes import Recipe

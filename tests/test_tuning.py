@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tests import tiny_models
 from tests.cats import CONFIG, lively_model
+from tests.command_line import main
 from tests.tiles import paper
 
 from nearfield import Hilbert, LogLinear, Merge, apply, recipes
 from nearfield.cli import arguments
-from nearfield.cli.main import main
 from nearfield.recipes import Recipe
 from nearfield_lab import tuning
 from nearfield_lab.embedded.model import save_model

@@ -1,0 +1,16 @@
+"""The command line as tests call it: `nearfield` with the commands of the lab, and `python -m benchmarks`."""
+
+from collections.abc import Sequence
+
+from benchmarks import commands as benchmarks
+
+from nearfield import cli
+from nearfield.cli.main import run_family
+from nearfield_lab import commands as lab
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit code of a command; the word `bench` stands for `python -m benchmarks`."""
+    if words and words[0] == "bench":
+        return run_family("python -m benchmarks", "Measure.", benchmarks.add_commands, words[1:])
+    return cli.main(words, others=[lab.add_commands])
