@@ -85,7 +85,7 @@ format: $(STAMP) ## apply the formatting and the safe lint fixes
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## time attend on this machine (ARGS="--quick" for a glance)
-	$(BIN)/nearfield bench attend $(ARGS)
+	$(BIN)/python -m benchmarks attend $(ARGS)
 
 docs: $(STAMP) ## draw the pictures of the documentation and build its site
 	$(BIN)/python docs/build.py

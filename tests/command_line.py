@@ -1,11 +1,12 @@
 """The command line as tests call it: `nearfield` with the commands of the lab, and `python -m benchmarks`."""
 
+import argparse
 from collections.abc import Sequence
 
 from benchmarks import commands as benchmarks
 
 from nearfield import cli
-from nearfield.cli.main import run_family
+from nearfield.cli.main import _parser, run_family
 from nearfield_lab import commands as lab
 
 
@@ -14,3 +15,8 @@ def main(words: Sequence[str]) -> int:
     if words and words[0] == "bench":
         return run_family("python -m benchmarks", "Measure.", benchmarks.add_commands, words[1:])
     return cli.main(words, others=[lab.add_commands])
+
+
+def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of `nearfield` with the commands of the lab."""
+    return _parser(words, [lab.add_commands])

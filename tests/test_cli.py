@@ -1,12 +1,10 @@
 """The commands: what they print, write and return, and what they say when they cannot."""
 
-import argparse
 import json
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,14 +25,6 @@ from nearfield.plan import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The package's own `__init__`, which gathers the public names and so imports torch, is left out here.
-BARE_PACKAGE = f"""
-import sys, types
-package = types.ModuleType("nearfield")
-package.__path__ = [{str(ROOT / "src" / "nearfield")!r}]
-sys.modules["nearfield"] = package
-"""
-BARE_PROGRAM = BARE_PACKAGE + "import nearfield.__main__"
 BENCH = ["bench", "attend", "--quick", "--impl", "grouped"]
 
 
@@ -79,9 +69,10 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         cli.main([*command, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: nearfield")
+    is_benchmark = command[:1] == ["bench"]
+    assert text.startswith("usage: python -m benchmarks" if is_benchmark else "usage: nearfield")
     if command != ["bench"]:
-        assert "examples:\n  nearfield " in text
+        assert "examples:\n  " in text
         assert "exit codes: 0 done" in text
 
 
@@ -91,19 +82,6 @@ def test_choices_are_those_of_the_library() -> None:
     assert get_args(Placement) == choices.PLACEMENTS
     assert choices.GRAINS == BLOCKS
     assert tuple(block for block in BLOCKS if block >= 16) == choices.QUERY_BLOCKS
-
-
-def test_arguments_are_read_without_torch() -> None:
-    program = (
-        BARE_PACKAGE
-        + """
-from nearfield import cli
-assert cli.main(["bench", "attend", "--grains", "3"]) == 2
-print("torch" in sys.modules)
-"""
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "False\n", done.stderr
 
 
 def test_help_names_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,17 +189,12 @@ PLOTTING = (
 
 @pytest.mark.parametrize("call", PLOTTING)
 def test_pictures_are_asked_for_by_one_name(call: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--png`, the older name of some, is still taken, and not listed."""
     command = call.split(" --")[0].split()
     with pytest.raises(SystemExit):
         cli.main([*command, "--help"])
-    text = capsys.readouterr().out
-    assert "--plot FILE" in text
-    assert "--png" not in text
-    for name in ("--plot", "--png"):
-        assert cli.main([*call.split(), name, "picture.gif"]) == 2
-        assert f"`{name}` must end in .png" in capsys.readouterr().err
-    assert cli._parser([]).parse_args([*call.split(), "--png", "a.png"]).plot == Path("a.png")
+    assert "--plot FILE" in capsys.readouterr().out
+    assert cli.main([*call.split(), "--plot", "picture.gif"]) == 2
+    assert "`--plot` must end in .png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("call", ["demo --grid 8x8", "show --grid 16x16"])
@@ -270,19 +243,18 @@ def test_interrupt_during_an_import_ends_cleanly(
     import nearfield.cli.explain
 
     monkeypatch.delitem(sys.modules, "nearfield.cli.explain")
-    monkeypatch.delattr(nearfield.bench, "explain")
+    monkeypatch.delattr(nearfield.cli, "explain")
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     assert cli.main(["explain", "cpu-small"]) == 130
     assert capsys.readouterr().err == "\nnearfield: interrupted\n"
 
 
 def program(
-    *arguments: str, shell: str = "", environment: dict[str, str] | None = None, is_bare: bool = False
+    *arguments: str, shell: str = "", environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, with its output sent where `shell` says."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    module = ["-c", BARE_PROGRAM] if is_bare else ["-m", "nearfield"]
-    command = [sys.executable, "-W", "error", *module, *arguments]
+    command = [sys.executable, "-W", "error", "-m", "nearfield", *arguments]
     return subprocess.run(
         ["sh", "-c", f"{shlex.join(command)} {shell}"],
         env=os.environ | {"PYTHONPATH": path} | (environment or {}),
@@ -311,14 +283,13 @@ def test_missing_characters_are_replaced() -> None:
 )
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_output_that_cannot_be_written_is_one_line(shell: str, message: str, unbuffered: str) -> None:
-    for is_bare in (True, False) if unbuffered else (True,):
-        done = program("--help", shell=shell, environment={"PYTHONUNBUFFERED": unbuffered}, is_bare=is_bare)
-        assert done.returncode == 1
-        assert done.stderr == f"nearfield: error: {message}\n"
+    done = program("--help", shell=shell, environment={"PYTHONUNBUFFERED": unbuffered})
+    assert done.returncode == 1
+    assert done.stderr == f"nearfield: error: {message}\n"
 
 
 def test_closed_stderr_keeps_the_exit_code() -> None:
-    done = program("explain", "flux-9", shell="2>&-", is_bare=True)
+    done = program("explain", "flux-9", shell="2>&-")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
@@ -603,7 +574,9 @@ def test_demo_draws_and_measures(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_demo_fails_when_the_answer_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nearfield.cli.demo.attend", lambda *tensors: broken_attend(*tensors, impl="auto"))
+    monkeypatch.setattr(
+        "nearfield_lab.plots.demo.attend", lambda *tensors: broken_attend(*tensors, impl="auto")
+    )
     assert cli.main(["demo", "--grid", "8x8", "--out", str(tmp_path / "demo.png")]) == 1
     assert "FAILED: relative error" in capsys.readouterr().out
 
@@ -615,39 +588,3 @@ def is_a_picture(path: Path) -> bool:
     pixels = torch.from_numpy(imread(path))[..., :3]
     colours = pixels.flatten(0, 1).mul(255).round().unique(dim=0)
     return min(pixels.shape[:2]) > 100 and len(colours) > 8
-
-
-# -- what to do next -----------------------------------------------------------------------------------------------
-
-
-def all_commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[str]:
-    """Every command as it is typed, from the parser itself."""
-    actions = [x for x in parser._actions if isinstance(x, argparse._SubParsersAction)]
-    if not actions:
-        yield path
-    for name, child in (pair for action in actions for pair in action.choices.items()):
-        yield from all_commands(child, f"{path} {name}".strip())
-
-
-def test_every_command_names_the_next() -> None:
-    commands = set(all_commands(cli._parser([]))) - following.ENDLESS
-    assert set(following._NEXT) == commands
-    for command in commands:
-        hint = following.after([*shlex.split(command), "--json", "x"])
-        assert hint is not None
-        suggested = hint.removeprefix("next: ").partition("   (")[0]
-        if suggested.startswith("nearfield "):
-            words = shlex.split(suggested)[1:]
-            assert any(" ".join(words[:length]) in commands for length in (1, 2)), suggested
-            cli._parser(words).parse_args(words)  # as it stands there, placeholders and all
-
-
-@pytest.mark.parametrize("at_a_terminal", [True, False])
-def test_the_next_command_is_said_to_people(
-    at_a_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: at_a_terminal)
-    assert cli.main(["explain", "flux-1024"]) == 0
-    assert ("next: nearfield bench attend --quick" in capsys.readouterr().err) is at_a_terminal
-    assert cli.main(["explain", "nothing"]) == 2
-    assert "next:" not in capsys.readouterr().err

@@ -131,7 +131,7 @@ METHODS = {
 @pytest.mark.parametrize("fields", METHODS)
 def test_methods_are_read(fields: str) -> None:
     words = ["generate", *fields.split()]
-    assert methods.method_of(cli._parser(words).parse_args(words)) == METHODS[fields]
+    assert methods.method_of(cli.parser(words).parse_args(words)) == METHODS[fields]
 
 
 def test_without_weights_generate_says_so(
@@ -210,7 +210,7 @@ def test_unsteady_times_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     [("--num 3 --batch 4", True), ("--num 8 --batch 4", True), ("--num 5 --batch 4", False)],
 )
 def test_times_of_a_smaller_last_batch_are_no_sign(words: str, alike: bool) -> None:
-    arguments = cli._parser(["generate"]).parse_args(["generate", "--compare", *words.split()])
+    arguments = cli.parser(["generate"]).parse_args(["generate", "--compare", *words.split()])
     assert generating._are_batches_alike(arguments) == alike
 
 

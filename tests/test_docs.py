@@ -140,7 +140,7 @@ def commands(parser: argparse.ArgumentParser, before: str = "nearfield") -> Iter
             yield from commands(child, f"{before} {name}")
 
 
-@pytest.mark.parametrize("command", list(commands(cli._parser([]))))
+@pytest.mark.parametrize("command", list(commands(cli.parser())))
 def test_command_is_where_users_look(command: str) -> None:
     """A section of its page; and its name in the README and in the changelog, with or without what stands before it."""
     headings = re.findall(

@@ -271,7 +271,7 @@ def test_a_job_travels(words: list[str], weights: Path) -> None:
     """Workers of a cluster stand in other folders: paths are absolute, and nothing of the parser is left."""
     import pickle
 
-    arguments = cli._parser(words).parse_args(words)
+    arguments = cli.parser(words).parse_args(words)
     arguments.weights = Path(arguments.weights.name)
     job = many._Job(many._portable(arguments), None, None)
     copy = pickle.loads(pickle.dumps(job))

@@ -1,4 +1,4 @@
-"""`nearfield bench attend`: the operation itself, beside dense attention."""
+"""`python -m benchmarks attend`: the operation itself, beside dense attention."""
 
 import argparse
 from typing import Any
@@ -16,9 +16,9 @@ def add_command(benchmarks: Any) -> None:
         "attend",
         _bench_attend,
         "time attend beside dense attention on the same tensors; a wrong answer gets no figure",
-        "  nearfield bench attend --quick\n  nearfield bench attend --dry-run\n"
-        "  nearfield bench attend --presets flux-2048,wan-480p --grains 64,16,1 --backward\n"
-        "  nearfield bench attend --ragged --json results.json --plot results.png",
+        "  python -m benchmarks attend --quick\n  python -m benchmarks attend --dry-run\n"
+        "  python -m benchmarks attend --presets flux-2048,wan-480p --grains 64,16,1 --backward\n"
+        "  python -m benchmarks attend --ragged --json results.json --plot results.png",
     )
     parser.add_argument(
         "--presets",

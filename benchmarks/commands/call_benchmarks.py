@@ -1,4 +1,4 @@
-"""`nearfield bench fine` and `nearfield bench loglinear`: single calls of methods that choose what they read."""
+"""`python -m benchmarks fine` and `python -m benchmarks loglinear`: single calls of methods that choose what they read."""
 
 import argparse
 from collections.abc import Callable
@@ -16,8 +16,8 @@ def add_fine(benchmarks: Any) -> None:
         "fine",
         _bench_fine,
         "time fine-grained attention, its predictions and the making of its lists, beside dense attention",
-        "  nearfield bench fine --quick\n"
-        "  nearfield bench fine --cases wan-480p-70-128x8,wan-480p-90-192x8 --json fine.json",
+        "  python -m benchmarks fine --quick\n"
+        "  python -m benchmarks fine --cases wan-480p-70-128x8,wan-480p-90-192x8 --json fine.json",
     )
     _add_call_options(parser, fine_cases, "model, percent of the keys that is skipped, and blocks")
 
@@ -28,8 +28,8 @@ def add_loglinear(benchmarks: Any) -> None:
         "loglinear",
         _bench_loglinear,
         "time log-linear attention, pooling and choosing included, beside dense attention",
-        "  nearfield bench loglinear --quick\n"
-        "  nearfield bench loglinear --cases 1x6x65536x64,4x6x16384x64 --json loglinear.json",
+        "  python -m benchmarks loglinear --quick\n"
+        "  python -m benchmarks loglinear --cases 1x6x65536x64,4x6x16384x64 --json loglinear.json",
     )
     _add_call_options(parser, loglinear_cases, "batch x heads x tokens x head dimension")
 

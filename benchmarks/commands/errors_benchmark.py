@@ -1,4 +1,4 @@
-"""`nearfield bench errors`: how far one denoising step with patterns of attention is from the dense one."""
+"""`python -m benchmarks errors`: how far one denoising step with patterns of attention is from the dense one."""
 
 import argparse
 import sys
@@ -38,9 +38,9 @@ def add_command(benchmarks: Any) -> None:
         "errors",
         _bench_errors,
         "how far one denoising step with patterns of attention is from the dense one, in seconds per pattern",
-        "  nearfield bench errors --photographs cats512 --patterns far,far-weighted --json errors.json\n"
-        "  nearfield bench errors --photographs cats512/cats512-00.tar --num 2 --at 4,8,13 --patterns mine.json\n"
-        "  nearfield bench errors --photographs pictures --tiny --size 64 --blocks gpu",
+        "  python -m benchmarks errors --photographs cats512 --patterns far,far-weighted --json errors.json\n"
+        "  python -m benchmarks errors --photographs cats512/cats512-00.tar --num 2 --at 4,8,13 --patterns mine.json\n"
+        "  python -m benchmarks errors --photographs pictures --tiny --size 64 --blocks gpu",
     )
     parser.add_argument(
         "--photographs",

@@ -1,4 +1,4 @@
-"""`nearfield bench model`: a denoising step of a real architecture."""
+"""`python -m benchmarks model`: a denoising step of a real architecture."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -46,10 +46,10 @@ def add_command(benchmarks: Any) -> None:
         _bench_model,
         "time one denoising step of a real architecture with random weights: dense, with a method, and with no"
         " attention at all",
-        "  nearfield bench model --tiny\n  nearfield bench model --sizes 1024,2048,4096 --json model.json\n"
-        "  nearfield bench model --layers 2+4 --sizes 1024 --share two-way --tiles 4\n"
-        "  nearfield bench model --sizes 2048 --method merge+hilbert --ratio 0.5\n"
-        "  nearfield bench model --model wan21-1.3b --sizes 480p,720p --method fine --skipped 0.7,0.9",
+        "  python -m benchmarks model --tiny\n  python -m benchmarks model --sizes 1024,2048,4096 --json model.json\n"
+        "  python -m benchmarks model --layers 2+4 --sizes 1024 --share two-way --tiles 4\n"
+        "  python -m benchmarks model --sizes 2048 --method merge+hilbert --ratio 0.5\n"
+        "  python -m benchmarks model --model wan21-1.3b --sizes 480p,720p --method fine --skipped 0.7,0.9",
     )
     parser.add_argument(
         "--model",

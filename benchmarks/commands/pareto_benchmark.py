@@ -1,4 +1,4 @@
-"""`nearfield bench pareto`: speed and quality of all methods in one figure."""
+"""`python -m benchmarks pareto`: speed and quality of all methods in one figure."""
 
 import argparse
 import sys
@@ -31,9 +31,9 @@ def add_command(benchmarks: Any) -> None:
         "pareto",
         _bench_pareto,
         "speed and quality of all methods in one figure, measured on the embedded model and read from results",
-        "  nearfield bench pareto --tiny --num 1 --steps 4 --plot pareto.png\n"
-        "  nearfield bench pareto --weights run512/model.safetensors --minutes 9 --out pareto.json\n"
-        "  nearfield bench pareto --patterns none --results quality.json model.json --plot pareto.svg",
+        "  python -m benchmarks pareto --tiny --num 1 --steps 4 --plot pareto.png\n"
+        "  python -m benchmarks pareto --weights run512/model.safetensors --minutes 9 --out pareto.json\n"
+        "  python -m benchmarks pareto --patterns none --results quality.json model.json --plot pareto.svg",
     )
     parser.add_argument(
         "--patterns",

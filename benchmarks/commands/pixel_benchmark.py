@@ -1,4 +1,4 @@
-"""`nearfield bench pixel`: training steps of a transformer on pixels."""
+"""`python -m benchmarks pixel`: training steps of a transformer on pixels."""
 
 import argparse
 from typing import Any
@@ -17,9 +17,9 @@ def add_command(benchmarks: Any) -> None:
         "pixel",
         _bench_pixel,
         "time whole training steps on pixels, for every attention in turns",
-        "  nearfield bench pixel --tiny --size 32 --batch 2\n"
-        "  nearfield bench pixel --size 128 --batch 16 --compile --json pixel128.json\n"
-        "  nearfield bench pixel --size 256 --batch 4 --attention full,loglinear:levels=2,gated:topk=32 --compile",
+        "  python -m benchmarks pixel --tiny --size 32 --batch 2\n"
+        "  python -m benchmarks pixel --size 128 --batch 16 --compile --json pixel128.json\n"
+        "  python -m benchmarks pixel --size 256 --batch 4 --attention full,loglinear:levels=2,gated:topk=32 --compile",
     )
     parser.add_argument(
         "--attention",

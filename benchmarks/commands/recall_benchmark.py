@@ -1,4 +1,4 @@
-"""`nearfield bench recall`: what sparse patterns keep of full attention's weights, at equal numbers of pairs."""
+"""`python -m benchmarks recall`: what sparse patterns keep of full attention's weights, at equal numbers of pairs."""
 
 import argparse
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ def add_command(benchmarks: Any) -> None:
         "recall",
         _bench_recall,
         "how much of full attention's weight is kept by single keys, blocks and runs of a curve, at equal pairs",
-        "  nearfield bench recall --latents video.safetensors --plot recall.png --json recall.json\n"
-        "  nearfield bench recall --weights demo.safetensors --images photographs --num 4",
+        "  python -m benchmarks recall --latents video.safetensors --plot recall.png --json recall.json\n"
+        "  python -m benchmarks recall --weights demo.safetensors --images photographs --num 4",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(

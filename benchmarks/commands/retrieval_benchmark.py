@@ -1,4 +1,4 @@
-"""`nearfield bench retrieval`: how near reuse comes to full prefill, and how much sooner the first token is there."""
+"""`python -m benchmarks retrieval`: how near reuse comes to full prefill, and how much sooner the first token is there."""
 
 import argparse
 import sys
@@ -35,10 +35,10 @@ def add_command(benchmarks: Any) -> None:
         "retrieval",
         _bench_retrieval,
         "compare reuse of document caches with full prefill: what is said (--questions), or how soon (--speed)",
-        "  nearfield bench retrieval --questions multihop.json --out fidelity.json --plot fidelity.png\n"
-        "  nearfield bench retrieval --questions multihop.json --answers --out answers.json\n"
-        "  nearfield bench retrieval --speed\n"
-        "  nearfield bench retrieval --speed --models llama-3.1-8b,qwen3-14b --lengths 8192,16384,32768,65536",
+        "  python -m benchmarks retrieval --questions multihop.json --out fidelity.json --plot fidelity.png\n"
+        "  python -m benchmarks retrieval --questions multihop.json --answers --out answers.json\n"
+        "  python -m benchmarks retrieval --speed\n"
+        "  python -m benchmarks retrieval --speed --models llama-3.1-8b,qwen3-14b --lengths 8192,16384,32768,65536",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(

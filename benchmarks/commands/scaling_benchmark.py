@@ -1,4 +1,4 @@
-"""`nearfield bench scaling`: what ranks send each other, beside ring attention and Ulysses."""
+"""`python -m benchmarks scaling`: what ranks send each other, beside ring attention and Ulysses."""
 
 import argparse
 from typing import Any
@@ -19,9 +19,9 @@ def add_command(benchmarks: Any) -> None:
         "scaling",
         _bench_scaling,
         "count what ranks send when one image is split over them, beside ring attention and Ulysses",
-        "  nearfield bench scaling --cases flux-2048 --ranks 8\n"
-        "  nearfield bench scaling --processes 2,4 --json scaling.json --plot scaling.png\n"
-        "  nearfield bench scaling --kernel-time --json kernel-time.json",
+        "  python -m benchmarks scaling --cases flux-2048 --ranks 8\n"
+        "  python -m benchmarks scaling --processes 2,4 --json scaling.json --plot scaling.png\n"
+        "  python -m benchmarks scaling --kernel-time --json kernel-time.json",
     )
     parser.add_argument(
         "--cases",

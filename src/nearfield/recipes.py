@@ -16,7 +16,7 @@ from nearfield.methods import DEFAULT, Composition, Method, method_classes
 
 FORMAT = 2
 ENTRY_POINTS = "nearfield.recipes"
-"""The group of entry points by which an installed package brings recipes: each names a module that calls `add_folder`."""
+"""The group of entry points by which an installed package brings recipes: modules that call `add_folder`."""
 _FOLDERS: list[Path] = []
 Lora = Literal["", "none", "embedded"]
 

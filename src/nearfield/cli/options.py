@@ -172,7 +172,7 @@ def add_json(parser: argparse.ArgumentParser, words: str = "write results and ma
 
 
 def add_plot(parser: argparse.ArgumentParser, words: str, *suffixes: str) -> None:
-    """`--plot FILE`. Some commands called it `--png` at first: that works in all of them, and is not listed."""
+    """`--plot FILE`."""
     endings = suffixes or (".png",)
     parser.add_argument(
         "--plot",
@@ -180,4 +180,3 @@ def add_plot(parser: argparse.ArgumentParser, words: str, *suffixes: str) -> Non
         metavar="FILE",
         help=f"{words} ({' or '.join(endings)})",
     )
-    parser.add_argument("--png", dest="plot", type=output_file("--png", *endings), help=argparse.SUPPRESS)
