@@ -19,7 +19,7 @@ GPU_PACKAGES := accelerate annotated-doc annotated-types anyio certifi charset-n
 	transformers truststore typer typing-extensions typing-inspection urllib3 zipp
 GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py tests/test_windows.py
 SHARDS ?= 10
-GPU_ENV := PYTHONPATH=src:$(GPU_TOOLS)
+GPU_ENV := PYTHONPATH=src:lab/src:$(GPU_TOOLS)
 # The sanitizer looks at these alone: torch's own, which compute what is compared with, would take most of the time.
 KERNELS = $(shell sed -nE 's/^ *(\w+_kernel)\[.*/\1/p' src/nearfield/kernels/*.py | sort -u)
 MEMCHECK = compute-sanitizer --tool memcheck --error-exitcode 1 $(KERNELS:%=--kernel-name kns=%)
@@ -50,9 +50,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and pinned: left free, it brings gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -c constraints.txt torch
-	$(PIP) -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt -e '.[dev]' -e './lab[train,ray]'
 	touch $@
 
 demo: $(STAMP) ## make a picture with dense and with sparse attention (ARGS="--num 4 --steps 16" for more and better)

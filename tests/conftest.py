@@ -6,6 +6,8 @@ import pytest
 import torch
 from tests.interpreter import patch_once_per_launch
 
+import nearfield_lab
+
 HAS_GPU = torch.cuda.is_available()
 
 # Triton reads this when a kernel is declared, so it is set before any test module is imported.
@@ -72,3 +74,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU under Triton's interpreter."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+assert nearfield_lab.__version__  # imported, so that its recipes are known where it is not installed

@@ -85,8 +85,8 @@ LINES = {
         f"nearfield bench quality --photographs {CATS} --dry-run",
         "nearfield bench retrieval --speed --models tiny-llama --lengths 128 --chunk-tokens 64 --rounds 2",
     ],
-    "ray": ["import nearfield.engines.cluster, nearfield.demo.sampler, ray"],
-    "studio": ["import nearfield.studio.page, nearfield.studio.server"],
+    "ray": ["import nearfield_lab.engines.cluster, nearfield_lab.embedded.sampler, ray"],
+    "studio": ["import nearfield_lab.studio.page, nearfield_lab.studio.server"],
 }
 """What runs with each extra: programs, commands, or Python."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import nearfield
-from nearfield.bench import weights
+from nearfield.cli import weights
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "nearfield"

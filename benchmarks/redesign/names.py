@@ -186,6 +186,6 @@ def recomputed_keys(
 
 
 def embedded_pipeline(device: torch.device) -> Any:
-    from nearfield.demo import model, sampler
+    from nearfield_lab.embedded import model, sampler
 
     return sampler.DemoPipeline.load(model.EMBEDDED, device)
