@@ -8,16 +8,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src")]
 
 import plan_pictures  # noqa: E402
 import support  # noqa: E402
 
 from nearfield import Geometry, Hilbert  # noqa: E402
-from nearfield.cli import demo
-from nearfield_lab.plots import show
-from nearfield_lab.plots.bars import attend_bars, hilbert_bars, model_bars
-from nearfield_lab.plots.lines import recall_lines, scaling_lines
+from nearfield_lab.plots import demo, show  # noqa: E402
+from nearfield_lab.plots.bars import attend_bars, hilbert_bars, model_bars  # noqa: E402
+from nearfield_lab.plots.lines import recall_lines, scaling_lines  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"

@@ -22,11 +22,11 @@ from nearfield import (
 )
 from nearfield.methods import loglinear
 from nearfield.plan import Plan
+from nearfield.retrieval.recomputing import plan_up_to
 from nearfield_lab.plots.cells import canvas_of, draw_cells, draw_curve_lines
 from nearfield_lab.plots.masks import draw_reads, draw_shares
 from nearfield_lab.plots.panels import Drawing, draw_weights, side_by_side
 from nearfield_lab.plots.style import BAR_COLOURS, FAINT, FAR, SHADE, SHARED_KEYS, rgb
-from nearfield.retrieval.recomputing import plan_up_to
 
 GRID = (32, 32)
 BLUE = BAR_COLOURS[0]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks fine` and `python -m benchmarks loglinear`: single calls of methods that choose what they read."""
+"""The benchmarks `fine` and `loglinear`: single calls of methods whose content decides what they read."""
 
 import argparse
 from collections.abc import Callable

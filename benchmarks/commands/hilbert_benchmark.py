@@ -17,7 +17,8 @@ def add_command(benchmarks: Any) -> None:
         "hilbert",
         _bench_hilbert,
         "time one attention call of the Hilbert method, text and shared rows included, beside dense attention",
-        "  python -m benchmarks hilbert --quick\n  python -m benchmarks hilbert --cases 2048-keys,2048-far --layers 0..3\n"
+        "  python -m benchmarks hilbert --quick\n"
+        "  python -m benchmarks hilbert --cases 2048-keys,2048-far --layers 0..3\n"
         "  python -m benchmarks hilbert --flex --json hilbert.json --plot hilbert.png",
     )
     parser.add_argument(

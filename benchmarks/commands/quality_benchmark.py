@@ -1,4 +1,4 @@
-"""`python -m benchmarks quality`: the embedded model's pictures with many patterns of attention, beside the dense ones."""
+"""The benchmark `quality`: the embedded model's pictures with many patterns of attention, compared with dense ones."""
 
 import argparse
 import sys
@@ -26,8 +26,8 @@ def add_command(benchmarks: Any) -> None:
         "quality",
         _bench_quality,
         "make the embedded model's pictures with many patterns of attention, and measure them beside the dense ones",
-        "  python -m benchmarks quality --photographs cats512 --weights run512/model.safetensors --patterns tiles,steps\n"
-        "  python -m benchmarks quality --photographs cats512 --patterns mine.json --num 5000 --minutes 9 --out mine.json",
+        "  python -m benchmarks quality --photographs cats512 --weights run/model.safetensors --patterns tiles,steps\n"
+        "  python -m benchmarks quality --photographs cats512 --patterns my.json --num 5000 --minutes 9 --out mine.json",
     )
     parser.add_argument(
         "--photographs",

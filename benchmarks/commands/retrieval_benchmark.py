@@ -1,4 +1,4 @@
-"""`python -m benchmarks retrieval`: how near reuse comes to full prefill, and how much sooner the first token is there."""
+"""The benchmark `retrieval`: how near reuse comes to full prefill, and how much sooner the first token is there."""
 
 import argparse
 import sys

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from nearfield.cli.arguments import UsageError, wrong
-from nearfield_lab.plots.figures import MissingExtra, require_matplotlib
+from nearfield_lab.missing import MissingExtra
+from nearfield_lab.plots.figures import require_matplotlib
 
 
 def require_reports(argument: str, picture: Path | None, json_path: Path | None) -> None:

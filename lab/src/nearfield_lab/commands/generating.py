@@ -376,7 +376,7 @@ def _step_bar(arguments: argparse.Namespace) -> Callable[[int, int], None]:
 @contextmanager
 def missing_extras_told() -> Iterator[None]:
     """A package that is not installed is a matter of usage: the message names the remedy."""
-    from nearfield_lab.embedded.storage import MissingExtra
+    from nearfield_lab.missing import MissingExtra
 
     try:
         yield

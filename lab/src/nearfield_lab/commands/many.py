@@ -36,7 +36,7 @@ _FAILURES_SHOWN = 10
 
 def generate_many(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path | None) -> int:
     """Make what is missing of the pictures that were asked for."""
-    from nearfield_lab.engines import MissingExtra, WorkersLost
+    from nearfield_lab.engines import WorkersLost
 
     folder = arguments.images / folder_name(arguments)
     settings = _settings(arguments, recipe, lora)
@@ -45,8 +45,6 @@ def generate_many(arguments: argparse.Namespace, recipe: "Recipe | None", lora: 
         tally = _Tally(folder, missing_pictures(folder, _numbers(arguments)), arguments.num)
         try:
             _make(arguments, _Job(_portable(arguments), recipe, lora and lora.resolve()), tally)
-        except MissingExtra as error:
-            raise UsageError(str(error)) from None
         except ValueError as error:  # a size, or fields that do not fit it
             raise UsageError(str(error)) from None
         except WorkersLost as error:

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks retrieval` measures: selectors and ratios; architectures, lengths and what is to be reached.
+"""What the benchmark `retrieval` measures: selectors and ratios; architectures, lengths and what is to be reached.
 
 This file imports nothing of weight, so the command line can name them before it knows what else it needs.
 """

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from nearfield.cli.arguments import OK, UsageError, command, wrong
+from nearfield.cli.arguments import OK, command, wrong
 from nearfield.cli.options import add_device, add_integer
 from nearfield_lab.commands.drawing import require_drawing
 from nearfield_lab.commands.generating import chosen_device, missing_extras_told
@@ -57,13 +57,10 @@ def _studio(arguments: argparse.Namespace) -> int:
     with missing_extras_told():
         from nearfield_lab.studio.asking import Library
         from nearfield_lab.studio.models import PictureModel
-        from nearfield_lab.studio.page import MissingGradio, require_gradio
+        from nearfield_lab.studio.page import require_gradio
         from nearfield_lab.studio.server import serve
 
-        try:
-            require_gradio()
-        except MissingGradio as error:
-            raise UsageError(str(error)) from None
+        require_gradio()
         require_drawing("studio")
         models = [PictureModel(device)]
         if arguments.weights or arguments.model:

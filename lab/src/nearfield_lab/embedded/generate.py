@@ -100,7 +100,7 @@ def demo_sampler(pipeline: DemoPipeline, num: int, on_step: OnStep | None = None
 
 def open_pipeline(name: str, device: torch.device) -> Any:
     """A diffusers pipeline by its id on the Hub, or from a folder. Raises OSError where there is none."""
-    kind = from_diffusers("DiffusionPipeline", extra="diffusers")
+    kind = from_diffusers("DiffusionPipeline")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with warnings.catch_warnings():
         # The name that the oldest supported diffusers knows.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from nearfield._checks import check_member, check_tensor, shape_of, wrong_value
 from nearfield_lab.embedded.autoencoder import CHANNELS, WEIGHTS
-from nearfield_lab.embedded.storage import BadFile, MissingExtra, read_tensors, write_tensors
+from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield_lab.missing import MissingExtra
 
 EMBEDDED = WEIGHTS / "cats.safetensors"
 EMBEDDED_LORA = WEIGHTS / "cats_hilbert_lora.safetensors"
@@ -148,15 +149,15 @@ def _start_as_identity(transformer: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def from_diffusers(name: str, extra: str = "demo") -> Any:
-    """A class of diffusers, loaded when it is asked for; `extra` is what brings it."""
+def from_diffusers(name: str) -> Any:
+    """A class of diffusers, loaded when it is asked for."""
     try:
         import diffusers
 
         return getattr(diffusers, name)
     # diffusers turns what its lazy imports raise into RuntimeError
     except (ImportError, RuntimeError, AttributeError) as error:
-        raise MissingExtra("diffusers", error, extra) from None
+        raise MissingExtra("diffusers", error) from None
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

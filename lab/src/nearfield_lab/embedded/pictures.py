@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearfield._files import replace_file
-from nearfield_lab.embedded.storage import MissingExtra
+from nearfield_lab.missing import MissingExtra
 
 _GAP, _MARGIN, _TEXT = 4, 12, 18
 _PAPER, _INK, _GREY = (255, 255, 255), (24, 24, 24), (96, 96, 96)

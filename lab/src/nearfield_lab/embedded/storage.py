@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nearfield._files import replace_file
+from nearfield_lab.missing import MissingExtra
 
 _FACTS = "nearfield"
 
@@ -46,12 +47,3 @@ def _safetensors() -> Any:
     except ImportError as error:
         raise MissingExtra("safetensors", error) from None
     return safetensors
-
-
-class MissingExtra(ImportError):
-    """A package of the extra `demo` cannot be imported."""
-
-    def __init__(self, package: str, error: Exception, extra: str = "demo") -> None:
-        super().__init__(
-            f"`{package}` must be installed for this; got {error}. Install it with `pip install 'nearfield[{extra}]'`."
-        )

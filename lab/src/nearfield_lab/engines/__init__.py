@@ -17,16 +17,6 @@ class WorkersLost(RuntimeError):
     """No worker is left, or none ever succeeds: what is not done yet will not be."""
 
 
-class MissingExtra(ImportError):
-    """The package of an engine cannot be imported."""
-
-    def __init__(self, package: str, error: Exception) -> None:
-        super().__init__(
-            f"`{package}` must be installed for this; got {error}."
-            f" Install it with `pip install 'nearfield[{package}]'`."
-        )
-
-
 class Answer(NamedTuple):
     """One try of one item: a value, or what went wrong."""
 

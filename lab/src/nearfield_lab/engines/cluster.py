@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nearfield_lab.engines import Answer, MissingExtra, Start, Work, WorkersLost
+from nearfield_lab.engines import Answer, Start, Work, WorkersLost
+from nearfield_lab.missing import MissingExtra
 
 _STARTS = 3  # in a row that may fail before a worker is given up
 _PATIENCE = 30.0  # seconds without any worker after which it is said what is waited for
@@ -182,5 +183,5 @@ def _import_ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError as error:
-        raise MissingExtra("ray", error) from None
+        raise MissingExtra("ray", error, "ray") from None
     return ray

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nearfield._files import replace_file
+from nearfield_lab.missing import MissingExtra
 from nearfield_lab.plots.style import INK
-
-
-class MissingExtra(ImportError):
-    """Drawing was asked for and matplotlib is not installed."""
 
 
 def require_matplotlib() -> None:
@@ -18,10 +15,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"`matplotlib` must be installed to draw; got {error}. "
-            "Install it with `pip install 'nearfield[bench]'`."
-        ) from None
+        raise MissingExtra("matplotlib", error, purpose="to draw") from None
     matplotlib.use("Agg")
 
 

@@ -16,10 +16,10 @@ from nearfield._files import write_json
 from nearfield.geometry import Geometry
 from nearfield.methods import Borders
 from nearfield.methods.hilbert import Hilbert
+from nearfield_lab.missing import MissingExtra
 from nearfield_lab.quality import inception
 from nearfield_lab.quality.inception import WHERE_TO_GET_IT, MissingWeights
 from nearfield_lab.quality.measure import BY_FEATURES, BY_PAIRS, METRICS, Source, Task, measure
-from nearfield_lab.quality.storage import MissingExtra
 
 OK, FAILED, USAGE = 0, 1, 2
 

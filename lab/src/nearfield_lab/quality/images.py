@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import check_int, wrong_value
-from nearfield_lab.quality import storage
+from nearfield_lab.missing import MissingExtra
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -117,7 +117,7 @@ def open_images(source: Path, sheet_cell: int | None = None) -> ImageSet:
     try:
         import PIL  # noqa: F401
     except ModuleNotFoundError as error:
-        raise storage.missing("pillow", "read images", error) from None
+        raise MissingExtra("pillow", error, purpose="to read images") from None
     if source.is_dir():
         found = _in_folder(source)
     elif source.name.lower().endswith(ARCHIVES):

@@ -6,17 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from nearfield._files import replace_file
-
-
-class MissingExtra(ImportError):
-    """A package that the measurements need is not installed."""
-
-
-def missing(package: str, purpose: str, error: ImportError) -> MissingExtra:
-    return MissingExtra(
-        f"`{package}` must be installed to {purpose}; got {error}. "
-        "Install it with `pip install 'nearfield[quality]'`."
-    )
+from nearfield_lab.missing import MissingExtra
 
 
 class Stored(dict[str, Tensor]):
@@ -32,7 +22,7 @@ def load(path: Path) -> Stored:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
-        raise missing("safetensors", "read tensors", error) from None
+        raise MissingExtra("safetensors", error, purpose="to read tensors") from None
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
@@ -48,6 +38,6 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
     try:
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
-        raise missing("safetensors", "write tensors", error) from None
+        raise MissingExtra("safetensors", error, purpose="to write tensors") from None
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     replace_file(path, lambda part: save_file(whole, part, dict(metadata)))

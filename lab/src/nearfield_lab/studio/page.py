@@ -11,6 +11,7 @@ import torch
 from nearfield import Hilbert, recipes
 from nearfield.cli.arguments import UsageError
 from nearfield.recipes import Recipe
+from nearfield_lab.missing import MissingExtra
 from nearfield_lab.studio import asking, drawing, fields, jobs, results
 from nearfield_lab.studio.asking import Library
 from nearfield_lab.studio.models import PictureModel
@@ -28,10 +29,6 @@ STYLE = """
 """
 
 
-class MissingGradio(ImportError):
-    """The page cannot be made without its extra."""
-
-
 def gradio(folder: Path) -> Any:
     """The package, set up before it is imported: its files in one folder, and nothing sent to anybody."""
     os.environ["GRADIO_TEMP_DIR"] = str(folder)
@@ -45,9 +42,7 @@ def gradio(folder: Path) -> Any:
 def require_gradio() -> None:
     """Raise, with the remedy, where the extra is missing."""
     if importlib.util.find_spec("gradio") is None:
-        raise MissingGradio(
-            "`gradio` must be installed for the studio. Install it with `pip install 'nearfield[studio]'`."
-        )
+        raise MissingExtra("gradio", extra="studio", purpose="for the studio")
 
 
 def theme(gr: Any) -> Any:

@@ -21,7 +21,8 @@ from torch import Tensor
 from nearfield._checks import check_int, wrong_value
 from nearfield._files import write_json
 from nearfield_lab.embedded.autoencoder import CHANNELS, PIXELS_PER_TOKEN, Autoencoder
-from nearfield_lab.embedded.storage import BadFile, MissingExtra, read_tensors, write_tensors
+from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield_lab.missing import MissingExtra
 
 SUFFIXES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".webp")
 FORMAT = 1
@@ -110,7 +111,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtra("pillow", error, "train") from None
+        raise MissingExtra("pillow", error) from None
     return Image
 
 

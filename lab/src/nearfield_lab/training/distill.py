@@ -26,7 +26,8 @@ from nearfield.adapters.compiling import compiled_blocks
 from nearfield.methods import Method
 from nearfield_lab.embedded.model import TinyFlux
 from nearfield_lab.embedded.sampler import precision
-from nearfield_lab.embedded.storage import MissingExtra, write_tensors
+from nearfield_lab.embedded.storage import write_tensors
+from nearfield_lab.missing import MissingExtra
 from nearfield_lab.training.data import Latents
 from nearfield_lab.training.flow import mixed
 from nearfield_lab.training.loop import CHECKPOINT, Draws, Loop, Mark, Outcome, Schedule

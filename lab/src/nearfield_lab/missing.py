@@ -1,0 +1,20 @@
+"""A package that is not installed: one error for all of the lab, which says what to install."""
+
+
+class MissingExtra(ImportError):
+    """A package that the lab needs cannot be imported.
+
+    Args:
+        package: its name, as pip knows it.
+        extra: the extra of nearfield-lab that brings it; without one, nearfield-lab itself does.
+        purpose: what it is needed for.
+    """
+
+    def __init__(
+        self, package: str, error: Exception | None = None, extra: str = "", purpose: str = "for this"
+    ) -> None:
+        got = f"; got {error}" if error else ""
+        brings = f"'nearfield-lab[{extra}]'" if extra else "nearfield-lab"
+        super().__init__(
+            f"`{package}` must be installed {purpose}{got}. Install it with `pip install {brings}`."
+        )
