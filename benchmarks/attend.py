@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import Case, Result
 from nearfield._types import Attended, Impl
@@ -18,22 +16,9 @@ from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Effort, Function, measure
 from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
+from nearfield_lab.dense import Dense, dense_attention, random_inputs
 
-_CUDA_BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 LAST_RESORT = "efficient"
-Dense = dict[str, Callable[[Inputs], Tensor]]
-
-
-def random_inputs(preset: Preset, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
-    generator = torch.Generator(device).manual_seed(seed)
-    query, key, value = (
-        torch.randn(preset.shape, generator=generator, device=device, dtype=dtype) for _ in range(3)
-    )
-    return query, key, value
 
 
 class _Survey(NamedTuple):
@@ -148,21 +133,6 @@ class _Call:
 
     def __call__(self) -> Attended:
         return attend(*self.inputs, self.plan, impl=self.impl)
-
-
-def dense_attention(device: torch.device) -> Dense:
-    """The dense implementations a user has today, by name."""
-    if device.type != "cuda":
-        return {"sdpa": lambda inputs: scaled_dot_product_attention(*inputs)}
-
-    def under(backend: SDPBackend) -> Callable[[Inputs], Tensor]:
-        def dense(inputs: Inputs) -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(*inputs)
-
-        return dense
-
-    return {name: under(backend) for name, backend in _CUDA_BACKENDS.items()}
 
 
 def usable_dense(device: torch.device, attempt: Callable[[Callable[[Inputs], Tensor]], object]) -> Dense:

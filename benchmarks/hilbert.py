@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.attend import random_inputs, usable_dense
+from benchmarks.attend import usable_dense
 from benchmarks.hilbert_cases import HilbertCase
 from nearfield import Geometry, Hilbert, explain_choice
 from nearfield._types import Attended, Impl
@@ -18,6 +18,7 @@ from nearfield.cli.check import Checked, check_forward, poisoned_memory
 from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Effort, Function, Timing, captured, measure
 from nearfield.methods import PlanLayer
+from nearfield_lab.dense import random_inputs
 
 MODEL_LAYERS = 57
 """Attention layers of FLUX.1: tokens are reordered once for all of them."""

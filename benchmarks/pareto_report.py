@@ -7,13 +7,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nearfield.cli.report import table
+from nearfield_lab.plots.fronts import PANELS, Panel
 from nearfield_lab.quality.results import QualityRow, read_rows, unbeaten
 
 KINDS = ("quality", "model", "hilbert")
 """Benchmarks whose files are read."""
+COMMITTED = Path(__file__).resolve().parent / "results"
 _DENSE = "dense"
 _FAMILIES = {"hilbert": "Hilbert", "window": "mask", "band": "mask", "Composition": "Merge | Hilbert"}
 _SPEED_FAMILIES = {"merge": "Merge", "merge+hilbert": "Merge | Hilbert", "fine": "FineGrained"}
@@ -47,35 +49,6 @@ class Point:
     efficientnet_distance: float | None = None
     seam_ratio: float | None = None
     fid: float | None = None
-
-
-class Panel(NamedTuple):
-    """Two figures of points against each other.
-
-    Args:
-        across, up: names of the figures.
-        is_more_better: whether more of the first is better; less of the second always is, where there is a front.
-        has_front: whether what nothing beats is sought.
-    """
-
-    title: str
-    across: str
-    up: str
-    is_more_better: bool
-    has_front: bool = True
-
-    def value_of(self, record: Mapping[str, Any]) -> tuple[float, float] | None:
-        """Where a point stands, or None."""
-        across, up = record[self.across], record[self.up]
-        return None if across is None or up is None else (across, up)
-
-
-PANELS = (
-    Panel("Speed and likeness", "speed_up", "lpips", is_more_better=True),
-    Panel("Pairs and likeness", "pairs_kept", "lpips", is_more_better=False),
-    Panel("Pairs and FID", "pairs_kept", "fid", is_more_better=False),
-    Panel("Pairs and speed", "pairs_kept", "speed_up", is_more_better=False, has_front=False),
-)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.attend import Bench, random_inputs
+from benchmarks import attend_report
+from benchmarks.attend import Bench
 from benchmarks.cases import Case, Result, cases
 
 from nearfield import planning
@@ -20,6 +21,7 @@ from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Effort, Timing, measure
 from nearfield.implementations import Choice
 from nearfield.plan import BLOCKS, Plan
+from nearfield_lab.dense import random_inputs
 
 CPU = torch.device("cpu")
 SMALL = Preset("small", 2, 2, 16, (10, 13), text=20, kept=0.4, q_block=32)
@@ -228,7 +230,7 @@ def test_figures_follow_from_the_times() -> None:
 
 def test_every_dense_implementation_has_its_fraction() -> None:
     """Flash takes half as long again as cuDNN, so the same time is half as much again of its rate."""
-    record = report.as_json([measured_result()], {})["results"][0]
+    record = attend_report.as_json([measured_result()], {})["results"][0]
     assert record["dense_survey_milliseconds"] == {"cudnn": 5.0, "flash": 7.5}
     assert record["fraction_of_dense_rate"] == pytest.approx(0.75)
     assert record["fraction_of_cudnn_rate"] == pytest.approx(0.75)
@@ -241,8 +243,8 @@ def test_every_dense_implementation_has_its_fraction() -> None:
 def test_a_small_problem_that_loses_is_noted() -> None:
     lost = replace(measured_result(), dense_timing=Timing(1.0, 0.9, 1.1, 5))
     note = "note: where dense is faster here, the problem (150 tokens) is too small to gain"
-    assert report.too_small([measured_result(), lost]) == note
-    assert report.too_small([measured_result()]) is None
+    assert attend_report.too_small([measured_result(), lost]) == note
+    assert attend_report.too_small([measured_result()]) is None
     assert report.too_small_note(100_000, 0.5, 0.1) is None
     assert report.too_small_note(100, 0.5, 0.9) is None
 
@@ -263,7 +265,7 @@ def test_the_system_is_named_without_its_release() -> None:
 
 def test_table_names_what_did_not_run() -> None:
     broken = Result(Case(SMALL, "random", 1, 32, "gluon"), "float32", "not run", note="there is no GPU")
-    text = report.results_table([measured_result(), broken])
+    text = attend_report.results_table([measured_result(), broken])
     assert "3.00x" in text
     assert "+5.3% over the sum of its parts" in text
     assert text.splitlines()[-1] == "small forward, random, blocks 32 x 1, gluon: not run: there is no GPU"
@@ -271,7 +273,7 @@ def test_table_names_what_did_not_run() -> None:
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.json"
-    write_json(path, report.as_json([measured_result()], {}))
+    write_json(path, attend_report.as_json([measured_result()], {}))
     assert json.loads(path.read_text())["results"][0]["speed_up"] == pytest.approx(3.0)
     with pytest.raises(ValueError):
         write_json(path, {"figure": math.nan})

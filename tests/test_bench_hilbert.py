@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import flex, hilbert, hilbert_report
-from benchmarks.attend import random_inputs
 from benchmarks.hilbert import HilbertBench, HilbertResult, Options
 from benchmarks.hilbert_cases import CASES, ON_CPU, ON_CUDA, QUICK, HilbertCase
 from tests import command_line as cli
@@ -20,6 +19,7 @@ from nearfield.cli.check import Checked, check_forward
 from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Effort, Timing
 from nearfield.methods import PlanLayer, Summary
+from nearfield_lab.dense import random_inputs
 
 CPU = torch.device("cpu")
 LITTLE = Effort(rounds=2, seconds=0.0, most=1)

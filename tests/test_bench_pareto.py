@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import pareto, pareto_report
-from benchmarks.pareto_report import PANELS, Point, files_in, points_of, read_points, with_fronts
+from benchmarks.pareto_report import COMMITTED, Point, files_in, points_of, read_points, with_fronts
 from benchmarks.picture_runs import Task
 from benchmarks.quality_cases import ALL_METHODS, Pattern, read_patterns
 from tests import command_line as cli
@@ -16,10 +16,9 @@ from tests.test_bench_quality import Features
 
 from nearfield import Hilbert, apply
 from nearfield._files import write_json
-from nearfield.cli.report import COMMITTED
 from nearfield_lab import quality
 from nearfield_lab.embedded.model import save_model
-from nearfield_lab.plots.fronts import pareto_panels
+from nearfield_lab.plots.fronts import PANELS, pareto_panels
 from nearfield_lab.quality.results import QualityRow, as_document, read_rows
 from nearfield_lab.studio import results as studio_results
 

@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from benchmarks.attend import dense_attention
 from tests import command_line as cli
 
 import nearfield
@@ -22,6 +21,7 @@ from nearfield.cli import explain, presets
 from nearfield.kernels import launch
 from nearfield.methods.merging import Placement
 from nearfield.plan import BLOCKS
+from nearfield_lab.dense import dense_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 

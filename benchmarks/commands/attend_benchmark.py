@@ -60,10 +60,10 @@ def add_command(benchmarks: Any) -> None:
 
 def _bench_attend(arguments: argparse.Namespace) -> int:
     require_reports("--plot", arguments.plot, arguments.json)
-    from benchmarks import attend
+    from benchmarks import attend, attend_report
     from benchmarks.cases import cases as all_cases
     from benchmarks.progress import Progress
-    from nearfield.cli import machine, report
+    from nearfield.cli import machine
     from nearfield.cli.timing import Effort
     from nearfield_lab.plots.bars import attend_bars
 
@@ -85,10 +85,10 @@ def _bench_attend(arguments: argparse.Namespace) -> int:
     note_load(device.type)
     with Progress(len(cases)) as progress:
         results = attend.run_all(cases, device, Effort.of(device, arguments.quick), progress.step)
-    print(report.results_table(results))
-    if arguments.quick and (note := report.too_small(results)):
+    print(attend_report.results_table(results))
+    if arguments.quick and (note := attend_report.too_small(results)):
         print(note)
-    document = report.as_json(results, machine.facts())
+    document = attend_report.as_json(results, machine.facts())
     written = write_reports(
         document, arguments.json, arguments.plot, attend_bars, machine.device_name(device)
     )

@@ -129,12 +129,11 @@ def check_model(arguments: argparse.Namespace) -> None:
 def _result_files(arguments: argparse.Namespace) -> list[Path]:
     """What is read; not what this run writes."""
     from benchmarks import pareto_report
-    from nearfield.cli.report import COMMITTED
 
     for path in arguments.results or ():
         if not path.exists():
             wrong("--results", "name files or folders that are there", repr(str(path)))
-    paths = arguments.results or ([COMMITTED] if COMMITTED.is_dir() else [])
+    paths = arguments.results or ([pareto_report.COMMITTED])
     own = arguments.out.resolve()
     return [path for path in pareto_report.files_in(paths) if path.resolve() != own]
 

@@ -27,7 +27,7 @@ def add_command(benchmarks: Any) -> None:
         _bench_quality,
         "make the embedded model's pictures with many patterns of attention, and measure them beside the dense ones",
         "  python -m benchmarks quality --photographs cats512 --weights run/model.safetensors --patterns tiles,steps\n"
-        "  python -m benchmarks quality --photographs cats512 --patterns my.json --num 5000 --minutes 9 --out mine.json",
+        "  python -m benchmarks quality --photographs cats512 --patterns my.json --num 5000 --minutes 9 --out my.json",
     )
     parser.add_argument(
         "--photographs",

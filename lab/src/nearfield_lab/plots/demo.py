@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from benchmarks.attend import dense_attention, random_inputs
 
 from nearfield import curves
 from nearfield.attend import attend
@@ -14,6 +13,7 @@ from nearfield.cli.report import table, too_small_note
 from nearfield.cli.timing import Effort, Timing, measure
 from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
+from nearfield_lab.dense import dense_attention, random_inputs
 from nearfield_lab.plots.tiles import overview
 
 LAYERS = 2

@@ -1,10 +1,8 @@
 """Points of cost and quality, and the front of those that nothing beats: `bench quality`, `bench pareto`, `tune`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from benchmarks.pareto_report import PANELS, Panel
+from typing import Any, NamedTuple
 
 from nearfield_lab.plots.figures import require_pyplot, save, save_titled
 from nearfield_lab.plots.style import (
@@ -20,6 +18,35 @@ from nearfield_lab.plots.style import (
 )
 from nearfield_lab.quality.results import QualityRow, pareto_front
 from nearfield_lab.tuning import Trial, front
+
+
+class Panel(NamedTuple):
+    """Two figures of points against each other.
+
+    Args:
+        across, up: names of the figures.
+        is_more_better: whether more of the first is better; less of the second always is, where there is a front.
+        has_front: whether what nothing beats is sought.
+    """
+
+    title: str
+    across: str
+    up: str
+    is_more_better: bool
+    has_front: bool = True
+
+    def value_of(self, record: Mapping[str, Any]) -> tuple[float, float] | None:
+        """Where a point stands, or None."""
+        across, up = record[self.across], record[self.up]
+        return None if across is None or up is None else (across, up)
+
+
+PANELS = (
+    Panel("Speed and likeness", "speed_up", "lpips", is_more_better=True),
+    Panel("Pairs and likeness", "pairs_kept", "lpips", is_more_better=False),
+    Panel("Pairs and FID", "pairs_kept", "fid", is_more_better=False),
+    Panel("Pairs and speed", "pairs_kept", "speed_up", is_more_better=False, has_front=False),
+)
 
 
 def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:

@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nearfield.cli.report import COMMITTED
 from nearfield_lab.plots.bars import attend_bars, hilbert_bars, model_bars
 from nearfield_lab.plots.fronts import pareto_panels, quality_front
 from nearfield_lab.plots.lines import fidelity_lines, loss_lines, recall_lines, scaling_lines
 from nearfield_lab.quality.results import QualityRow, read_rows
 
-RESULTS = COMMITTED
+RESULTS = Path(__file__).resolve().parents[4] / "benchmarks" / "results"
+"""Where a checkout keeps them; an installed package has none."""
 
 NONE_THERE = (
     "There are no results here: they are part of a checkout (`benchmarks/results`), not of the installed package. "
-    "`nearfield bench attend --quick` measures this machine."
+    "`python -m benchmarks attend --quick` measures this machine there."
 )
 _LONGEST = 40
 
