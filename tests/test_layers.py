@@ -7,13 +7,15 @@ type of the same level are listed in ANNOTATIONS_ONLY.
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "nearfield"
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "src" / "nearfield"
+LAB = REPOSITORY / "lab" / "src" / "nearfield_lab"
 
 LEVELS = {
     0: {"_eager", "_files", "_types", "curves", "keeping", "levels"},
@@ -34,9 +36,8 @@ LEVELS = {
         "windows",
     },
     4: {"methods", "recipes"},
-    5: {"adapters", "engines", "parallel", "retrieval"},
-    6: {"demo", "training", "quality", "tuning"},
-    7: {"cli", "commands", "bench", "plots", "studio", "__main__"},
+    5: {"adapters", "parallel", "retrieval"},
+    6: {"cli", "__main__"},
 }
 LEVEL_OF = {unit: level for level, units in LEVELS.items() for unit in units}
 
@@ -48,8 +49,7 @@ READS = {
     3: {0, 1, 2},
     4: {0, 1, 3},
     5: {0, 1, 2, 3, 4},
-    6: {0, 1, 2, 3, 4, 5},
-    7: {0, 1, 2, 3, 4, 5, 6, 7},
+    6: {0, 1, 2, 3, 4, 5, 6},
 }
 SIDEWAYS = {
     ("recipes", "methods"),
@@ -59,7 +59,6 @@ SIDEWAYS = {
     ("pyramid", "planning"),
     ("operators", "implementations"),
     ("attend", "operators"),
-    ("training", "demo"),
     ("adapters", "parallel"),
     ("retrieval", "parallel"),
 }
@@ -68,7 +67,7 @@ ANNOTATIONS_ONLY = {("_checks", "plan"), ("_checks", "geometry")}
 # The public names are gathered from levels 0 to 5, so only what lies above may import them from there.
 ROOT = "__init__"
 ROOT_READS = {0, 1, 2, 3, 4, 5}
-ROOT_READERS = {6, 7}
+ROOT_READERS = {6}
 
 # Packages whose modules may not import each other, but for those that all of them share, each of which may import the
 # ones before it; their `__init__` may import them all. A package inside of them is one sibling: its modules may.
@@ -76,17 +75,42 @@ NO_SIBLINGS = {
     "methods": ("registry", "borders", "layers", "base", "composition", "self_attention"),
 }
 
-# Outside packages: torch for everyone; these for their owners alone; any other from level 5 up.
+# Outside packages: torch for everyone; these for their owners alone, or for nobody; any other from level 5 up.
 OWNERS = {
     "triton": ("kernels",),
-    "diffusers": ("adapters", "bench", "demo"),
+    "diffusers": ("adapters",),
     "transformers": ("retrieval",),
+    "matplotlib": (),
+    "gradio": (),
+    "ray": (),
+    "nearfield_lab": (),
+    "benchmarks": (),
+}
+FIRST_LEVEL_WITH_EXTRAS = 5
+
+# The lab: which of its rooms each may import, and who owns an outside package. None of them imports the benchmarks.
+LAB_READS = {
+    "__init__": set(),
+    "dense": set(),
+    "missing": set(),
+    "tuning": set(),
+    "embedded": {"missing"},
+    "engines": {"missing"},
+    "quality": {"missing"},
+    "training": {"missing", "embedded"},
+    "plots": {"missing", "dense", "quality", "tuning"},
+}
+LAB_READS |= {room: {*LAB_READS, "commands", "studio"} for room in ("commands", "studio", "__main__")}
+LAB_OWNERS = {
+    "diffusers": ("embedded",),
     "matplotlib": ("plots",),
     "gradio": ("studio",),
     "starlette": ("studio",),
     "ray": ("engines",),
+    "triton": (),
+    "transformers": (),
+    "benchmarks": (),
 }
-FIRST_LEVEL_WITH_EXTRAS = 5
 
 
 class Import(NamedTuple):
@@ -129,17 +153,23 @@ def _member(dotted: str) -> str:
     return ".".join(dotted.split(".")[1:2])
 
 
-def _imports(tree: ast.Module, importer: str, is_package: bool, modules: dict[str, Path]) -> Iterator[Import]:
+def _imports(
+    tree: ast.Module,
+    importer: str,
+    is_package: bool,
+    modules: Collection[str],
+    package: str = "nearfield",
+) -> Iterator[Import]:
     for node, guarded in _walk(tree, guarded=False):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node.lineno, alias.name, guarded)
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, importer, is_package)
+            base = _absolute(node, importer, is_package, package)
             for alias in node.names:
                 name = f"{base}.{alias.name}"
                 names_unit = base == "nearfield" and alias.name in LEVEL_OF
-                is_module = names_unit or name.removeprefix("nearfield.") in modules
+                is_module = names_unit or name.removeprefix(f"{package}.") in modules
                 yield Import(node.lineno, name if is_module else base, guarded)
         elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"} and node.args:
             target = node.args[0]
@@ -159,10 +189,10 @@ def _walk(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.AST, bool]]:
         yield from _walk(child, guarded or child in body)
 
 
-def _absolute(node: ast.ImportFrom, importer: str, is_package: bool) -> str:
+def _absolute(node: ast.ImportFrom, importer: str, is_package: bool, package: str) -> str:
     if node.level == 0:
         return node.module or ""
-    parts = ["nearfield", *importer.split(".")] if importer else ["nearfield"]
+    parts = [package, *importer.split(".")] if importer else [package]
     climb = node.level - 1 if is_package else node.level
     return ".".join(parts[: len(parts) - climb] + ([node.module] if node.module else []))
 
@@ -190,7 +220,7 @@ def _inside_objection(importer: str, imported: str, only_for_annotations: bool) 
     if here == ROOT:
         return None if LEVEL_OF[there] in ROOT_READS else "the public names come from levels 0-5"
     if there == ROOT:
-        return None if LEVEL_OF[here] in ROOT_READERS else "only levels 6-7 read the public names"
+        return None if LEVEL_OF[here] in ROOT_READERS else "only level 6 reads the public names"
     if (here, there) in SIDEWAYS or LEVEL_OF[there] in READS[LEVEL_OF[here]]:
         return None
     if only_for_annotations and (here, there) in ANNOTATIONS_ONLY:
@@ -210,10 +240,30 @@ def _outside_objection(unit: str, top: str) -> str | None:
         return None
     if top in OWNERS:
         owners = OWNERS[top]
-        return None if unit in owners else f"only {' and '.join(owners)} may import {top}"
+        return None if unit in owners else f"only {' and '.join(owners) or 'the lab'} may import {top}"
     if LEVEL_OF.get(unit, 0) < FIRST_LEVEL_WITH_EXTRAS:
         return f"below level {FIRST_LEVEL_WITH_EXTRAS} torch is the only dependency"
     return None
+
+
+def broken_lab_arrows(package: Path) -> list[str]:
+    """The same of the lab, whose rooms may import all of the library."""
+    modules = {_dotted(path, package): path for path in sorted(package.rglob("*.py"))}
+    broken = []
+    for importer, path in modules.items():
+        room = _unit(importer)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for found in _imports(tree, importer, path.name == "__init__.py", modules, "nearfield_lab"):
+            top, _, rest = found.module.partition(".")
+            there = _unit(rest) if rest else room  # the package itself knows its version and its folder
+            if top == "nearfield_lab":
+                target, is_allowed = there, there == room or there in LAB_READS.get(room, ())
+            else:
+                target, is_allowed = top, room in LAB_OWNERS.get(top, [room])
+            if not is_allowed:
+                where = path.relative_to(package).as_posix()
+                broken.append(f"{where}:{found.line}: {room} -> {target}")
+    return broken
 
 
 def test_package_has_only_allowed_arrows() -> None:
@@ -222,10 +272,38 @@ def test_package_has_only_allowed_arrows() -> None:
     assert not broken, "\n" + "\n".join(broken)
 
 
-def write_tree(root: Path, files: dict[str, str]) -> Path:
-    package = root / "nearfield"
-    for name, text in files.items():
-        path = package / name
+def test_lab_has_only_allowed_arrows() -> None:
+    assert LAB.is_dir()
+    broken = broken_lab_arrows(LAB)
+    assert not broken, "\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("embedded/a.py", "def f():\n    from benchmarks import cases", "embedded/a.py:2: embedded -> benchmarks"),
+        ("plots/a.py", "from benchmarks.cases import Case", "plots/a.py:1: plots -> benchmarks"),
+        ("embedded/a.py", "from nearfield_lab import plots", "embedded/a.py:1: embedded -> plots"),
+        ("quality/a.py", "from ..embedded import model", "quality/a.py:1: quality -> embedded"),
+        ("training/a.py", "import nearfield_lab.commands", "training/a.py:1: training -> commands"),
+        ("new/a.py", "from nearfield_lab.missing import MissingExtra", "new/a.py:1: new -> missing"),
+        ("commands/a.py", "import matplotlib.pyplot", "commands/a.py:1: commands -> matplotlib"),
+        ("commands/a.py", "import gradio", "commands/a.py:1: commands -> gradio"),
+        ("quality/a.py", "from diffusers import Pipe", "quality/a.py:1: quality -> diffusers"),
+        ("training/a.py", "from nearfield_lab.embedded import model\nimport peft, nearfield.parallel", None),
+        ("studio/a.py", "import gradio\nfrom nearfield_lab.commands import many", None),
+    ],
+)  # fmt: skip
+def test_arrows_of_the_lab(name: str, text: str, expected: str | None, tmp_path: Path) -> None:
+    rooms = dict.fromkeys((f"{room}/__init__.py" for room in ("embedded", "plots", "commands")), "")
+    found = broken_lab_arrows(write_tree(tmp_path, rooms | {name: text}, "nearfield_lab"))
+    assert found == ([expected] if expected else [])
+
+
+def write_tree(root: Path, files: dict[str, str], name: str = "nearfield") -> Path:
+    package = root / name
+    for file, text in files.items():
+        path = package / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return package
@@ -262,14 +340,13 @@ ALLOWED = {
         "methods/hilbert/plans.py",
         "from nearfield.methods.hilbert.layout import layout_of\nfrom nearfield.methods.hilbert import Hilbert",
     ),
-    "a demo reads the public names": (
-        "demo/__init__.py",
+    "the top reads the public names": (
+        "cli/__init__.py",
         "import nearfield\nfrom nearfield import __version__",
     ),
-    "the top reads the top": ("cli.py", "def run():\n    from nearfield import bench, plots"),
-    "diffusers in the benchmarks": ("bench/a.py", "def build():\n    from diffusers import Model"),
-    "matplotlib in plots": ("plots/bars.py", "def draw():\n    import matplotlib.pyplot as plt"),
-    "other packages above": ("quality/fid.py", "import numpy as np"),
+    "the top reads the top": ("__main__.py", "def run():\n    from nearfield import cli"),
+    "diffusers in the adapters": ("adapters/a.py", "def build():\n    from diffusers import Model"),
+    "other packages above": ("retrieval/store.py", "import fsspec"),
     "standard library": ("curves.py", "from __future__ import annotations\nimport math, torch"),
 }
 
@@ -362,28 +439,43 @@ FORBIDDEN = {
         "from nearfield import cli",
         "__init__.py:1: __init__ -> cli",
     ),
-    "demo reads the top": (
-        "demo/run.py",
-        "from nearfield_lab.plots import draw",
-        "demo/run.py:1: demo.run -> plots",
+    "an adapter reads the top": (
+        "adapters/a.py",
+        "from nearfield.cli import main",
+        "adapters/a.py:1: adapters.a -> cli",
+    ),
+    "the top reads the lab": (
+        "cli/a.py",
+        "def draw():\n    from nearfield_lab.plots import bars",
+        "cli/a.py:2: cli.a -> nearfield_lab.plots",
+    ),
+    "the top reads the lab by name": (
+        "cli/a.py",
+        "import importlib\nimportlib.import_module('nearfield_lab')",
+        "cli/a.py:2: cli.a -> nearfield_lab",
+    ),
+    "the top reads the benchmarks": (
+        "cli/a.py",
+        f"{GUARD}from benchmarks.cases import Result",
+        "cli/a.py:3: cli.a -> benchmarks.cases",
     ),
     "triton elsewhere": ("attend.py", "import triton", "attend.py:1: attend -> triton"),
     "triton elsewhere, guarded": (
-        "bench/run.py",
+        "cli/a.py",
         f"{GUARD}import triton",
-        "bench/run.py:3: bench.run -> triton",
+        "cli/a.py:3: cli.a -> triton",
     ),
     "diffusers elsewhere": (
-        "quality/a.py",
+        "parallel/a.py",
         "from diffusers import Pipe",
-        "quality/a.py:1: quality.a -> diffusers",
+        "parallel/a.py:1: parallel.a -> diffusers",
     ),
     "transformers elsewhere": (
         "adapters/a.py",
         "import transformers",
         "adapters/a.py:1: adapters.a -> transformers",
     ),
-    "matplotlib elsewhere": (
+    "matplotlib": (
         "cli.py",
         "def f():\n    import matplotlib.pyplot",
         "cli.py:2: cli -> matplotlib.pyplot",
