@@ -36,7 +36,8 @@ STUDIO_PINS := gradio==6.31.0 pillow==12.3.0
 PACKAGE := .cache/package
 SMOKE := .cache/smoke
 README := .cache/readme
-SMOKE_EXTRAS ?= bench,demo,retrieval,train,triton
+SMOKE_EXTRAS ?= diffusers,triton
+SMOKE_LAB_EXTRAS ?= train
 SMOKED ?= torch diffusers
 PACKAGES := -c 'import site; print(site.getsitepackages()[0])'
 
@@ -92,25 +93,31 @@ docs: $(STAMP) ## draw the pictures of the documentation and build its site
 	$(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
-# Tried in an environment that has what .venv has, but not the checkout; from a folder outside of it. The wheel with the
-# lowest diffusers, the sdist with the newest: those are small, other torches are not (`make smoke`).
-package: $(STAMP) ## build wheel and sdist into dist/, install each and try it, with the lowest and the newest diffusers
+# Tried in an environment that has what .venv has, but neither the checkout nor what is known of it there; from a folder
+# outside. First the library alone, then with the lab. The wheels with the lowest diffusers, the sdists with the newest:
+# those are small, other torches are not (`make smoke`).
+package: $(STAMP) ## build wheels and sdists into dist/, install and try them, with the lowest and the newest diffusers
 	rm -rf dist $(PACKAGE)
 	$(BIN)/python -m hatchling build -t wheel -t sdist -d dist
+	cd lab && $(abspath $(BIN))/python -m hatchling build -t wheel -t sdist -d ../dist
 	$(PYTHON) -m venv $(PACKAGE)
-	$(abspath $(BIN))/python $(PACKAGES) > $$($(PACKAGE)/bin/python $(PACKAGES))/base.pth
+	mkdir $(PACKAGE)/base
+	find "$$($(abspath $(BIN))/python $(PACKAGES))" -mindepth 1 -maxdepth 1 ! -name '*nearfield*' \
+		-exec ln -s {} $(PACKAGE)/base \;
+	echo "$(abspath $(PACKAGE))/base" > $$($(PACKAGE)/bin/python $(PACKAGES))/base.pth
 	cp tests/package_smoke.py $(PACKAGE)/smoke.py
 	set -e; cd $(PACKAGE); \
 	install() { bin/python -m pip install --quiet --disable-pip-version-check "$$@"; }; \
-	try() { install --no-index --no-deps --no-build-isolation --force-reinstall "$$1"; shift; \
-		bin/python smoke.py "$$PWD/bin/nearfield" "$$@"; }; \
-	wheel=$$(echo ../../dist/*.whl); sdist=$$(echo ../../dist/*.tar.gz); \
+	built() { install --no-index --no-deps --no-build-isolation --force-reinstall "$$1"; }; \
+	try() { library=$$1; lab=$$2; shift 2; bin/python -m pip uninstall --quiet --yes nearfield-lab; \
+		built $$library; bin/python smoke.py library "$$PWD/bin/nearfield" "$$@"; \
+		built $$lab; bin/python smoke.py lab "$$PWD/bin/nearfield" "$$@"; }; \
 	lowest=$$(bin/python ../../.ci/lowest.py diffusers); \
-	install $$lowest; try $$wheel $$lowest; \
-	install --upgrade diffusers; try $$sdist
+	install $$lowest; try ../../dist/nearfield-*.whl ../../dist/nearfield_lab-*.whl $$lowest; \
+	install --upgrade diffusers; try ../../dist/nearfield-*.tar.gz ../../dist/nearfield_lab-*.tar.gz
 
 # Two environments from nothing, torch included: from PyPI alone that is gigabytes of CUDA libraries each.
-smoke: package ## try wheel and sdist in clean environments: the lowest versions of everything, and the newest
+smoke: package ## try both wheels in clean environments: the lowest versions of everything, and the newest
 	set -e; lowest="$$($(BIN)/python .ci/lowest.py)"; \
 	for versions in lowest newest; do \
 		rm -rf $(SMOKE)-$$versions; $(PYTHON) -m venv $(SMOKE)-$$versions; \
@@ -119,15 +126,17 @@ smoke: package ## try wheel and sdist in clean environments: the lowest versions
 		pins=$$(if test $$versions = lowest; then $(BIN)/python .ci/lowest.py $(SMOKED); fi); \
 		(cd $(SMOKE)-$$versions; \
 		install() { bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$@"; }; \
-		install "$$(echo ../../dist/*.whl)[$(SMOKE_EXTRAS)]"; bin/python smoke.py "$$PWD/bin/nearfield" $$pins; \
-		install --no-deps --force-reinstall ../../dist/*.tar.gz; bin/python smoke.py "$$PWD/bin/nearfield" $$pins); \
+		install "$$(echo ../../dist/nearfield-*.whl)[$(SMOKE_EXTRAS)]"; \
+		bin/python smoke.py library "$$PWD/bin/nearfield" $$pins; \
+		install "$$(echo ../../dist/nearfield_lab-*.whl)[$(SMOKE_LAB_EXTRAS)]"; \
+		bin/python smoke.py lab "$$PWD/bin/nearfield" $$pins); \
 	done
 
 # Nothing of .venv is in this environment. torch comes first, as a CPU build, then what README's own line brings; all
 # versions are those of constraints.txt.
 readme: export PIP_CONSTRAINT = constraints.txt
 readme: export PIP_DISABLE_PIP_VERSION_CHECK = 1
-readme: ## install by README's line (without Triton) and run README's code there, FLUX as a tiny pipeline
+readme: ## install the library by README's line (without Triton) and run README's code there, FLUX as a tiny pipeline
 	rm -rf $(README)
 	$(PYTHON) -m venv $(README)
 	@set -e; PATH="$(abspath $(README))/bin:$$PATH"; \
@@ -172,4 +181,4 @@ gpu-tools: ## on that machine: unpack the wheels, for `make test-gpu` and for PY
 
 clean: ## remove everything the targets made
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src lab tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,13 @@
-"""What an installed nearfield can do without its checkout: `python package_smoke.py path/of/the/command [version ...]`.
+"""What the installed packages can do without their checkout: `python package_smoke.py WHAT COMMAND [version ...]`.
 
-A program, run with nothing of the checkout on the path, in environments that `make package` and `make smoke` build. The
+WHAT is "library" (nearfield alone) or "lab" (nearfield-lab, too); COMMAND is the path of the installed `nearfield`. A
+program, run with nothing of the checkout on the path, in environments that `make package` and `make smoke` build. The
 versions, `name==version`, say what such an environment must have: one that quietly has others proves nothing.
 """
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import io
 import subprocess
 import sys
@@ -14,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests import command_line as cli
 from torch.nn.functional import scaled_dot_product_attention
 
 import nearfield
-from nearfield_lab.embedded.autoencoder import Autoencoder
 
 _SHOWN = ("torch", "diffusers", "huggingface-hub", "transformers", "peft", "pillow", "matplotlib")
 
 
-def main(command: str, *pins: str) -> None:
+def main(what: str, command: str, *pins: str) -> None:
     folder = Path(nearfield.__file__).parent
     assert not (folder.parents[1] / "pyproject.toml").exists(), f"{folder} is the checkout"
     assert (folder / "py.typed").exists()
@@ -31,10 +31,47 @@ def main(command: str, *pins: str) -> None:
     for name, version in (pin.split("==") for pin in pins):
         assert _release(_version(name)) == _release(version), f"{name} is {_version(name)}, not {version}"
     torch.set_num_threads(1)  # small work: threads would mostly wait for each other
+    {"library": check_library, "lab": check_lab}[what](command)
+    print(f"{what} {nearfield.__version__} works with", *(f"{name} {_version(name)}" for name in _SHOWN))
+
+
+def check_library(command: str) -> None:
+    """Nothing of the lab is there, and nothing but its commands needs it."""
+    assert importlib.util.find_spec("nearfield_lab") is None
+    assert _version("nearfield-lab") == "none"
     check_attend()
     check_apply()
-    check_command(command)
-    print(f"nearfield {nearfield.__version__} works with", *(f"{name} {_version(name)}" for name in _SHOWN))
+    assert nearfield.__version__ in _said_by_doctor(command)
+    for words in (["generate", "--compare"], ["train"], ["show"]):
+        failed = subprocess.run([command, *words], capture_output=True, text=True)
+        assert failed.returncode == 2, failed
+        (line,) = failed.stderr.splitlines()
+        assert "pip install nearfield-lab" in line
+        assert not failed.stdout
+
+
+def check_lab(command: str) -> None:
+    """Its weights say their licence; in this process, to import once, it draws and makes a picture."""
+    from nearfield.cli import main as nearfield_command
+    from nearfield_lab.embedded.autoencoder import Autoencoder
+
+    assert importlib.metadata.version("nearfield-lab") == nearfield.__version__
+    assert "cats.safetensors: CC-BY-NC-4.0" in _said_by_doctor(command)
+    assert "CC-BY-NC-4.0" in importlib.metadata.metadata("nearfield-lab")["License-Expression"]
+    assert importlib.metadata.metadata("nearfield")["License-Expression"] == "Apache-2.0"
+    assert Autoencoder().encode(torch.rand(1, 3, 16, 16)).shape == (1, 32, 2, 2)
+    generate = "generate --recipe cats-close --size 64 --steps 2 --num 1 --device cpu"
+    with tempfile.TemporaryDirectory() as elsewhere:
+        for words, picture in (("show --grid 16x16", "show.png"), (generate, "cats.png")):
+            path = Path(elsewhere) / picture
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                assert nearfield_command([*words.split(), "--out", str(path)]) == 0
+            assert f"wrote {path}" in said.getvalue()
+            assert path.stat().st_size > 1000
+
+
+def _said_by_doctor(command: str) -> str:
+    return subprocess.run([command, "doctor"], capture_output=True, text=True, check=True).stdout
 
 
 def _version(name: str) -> str:
@@ -58,7 +95,6 @@ def check_attend() -> None:
     plan = nearfield.Hilbert(tiles=4).plan(geometry)
     masked = scaled_dot_product_attention(query, key, value, plan.to_mask())
     assert torch.allclose(nearfield.attend(query, key, value, plan).out, masked, atol=1e-5)
-    assert Autoencoder().encode(torch.rand(1, 3, 16, 16)).shape == (1, 32, 2, 2)
 
 
 def check_apply() -> None:
@@ -102,22 +138,6 @@ def _tiny_flux() -> tuple[Any, dict[str, Any]]:
         "return_dict": False,
     }
     return model.eval(), inputs
-
-
-def check_command(command: str) -> None:
-    """The installed script examines itself; in this process, to import once, it draws and makes a picture."""
-    doctor = subprocess.run([command, "doctor"], capture_output=True, text=True, check=True)
-    assert nearfield.__version__ in doctor.stdout
-    assert "cats.safetensors: CC-BY-NC-4.0" in doctor.stdout
-    assert "CC-BY-NC-4.0" in importlib.metadata.metadata("nearfield")["License-Expression"]
-    generate = "generate --recipe cats-close --size 64 --steps 2 --num 1 --device cpu"
-    with tempfile.TemporaryDirectory() as elsewhere:
-        for words, picture in (("show --grid 16x16", "show.png"), (generate, "cats.png")):
-            path = Path(elsewhere) / picture
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                assert cli.main([*words.split(), "--out", str(path)]) == 0
-            assert f"wrote {path}" in said.getvalue()
-            assert path.stat().st_size > 1000
 
 
 if __name__ == "__main__":
