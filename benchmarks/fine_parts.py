@@ -1,4 +1,4 @@
-"""What `bench model` needs where single keys are skipped: a method that skips a given share, and given lists.
+"""What the benchmark `model` needs where single keys are skipped: a method that skips a given share, and given lists.
 
 Of random weights nobody knows what may be skipped. So the share is fixed, and the threshold, or the mass, is sought for
 it, in every layer, from that layer's own queries and keys. All that is done with it is what the method always does.

@@ -1,4 +1,4 @@
-"""Results of `bench hilbert` as a table for people and as JSON for programs."""
+"""Results of the benchmark `hilbert` as a table for people and as JSON for programs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""What `bench model` needs where tokens are merged: maps that do not get old, and the parts that are timed apart."""
+"""What the benchmark `model` needs to merge tokens: maps that do not get old, and the parts that are timed apart."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -30,7 +30,7 @@ class Point:
         family: the class of the method.
         group: what it may be compared with.
         pairs_kept, tokens_kept: shares of the dense ones.
-        milliseconds, speed_up: of a denoising step over dense beside it; of one attention call in `bench hilbert`.
+        milliseconds, speed_up: of a denoising step over dense beside it; of one attention call in `hilbert`.
         lpips, psnr, inception_distance, efficientnet_distance: to the dense pictures of the same seeds.
         seam_ratio: seam energy over that of the dense pictures on the same lines.
         fid: to photographs.
@@ -98,7 +98,7 @@ def read_points(path: Path) -> list[Point]:
     if kind == "quality":
         return points_of(read_rows(path), path.stem)
     if kind not in KINDS:
-        raise ValueError(f"{path} holds no results of bench {', '.join(KINDS)}.")
+        raise ValueError(f"{path} holds no results of the benchmarks {', '.join(KINDS)}.")
     records = json.loads(path.read_text(encoding="utf-8"))["results"]
     return [_speed_point(record, kind, path.stem) for record in records if record["status"] == "ok"]
 

@@ -1,4 +1,4 @@
-"""`nearfield bench errors`: its figures against velocities computed by hand, what is measured once, its messages."""
+"""The benchmark `errors`: its figures against velocities computed by hand, what is measured once, its messages."""
 
 import json
 import tarfile

@@ -1,4 +1,4 @@
-"""`nearfield bench fine`: checked first, then timed; a wrong answer gets no figure."""
+"""`python -m benchmarks fine`: checked first, then timed; a wrong answer gets no figure."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""`nearfield bench hilbert`: its table of cases, its judge, its figures, and flex_attention with the same mask."""
+"""`python -m benchmarks hilbert`: its table of cases, its judge, its figures, and flex_attention with the same mask."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`nearfield bench loglinear`: checked first, then timed; a wrong answer gets no figure."""
+"""`python -m benchmarks loglinear`: checked first, then timed; a wrong answer gets no figure."""
 
 import json
 from pathlib import Path

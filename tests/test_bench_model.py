@@ -1,4 +1,4 @@
-"""`nearfield bench model`: the model it builds, its judge, its figures and its errors."""
+"""`python -m benchmarks model`: the model it builds, its judge, its figures and its errors."""
 
 import copy
 import json

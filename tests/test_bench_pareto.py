@@ -1,4 +1,4 @@
-"""`nearfield bench pareto`: its points and fronts, what it measures, and that it goes on."""
+"""`python -m benchmarks pareto`: its points and fronts, what it measures, and that it goes on."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_other_files_are_refused_by_name_and_passed_over_in_folders(tmp_path: Pa
     assert files_in([tmp_path]) == [tmp_path / "rows.json"]
     for name in ("broken.json", "list.json"):
         assert files_in([tmp_path / name]) == [tmp_path / name]
-        with pytest.raises(ValueError, match=r"holds no results of bench quality, model, hilbert\."):
+        with pytest.raises(ValueError, match=r"holds no results of the benchmarks quality, model, hilbert\."):
             read_points(tmp_path / name)
 
 

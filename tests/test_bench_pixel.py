@@ -1,4 +1,4 @@
-"""`nearfield bench pixel`: real training steps, checked first; what is wrong or breaks gets no figure."""
+"""`python -m benchmarks pixel`: real training steps, checked first; what is wrong or breaks gets no figure."""
 
 import json
 from pathlib import Path

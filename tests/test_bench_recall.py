@@ -1,4 +1,4 @@
-"""`nearfield bench recall`: the mass that patterns hold, against weights written out."""
+"""`python -m benchmarks recall`: the mass that patterns hold, against weights written out."""
 
 import json
 from pathlib import Path

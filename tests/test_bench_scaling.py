@@ -1,4 +1,4 @@
-"""`nearfield bench scaling`: bytes beside ring attention and Ulysses, and where its times come from."""
+"""`python -m benchmarks scaling`: bytes beside ring attention and Ulysses, and where its times come from."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,6 @@
 """The commands: what they print, write and return, and what they say when they cannot."""
 
+import argparse
 import json
 import os
 import shlex
@@ -12,12 +13,13 @@ import pytest
 import torch
 from tests import command_line as cli
 
-import nearfield
+import nearfield_lab
 from nearfield import kernels
 from nearfield._types import Attended, Impl
 from nearfield.attend import attend
 from nearfield.cli import arguments as choices
 from nearfield.cli import explain, presets
+from nearfield.cli.main import LAB, main
 from nearfield.kernels import launch
 from nearfield.methods.merging import Placement
 from nearfield.plan import BLOCKS
@@ -140,12 +142,38 @@ def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[st
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("command", [[], ["bench"]])
-def test_without_a_command_the_help_is_shown(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("command", "name"), [([], "nearfield"), (["bench"], "python -m benchmarks")])
+def test_without_a_command_the_help_is_shown(
+    command: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(command) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"usage: {' '.join(['nearfield', *command])} [-h]")
+    assert captured.err.startswith(f"usage: {name} [-h]")
     assert captured.out == ""
+
+
+def commands_of(parser: argparse.ArgumentParser) -> set[str]:
+    (family,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return set(family.choices)
+
+
+def test_without_the_lab_its_commands_say_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nearfield.cli.main.entry_points", lambda group: [])
+    for name in LAB:
+        assert main([name, "--compare"]) == 2
+        captured = capsys.readouterr()
+        (line,) = captured.err.splitlines()
+        assert line.startswith(
+            f"nearfield: error: `nearfield {name}` comes with nearfield-lab. Run `pip install nearfield-lab`"
+        )
+        assert captured.out == ""
+    assert main(["explain", "cpu-small"]) == 0
+
+
+def test_the_commands_of_the_lab_are_known() -> None:
+    assert commands_of(cli.parser()) == {"doctor", "explain", *LAB}
 
 
 def test_output_must_be_named_and_its_directory_writable(
@@ -171,7 +199,7 @@ def test_missing_matplotlib_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main([*BENCH, "--plot", "never.png"]) == 2
-    assert "Install it with `pip install 'nearfield[bench]'`." in capsys.readouterr().err
+    assert "Install it with `pip install nearfield-lab`." in capsys.readouterr().err
 
 
 PLOTTING = (
@@ -217,10 +245,11 @@ def test_doctor_says_which_extra_brings_what_is_missing() -> None:
     from nearfield.cli import doctor
 
     report = doctor.examine()
-    report["machine"]["versions"] |= {"diffusers": None, "matplotlib": "3.8"}
+    report["machine"]["versions"] |= {"diffusers": None, "transformers": "5.0", "nearfield-lab": None}
     lines = doctor.text(report).splitlines()
-    assert "diffusers     not installed (extra diffusers: `apply`; demo: `nearfield generate`)" in lines
-    assert "matplotlib    3.8" in lines
+    assert "diffusers     not installed (extra diffusers: `apply`)" in lines
+    assert "transformers  5.0" in lines
+    assert any(line.startswith("nearfield-lab not installed (pip install nearfield-lab: ") for line in lines)
 
 
 def test_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,8 +403,9 @@ def test_doctor_text_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_doctor_lists_the_weights_with_their_licences(capsys: pytest.CaptureFixture[str]) -> None:
-    package = Path(nearfield.__file__).parent
+    package = Path(nearfield_lab.__file__).parent
     files = {path.relative_to(package).as_posix() for path in package.rglob("*.safetensors")}
+    assert len(files) == 5
     listed = json.loads(run(capsys, "doctor", "--json"))["weights"]
     assert {f"{record['folder']}/{record['file']}" for record in listed} == files
     text = run(capsys, "doctor")

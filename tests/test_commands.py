@@ -147,7 +147,7 @@ def test_missing_packages_name_their_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert cli.main(["generate", "--weights", str(weights)]) == 2
-    assert "Install it with `pip install 'nearfield[demo]'`." in capsys.readouterr().err
+    assert "Install it with `pip install nearfield-lab`." in capsys.readouterr().err
 
 
 def test_generate_compares(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
@@ -339,8 +339,9 @@ def test_a_training_that_ends_badly_says_so(
 
 def test_a_terminated_training_exits_as_interrupted(tmp_path: Path) -> None:
     words = f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --samples 0 --steps 100000"
-    program = [sys.executable, "-u", "-m", "nearfield", *words.split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-u", "-m", "nearfield_lab", *words.split()]
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "lab/src"))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(program, env=environment, text=True, **pipes) as process:
         assert process.stderr is not None

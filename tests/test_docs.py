@@ -131,7 +131,7 @@ def test_index_lists_every_page_once() -> None:
 
 
 def commands(parser: argparse.ArgumentParser, before: str = "nearfield") -> Iterator[str]:
-    """`nearfield doctor`, `nearfield bench attend` ...: every command that runs something."""
+    """`nearfield doctor`, `python -m benchmarks attend` ...: every command that runs something."""
     families = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not families:
         yield before

@@ -11,7 +11,6 @@ import pytest
 
 from nearfield_lab.engines import (
     Answer,
-    MissingExtra,
     Outcome,
     Start,
     WorkersLost,
@@ -19,6 +18,7 @@ from nearfield_lab.engines import (
     in_process,
     mapped,
 )
+from nearfield_lab.missing import MissingExtra
 
 
 class Scripted:
@@ -130,7 +130,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(MissingExtra) as raised, cluster.joined(None):
         pass
     assert str(raised.value).startswith("`ray` must be installed for this; got ")
-    assert str(raised.value).endswith("Install it with `pip install 'nearfield[ray]'`.")
+    assert str(raised.value).endswith("Install it with `pip install 'nearfield-lab[ray]'`.")
 
 
 # -- actors, without a cluster: a stand-in for the few functions of Ray that are called --------------------------------

@@ -1,4 +1,4 @@
-"""Each extra brings what its commands and examples import, tried with everything else of this environment hidden."""
+"""The library, the lab and each of their extras bring what they are for, tried with all other packages hidden."""
 
 import ast
 import importlib.metadata
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomllib
@@ -19,8 +20,13 @@ from tests.cats import CATS
 from tests.readme_smoke import tiny_flux
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+FOLDERS = {"nearfield": ".", "nearfield-lab": "./lab"}
+PROJECTS: dict[str, dict[str, Any]] = {
+    name: tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for name, folder in FOLDERS.items()
+}
+OWN = {"nearfield": "nearfield", "nearfield_lab": "nearfield-lab", "benchmarks": "nearfield-lab"}
+"""Modules of this repository, and what must be installed for them."""
 
 SNIPPETS = [
     path
@@ -28,7 +34,7 @@ SNIPPETS = [
     for path in ROOT.glob(kind)
 ]
 FENCED = re.compile(r"^```(?:python|py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INSTALL = re.compile(r"pip install '\.\[([\w,]+)\]'")
+INSTALL = re.compile(r"pip install((?: '?\.(?:/lab)?(?:\[[\w,]+\])?'?)+)")
 
 # Hidden packages are not found, as if they were not installed: libraries ask before they import.
 PROGRAM = """
@@ -51,13 +57,16 @@ class Finder:
 sys.meta_path[sys.meta_path.index(finder)] = Finder
 
 import torch
-from nearfield import cli
 
 torch.set_num_threads(1)
 for line in lines:
     words = line.split()
-    if words[0] == "nearfield":
-        assert cli.main(words[1:]) == 0, line
+    if words[:2] == ["python", "-m"]:
+        sys.argv = words[2:]
+        try:
+            runpy.run_module(words[2], run_name="__main__")
+        except SystemExit as done:
+            assert done.code == 0, line
     elif words[0].endswith(".py"):
         runpy.run_path(line, run_name="__main__")
     else:
@@ -66,36 +75,38 @@ for line in lines:
 
 PICTURE = "--size 64 --steps 2 --num 1 --device cpu"
 TRAINING = f"--data {CATS} --size 32 --batch 2 --steps 2 --device cpu"
+TRAINED = f"python -m nearfield_lab train demo --tiny {TRAINING}"
+COMPARED = f"{CATS} {CATS} --size 64 --metrics lpips,psnr,ssim --pairs --device cpu"
 LINES = {
-    "": ["nearfield doctor", "nearfield explain flux-1024", "nearfield bench attend --quick"],
-    "diffusers": [f"{ROOT}/examples/own_method.py"],
-    "retrieval": [f"{ROOT}/examples/retrieval.py"],
-    "quality": [f"nearfield quality {CATS} {CATS} --size 64 --metrics lpips,psnr,ssim --pairs --device cpu"],
-    "demo": [
-        f"nearfield generate --recipe cats-close {PICTURE} --out cats.png",
-        f"nearfield generate --model flux --prompt cat {PICTURE} --out flux.png",
+    "nearfield": ["python -m nearfield doctor", "python -m nearfield explain flux-1024"],
+    "nearfield[diffusers]": [f"{ROOT}/examples/own_method.py"],
+    "nearfield[retrieval]": [f"{ROOT}/examples/retrieval.py"],
+    "nearfield-lab": [
+        "python -m nearfield_lab show --grid 16x16 --out show.png",
+        f"python -m nearfield_lab generate --recipe cats-close {PICTURE} --out cats.png",
+        f"python -m nearfield_lab generate --model flux --prompt cat {PICTURE} --out flux.png",
+        f"{TRAINED} --out plain",
+        "python -m benchmarks attend --quick",
+        "python -m benchmarks model --tiny --layers 1+1",
+        f"python -m benchmarks quality --photographs {CATS} --dry-run",
+        "python -m benchmarks retrieval --speed --models tiny-llama --lengths 128 --chunk-tokens 64 --rounds 2",
     ],
-    "train": [
-        f"nearfield train demo --tiny {TRAINING} --out demo",
-        f"nearfield distill --weights demo/model.safetensors {TRAINING} --out lora",
+    "nearfield-lab[train]": [
+        f"{TRAINED} --out demo",
+        f"python -m nearfield_lab distill --weights demo/model.safetensors {TRAINING} --out lora",
     ],
-    "bench": [
-        "nearfield show --grid 16x16 --out show.png",
-        "nearfield bench model --tiny --layers 1+1",
-        f"nearfield bench quality --photographs {CATS} --dry-run",
-        "nearfield bench retrieval --speed --models tiny-llama --lengths 128 --chunk-tokens 64 --rounds 2",
-    ],
-    "ray": ["import nearfield_lab.engines.cluster, nearfield_lab.embedded.sampler, ray"],
-    "studio": ["import nearfield_lab.studio.page, nearfield_lab.studio.server"],
+    "nearfield-lab[quality]": [f"python -m nearfield_lab quality {COMPARED}"],
+    "nearfield-lab[ray]": ["import nearfield_lab.engines.cluster, nearfield_lab.embedded.sampler, ray"],
+    "nearfield-lab[studio]": ["import nearfield_lab.studio.page, nearfield_lab.studio.server"],
 }
-"""What runs with each extra: programs, commands, or Python."""
+"""What runs where so much is installed: programs, commands, or Python."""
 
 
 @cache
-def provided(extra: str) -> frozenset[str]:
-    """The distributions that an extra brings, and what they bring in turn; as far as they are installed here."""
+def provided(installed: str) -> frozenset[str]:
+    """What a requirement brings, and what that brings in turn; as far as it is installed here."""
     found: set[str] = set()
-    todo = [Requirement(need) for need in (*PROJECT["dependencies"], *EXTRAS.get(extra, ()))]
+    todo = [Requirement(installed)]
     seen = set()
     while todo:
         need = todo.pop()
@@ -105,32 +116,32 @@ def provided(extra: str) -> frozenset[str]:
         seen.add((name, frozenset(need.extras)))
         found.add(name)
         todo += needs_of(name, need.extras)
-    return frozenset(found | {"nearfield"})
+    return frozenset(found)
 
 
 def needs_of(name: str, extras: set[str]) -> list[Requirement]:
-    """Of an installed distribution, with these extras of it; of this project as `pyproject.toml` says."""
-    if name == "nearfield":
-        return [Requirement(need) for extra in extras for need in EXTRAS[extra]]
+    """Of an installed distribution, with these extras of it; of this repository's as their `pyproject.toml` says."""
+    if name in PROJECTS:
+        project = PROJECTS[name]
+        chosen = [project["optional-dependencies"][extra] for extra in extras]
+        return [Requirement(need) for needs in (project["dependencies"], *chosen) for need in needs]
     try:
         lines = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
         return []
     needs = [Requirement(line) for line in lines]
-    chosen = ["", *extras]
     return [
         need
         for need in needs
-        if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in chosen)
+        if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
     ]
 
 
-def hidden(extra: str) -> list[str]:
-    """The top-level modules of all that the extra does not bring."""
-    modules = importlib.metadata.packages_distributions().items()
-    return [
-        module for module, owners in modules if provided(extra).isdisjoint(map(canonicalize_name, owners))
-    ]
+def hidden(installed: str) -> list[str]:
+    """The top-level modules of all that a requirement does not bring."""
+    modules = importlib.metadata.packages_distributions() | {name: [owner] for name, owner in OWN.items()}
+    brought = provided(installed)
+    return [name for name, owners in modules.items() if brought.isdisjoint(map(canonicalize_name, owners))]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def imported(path: Path) -> set[str]:
-    """The packages that a program, a notebook or the Python blocks of a page import, but torch and this one."""
+    """The packages that a program, a notebook or the Python blocks of a page import, but torch and nearfield."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         blocks = [
@@ -161,35 +172,53 @@ def import_names(tree: ast.Module) -> Iterator[str]:
             yield str(node.module)
 
 
-def test_snippets_name_the_extra_that_brings_what_they_import() -> None:
-    modules = importlib.metadata.packages_distributions()
+def named(text: str) -> set[str]:
+    """What the install lines of a page bring: `pip install '.[triton]' ./lab` and the like."""
+    names = {folder: name for name, folder in FOLDERS.items()}
+    found = re.findall(r"(\./lab|\.)(\[[\w,]+\])?", " ".join(INSTALL.findall(text)))
+    return set().union(*(provided(f"{names[folder]}{extras}") for folder, extras in found))
+
+
+def test_install_lines_are_read() -> None:
+    """One project or both, with extras and without."""
+    assert "diffusers" not in named("pip install .")
+    assert "diffusers" in named("pip install '.[triton,diffusers]'")
+    assert {"diffusers", "matplotlib"} <= named("pip install . ./lab")
+    assert "peft" in named("so: `pip install '.[triton]' './lab[train]'`") - named(
+        "pip install '.[triton]' ./lab"
+    )
+
+
+def test_snippets_name_what_brings_what_they_import() -> None:
+    modules = importlib.metadata.packages_distributions() | {name: [owner] for name, owner in OWN.items()}
     checked = {}
     for path in SNIPPETS:
-        named = {
-            extra for found in INSTALL.findall(path.read_text(encoding="utf-8")) for extra in found.split(",")
-        }
-        brought = frozenset().union(*map(provided, named))
+        brought = named(path.read_text(encoding="utf-8"))
         checked[path.name] = imported(path)
         for module in checked[path.name]:
             owners = set(map(canonicalize_name, modules[module]))
-            assert owners & brought, f"{path.name} imports {module} and names no extra that brings it"
+            assert owners & brought, f"{path.name} imports {module} and names nothing that brings it"
     assert {"diffusers"} == checked["README.md"] == checked["flux.py"]
     assert "transformers" in checked["retrieval.md"] & checked["retrieval.py"]
+    assert "nearfield_lab" in checked["quality.md"]
 
 
 def test_every_extra_for_users_is_tried() -> None:
-    for_developers = {"docs", "dev"}
-    assert set(LINES) - {""} == set(EXTRAS) - for_developers - {"triton"}
+    extras = {f"{name}[{extra}]" for name in PROJECTS for extra in PROJECTS[name]["optional-dependencies"]}
+    assert set(LINES) == {*PROJECTS, *extras} - {"nearfield[dev]", "nearfield[triton]"}
 
 
-@pytest.mark.parametrize("extra", LINES)
-def test_extra_brings_what_its_commands_import(extra: str, folder: Path) -> None:
-    if extra == "studio":
+@pytest.mark.parametrize("installed", LINES)
+def test_what_is_installed_brings_what_its_commands_import(installed: str, folder: Path) -> None:
+    if "studio" in installed:
         pytest.importorskip("gradio")
-    assert "pytest" in hidden(extra)
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    assert "pytest" in hidden(installed)
+    assert ("nearfield_lab" in hidden(installed)) == (not installed.startswith("nearfield-lab"))
+    sources = [str(ROOT / name) for name in ("src", "lab/src", ".")]
+    path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = json.dumps([sorted(provided(installed)), hidden(installed), LINES[installed]])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([sorted(provided(extra)), hidden(extra), LINES[extra]])],
+        [sys.executable, "-c", PROGRAM, given],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         capture_output=True,

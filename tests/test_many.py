@@ -251,7 +251,7 @@ def test_ray_is_an_extra(
     monkeypatch.setitem(sys.modules, "ray", None)
     words[words.index("--engine") + 1] = "ray"
     assert cli.main(words) == 2
-    assert "Install it with `pip install 'nearfield[ray]'`." in capsys.readouterr().err
+    assert "Install it with `pip install 'nearfield-lab[ray]'`." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,10 @@ def test_versions_agree() -> None:
     project = re.search(r'^version = "(.+)"$', read("pyproject.toml"), re.MULTILINE)
     assert changelog is not None
     assert project is not None
+    lab = read("lab/pyproject.toml")
     assert changelog[1] == project[1] == nearfield.__version__
+    assert f'\nversion = "{project[1]}"\n' in lab
+    assert f"nearfield[diffusers,retrieval]=={project[1]}" in lab
 
 
 def project_files() -> list[Path]:
@@ -117,8 +120,8 @@ def data_files() -> list[Path]:
 
 def test_data_files_are_found() -> None:
     found = {path.relative_to(ROOT).parent.as_posix() for path in data_files()}
-    package = {f"src/nearfield/{name}/weights" for name in ("demo", "quality")}
-    assert found == package | {"tests/data", "tests/data/cats", "docs/images", "benchmarks/results"}
+    lab = {f"lab/src/nearfield_lab/{name}/weights" for name in ("embedded", "quality")}
+    assert found == lab | {"tests/data", "tests/data/cats", "docs/images", "benchmarks/results"}
 
 
 def test_each_data_file_has_a_note_with_its_licence() -> None:

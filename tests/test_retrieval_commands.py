@@ -1,4 +1,4 @@
-"""`nearfield rag` and `nearfield bench retrieval`, on tiny models; and the small real one where it is installed."""
+"""`nearfield rag` and the benchmark `retrieval`, on tiny models; and the small real one where it is installed."""
 
 import importlib.util
 import json

@@ -313,7 +313,7 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["show", "--out", "show.png"]) == 2
-    assert "Install it with `pip install 'nearfield[bench]'`." in capsys.readouterr().err
+    assert "Install it with `pip install nearfield-lab`." in capsys.readouterr().err
 
 
 BAD_CALLS = {

@@ -536,4 +536,4 @@ def test_missing_gradio_names_the_extra(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     assert cli.main(["studio"]) == 2
-    assert "pip install 'nearfield[studio]'" in capsys.readouterr().err
+    assert "pip install 'nearfield-lab[studio]'" in capsys.readouterr().err

@@ -27,7 +27,8 @@ pytestmark = [
         importlib.util.find_spec("gradio") is None, reason="needs gradio (the extra `studio`)"
     ),
 ]
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = os.pathsep.join(str(ROOT / folder) for folder in ("src", "lab/src"))
 PARTS = ("#model", "#tiles", "#picture", "#start", "#pair", "#figures", "#seams", "#summary")
 
 
@@ -42,9 +43,9 @@ def free_port() -> int:
 def served(folder: Path, port: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """`nearfield studio` in a process of its own, whose temporary files lie in `folder`."""
     (folder / "temporary").mkdir()
-    environment = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(folder / "temporary")}
+    environment = os.environ | {"PYTHONPATH": SOURCES, "TMPDIR": str(folder / "temporary")}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "nearfield", "studio", "--port", str(port), *arguments]
+    command = [sys.executable, "-m", "nearfield_lab", "studio", "--port", str(port), *arguments]
     with (folder / "stderr.txt").open("w") as errors:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True

@@ -320,7 +320,7 @@ training.run()
 
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join([str(root / "src"), str(root)])
+    path = os.pathsep.join([str(root / "src"), str(root / "lab" / "src"), str(root)])
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "cut")],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -49,7 +49,7 @@ def add_command(benchmarks: Any) -> None:
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="also show these results of bench quality, hilbert or model: files, or folders of them"
+        help="also show these results of the benchmarks quality, hilbert or model: files, or folders of them"
         " (default: the committed ones of a checkout)",
     )
     add_integer(parser, "--num", 4, "pictures of each pattern")

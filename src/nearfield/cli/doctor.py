@@ -14,12 +14,12 @@ from nearfield.implementations import explain_choice
 from nearfield.plan import Plan
 
 _BROUGHT_BY = {
-    "triton": "triton: kernels for the GPU",
-    "diffusers": "diffusers: `apply`; demo: `nearfield generate`",
-    "transformers": "diffusers: pipelines that read prompts; retrieval: `nearfield rag`",
-    "matplotlib": "bench: pictures of `demo`, `show` and benchmarks",
+    "triton": "extra triton: kernels for the GPU",
+    "diffusers": "extra diffusers: `apply`",
+    "transformers": "extra diffusers: pipelines that read prompts; extra retrieval: `nearfield.retrieval`",
+    "nearfield-lab": "pip install nearfield-lab: `generate`, `show`, `train` and more commands",
 }
-"""The extras that install what may be missing, and what for."""
+"""What installs what may be missing, and what for."""
 
 
 def examine() -> dict[str, Any]:
@@ -66,8 +66,7 @@ def text(report: dict[str, Any]) -> str:
 
 
 def _missing(name: str) -> str:
-    extra = _BROUGHT_BY.get(name)
-    return f"not installed (extra {extra})" if extra else "not installed"
+    return f"not installed ({_BROUGHT_BY[name]})" if name in _BROUGHT_BY else "not installed"
 
 
 def choice_lines(found: dict[str, Any]) -> list[str]:

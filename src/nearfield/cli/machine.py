@@ -13,7 +13,7 @@ import torch
 
 import nearfield
 
-_OPTIONAL = ("triton", "diffusers", "transformers", "matplotlib")
+_OPTIONAL = ("triton", "diffusers", "transformers", "nearfield-lab")
 
 
 def facts() -> dict[str, Any]:

@@ -131,7 +131,10 @@ def _parser(words: Sequence[str], others: Sequence[AddCommands]) -> argparse.Arg
         add_commands(commands)
     name = next((word for word in words if not word.startswith("-")), "")
     if name in LAB and name not in commands.choices:
-        raise UsageError(f"`nearfield {name}` comes with nearfield-lab. Run `pip install nearfield-lab`.")
+        raise UsageError(
+            f"`nearfield {name}` comes with nearfield-lab. "
+            "Run `pip install nearfield-lab`, in a checkout `pip install ./lab`."
+        )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What `bench pixel` measures, and what is to be reached on one H200.
+"""What the benchmark `pixel` measures, and what is to be reached on one H200.
 
 This file imports nothing of weight, so the command line can name the cases before it knows what else it needs.
 """

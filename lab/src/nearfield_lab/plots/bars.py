@@ -1,4 +1,4 @@
-"""Bars of what `bench attend`, `hilbert` and `model` measured."""
+"""Bars of what the benchmarks `attend`, `hilbert` and `model` measured."""
 
 import math
 from collections.abc import Sequence

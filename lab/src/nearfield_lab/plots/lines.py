@@ -1,4 +1,4 @@
-"""Lines over a share or a number: `bench retrieval`, `bench recall`, `bench scaling`, and training on pixels."""
+"""Lines over a share or a number: the benchmarks `retrieval`, `recall` and `scaling`, and training on pixels."""
 
 from collections.abc import Sequence
 from pathlib import Path
