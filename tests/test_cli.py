@@ -160,7 +160,7 @@ def commands_of(parser: argparse.ArgumentParser) -> set[str]:
 def test_without_the_lab_its_commands_say_how_to_install_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nearfield.cli.main.entry_points", lambda group: [])
+    monkeypatch.setattr(sys.modules["nearfield.cli.main"], "entry_points", lambda group: [])
     for name in LAB:
         assert main([name, "--compare"]) == 2
         captured = capsys.readouterr()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from benchmarks import commands as benchmarks
 from tests import command_line as cli
 
 from nearfield import Hilbert, Merge
@@ -131,7 +132,7 @@ def test_index_lists_every_page_once() -> None:
 
 
 def commands(parser: argparse.ArgumentParser, before: str = "nearfield") -> Iterator[str]:
-    """`nearfield doctor`, `python -m benchmarks attend` ...: every command that runs something."""
+    """`nearfield doctor`, `nearfield train demo` ...: every command that runs something."""
     families = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not families:
         yield before
@@ -140,14 +141,23 @@ def commands(parser: argparse.ArgumentParser, before: str = "nearfield") -> Iter
             yield from commands(child, f"{before} {name}")
 
 
-@pytest.mark.parametrize("command", list(commands(cli.parser())))
+def benchmarks_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    benchmarks.add_commands(parser.add_subparsers())
+    return parser
+
+
+COMMANDS = [*commands(cli.parser()), *commands(benchmarks_parser(), "python -m benchmarks")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_where_users_look(command: str) -> None:
     """A section of its page; and its name in the README and in the changelog, with or without what stands before it."""
     headings = re.findall(
         r"^## .*", (ROOT / "docs" / "commands.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert re.search(rf"`{command}[ `]", "\n".join(headings)), "docs/commands.md has no section"
-    named = re.compile(rf"`(?:nearfield )?(?:\w+ )?{command.split()[-1]}[ `]")
+    named = re.compile(rf"`(?:nearfield |python -m )?(?:\w+ )?{command.split()[-1]}[ `]")
     for page in ("README.md", "CHANGELOG.md"):
         assert named.search((ROOT / page).read_text(encoding="utf-8")), page
 
