@@ -109,7 +109,7 @@ package: $(STAMP) ## build wheels and sdists into dist/, install and try them, w
 	set -e; cd $(PACKAGE); \
 	install() { bin/python -m pip install --quiet --disable-pip-version-check "$$@"; }; \
 	built() { install --no-index --no-deps --no-build-isolation --force-reinstall "$$1"; }; \
-	try() { library=$$1; lab=$$2; shift 2; bin/python -m pip uninstall --quiet --yes nearfield-lab; \
+	try() { library=$$1; lab=$$2; shift 2; bin/python -m pip uninstall --quiet --quiet --yes nearfield-lab; \
 		built $$library; bin/python smoke.py library "$$PWD/bin/nearfield" "$$@"; \
 		built $$lab; bin/python smoke.py lab "$$PWD/bin/nearfield" "$$@"; }; \
 	lowest=$$(bin/python ../../.ci/lowest.py diffusers); \

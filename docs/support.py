@@ -134,7 +134,7 @@ Every method was tried in a tiny model of each class with random weights, in flo
 
 ## Versions
 
-The lower bounds of `pyproject.toml` are versions that were tried, by `make package` (diffusers) and `make smoke`
+The lower bounds of both `pyproject.toml` are versions that were tried, by `make package` (diffusers) and `make smoke`
 (everything, in clean environments), which also try the newest: FLUX.1 with and without `apply`, the embedded model's
 picture, the commands.
 
@@ -142,7 +142,7 @@ picture, the commands.
 | --- | --- | --- | --- |
 | torch | 2.11.0 | 2.15.0 | 2.13.0, on a GPU 2.11.0 |
 | diffusers | 0.39.0 | 0.42.1 | 0.42.0 |
-| transformers | 5.0.0 | 5.22.2 | 5.22.2 |
+| transformers | 5.0.0 | 5.23.0 | 5.22.2 |
 | peft | 0.18.0 | 0.21.2 | 0.21.2 |
 | Triton | 3.6.0 | 3.9.0 | 3.7.1 (interpreted), on a GPU 3.6.0 |
 | Python | 3.11 | 3.12 | 3.11; of 3.10 see below |
