@@ -21,7 +21,7 @@ GPU_TESTS ?= $(wildcard tests/test_attend*.py) tests/test_kernels.py tests/test_
 SHARDS ?= 10
 GPU_ENV := PYTHONPATH=src:lab/src:$(GPU_TOOLS)
 # The sanitizer looks at these alone: torch's own, which compute what is compared with, would take most of the time.
-KERNELS = $(shell sed -nE 's/^ *(\w+_kernel)\[.*/\1/p' src/nearfield/kernels/*.py | sort -u)
+KERNELS = $(shell sed -nE 's/^ *(\w+_kernel)\[.*/\1/p' $$(find src/nearfield/ops -name '*.py') | sort -u)
 MEMCHECK = compute-sanitizer --tool memcheck --error-exitcode 1 $(KERNELS:%=--kernel-name kns=%)
 LARGE_TESTS := long_sequences or long_map or 65536 or two_billion
 sanitized = seq 0 $$(($(1) - 1)) | $(GPU_ENV) PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs --max-procs=$(2) -I{} \
@@ -149,7 +149,7 @@ readme: ## install the library by README's line (without Triton) and run README'
 gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU
 	@set -e; for version in $(GLUON_TRITONS); do \
 		echo "compile check under Triton $$version"; \
-		PYTHONPATH=.cache/triton-$$version:src $(BIN)/python -m nearfield.kernels.compile_check; \
+		PYTHONPATH=.cache/triton-$$version:src $(BIN)/python -m nearfield.ops._triton.compile_check; \
 	done
 
 # Beside the virtual environment, not in it: constraints.txt pins the one Triton that lives there.

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from benchmarks.cases import Case, Result
 from nearfield._types import Attended, Impl
-from nearfield.attend import attend
 from nearfield.cli import layouts
 from nearfield.cli.check import Checked, Inputs, check_backward, check_forward, poisoned_memory
 from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Effort, Function, measure
-from nearfield.implementations import explain_choice
-from nearfield.plan import Plan
+from nearfield.ops.attention.api import attend
+from nearfield.ops.attention.dispatch import explain_choice
+from nearfield.plan.plan import Plan
 from nearfield_lab.dense import Dense, dense_attention, random_inputs
 
 LAST_RESORT = "efficient"

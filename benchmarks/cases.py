@@ -10,7 +10,7 @@ from nearfield.cli import layouts
 from nearfield.cli.check import Checked
 from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Timing
-from nearfield.plan import Plan
+from nearfield.plan.plan import Plan
 
 TILES = 16
 FORWARD_WORK, BACKWARD_WORK = 4, 10

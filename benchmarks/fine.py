@@ -17,14 +17,15 @@ from torch import Tensor
 
 from benchmarks.attend import usable_dense
 from benchmarks.fine_cases import FineCase
-from nearfield import attend, planning, predict
+from nearfield import attend, planning
 from nearfield._types import Attended, Impl
 from nearfield.cli.check import Checked, check_forward, poisoned_memory, worst
 from nearfield.cli.report import check_record, table
 from nearfield.cli.timing import Effort, Function, Timing, measure
-from nearfield.plan import Plan
-from nearfield.predict import Blocks
-from nearfield.reference import columns
+from nearfield.ops.predict import api as predict
+from nearfield.ops.predict.api import Blocks
+from nearfield.ops.predict.reference import columns
+from nearfield.plan.plan import Plan
 
 _SAMPLED_ROWS = 16
 _HALVINGS = 8

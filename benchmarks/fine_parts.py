@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield import FineGrained, Geometry, kernels, predict
+from nearfield import FineGrained, Geometry
 from nearfield._types import Attended, Impl
-from nearfield.attend import attend
-from nearfield.methods.fine import FineLayer
-from nearfield.plan import Plan
-from nearfield.predict import Mask
-from nearfield.reference import columns
+from nearfield.methods.finegrained import FineLayer
+from nearfield.ops import _triton as kernels
+from nearfield.ops.attention.api import attend
+from nearfield.ops.predict import api as predict
+from nearfield.ops.predict.api import Mask
+from nearfield.ops.predict.reference import columns
+from nearfield.plan.plan import Plan
 
 _SAMPLED_ROWS = 16
 _HALVINGS = 16

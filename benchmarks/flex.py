@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nearfield.cli.check import Inputs
-from nearfield.plan import Plan
+from nearfield.plan.plan import Plan
 
 _BLOCK = 128
 """Flex's own default: blocks of 128 x 128 tokens that are read whole, masked, or not at all."""

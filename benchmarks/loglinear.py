@@ -20,7 +20,7 @@ from nearfield.cli.check import Checked, compare, keys_of, poisoned_memory, wors
 from nearfield.cli.report import check_record, table
 from nearfield.cli.timing import Effort, Function, Timing, captured, measure
 from nearfield.methods.loglinear import Chosen, choose
-from nearfield.pyramid import pool
+from nearfield.ops.pool_select.api import pool
 
 GRAPH = ", graph"
 _MOST_DENSE = 140_000  # beyond so many tokens dense attention is not worth waiting for

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Attended, Geometry, LayerAttention, Method
 from nearfield._types import Impl
-from nearfield.dense_parts import DenseSteps, checked_steps
+from nearfield.methods.dense_parts import DenseSteps, checked_steps
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from benchmarks.denoising import FOREVER
 from nearfield import Geometry, Merge, Method
-from nearfield.blockwise import Kind
-from nearfield.merging import Merging
 from nearfield.methods import Composition
+from nearfield.methods.blockwise import Kind
+from nearfield.ops.merge.api import Merging
 
 
 def with_kept_maps(method: Method) -> Composition:

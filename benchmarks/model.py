@@ -22,7 +22,7 @@ from nearfield._types import Impl
 from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.model_cases import NAMED_SIZES, ModelCase, Size
 from nearfield.cli.timing import Effort, Timing, captured, measure
-from nearfield.plan import Plan
+from nearfield.plan.plan import Plan
 
 OURS, CEILING, REORDERING = "nearfield", "no attention", "reordering"
 SELECTING, MERGING = "making maps", "merging"

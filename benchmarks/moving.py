@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nearfield.tokenmap import Ordering
+from nearfield.layout.ordering import Ordering
 
 
 class Moving(NamedTuple):

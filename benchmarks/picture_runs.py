@@ -14,9 +14,9 @@ from benchmarks.masks import Masked
 from benchmarks.quality_cases import Pattern
 from nearfield import Geometry, Method, apply, recipes
 from nearfield._files import write_json
-from nearfield.adapters.compiling import compiled_blocks
-from nearfield.adapters.handle import Handle
 from nearfield.cli import machine
+from nearfield.diffusers.compiling import compiled_blocks
+from nearfield.diffusers.handle import Handle
 from nearfield_lab import quality
 from nearfield_lab.embedded.lora import lora_on
 from nearfield_lab.embedded.sampler import DemoPipeline, Sampled

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nearfield import attend, planning, predict
+from nearfield import attend, planning
 from nearfield._types import Attended, Impl
-from nearfield.adapters import apply
 from nearfield.cli.report import table
-from nearfield.geometry import Geometry
+from nearfield.diffusers import apply
+from nearfield.layout.geometry import Geometry
+from nearfield.layout.ordering import Ordering, along
 from nearfield.methods import Hilbert, LayerAttention, Method
-from nearfield.predict import Blocks
-from nearfield.reference import columns
-from nearfield.tokenmap import Ordering, along
+from nearfield.ops.predict import api as predict
+from nearfield.ops.predict.api import Blocks
+from nearfield.ops.predict.reference import columns
 
 QUERY_BLOCK = 128
 GRAINS = (1, 4, 8, 16, 64, 128)

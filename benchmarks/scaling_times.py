@@ -15,13 +15,13 @@ from benchmarks.scaling import split_of
 from benchmarks.scaling_cases import ScalingCase
 from nearfield import Geometry, Hilbert
 from nearfield._types import Attended
-from nearfield.attend import attend as attend_here
-from nearfield.attend import attend_continued
 from nearfield.cli import check, report, timing
 from nearfield.cli.timing import Timing
+from nearfield.ops.attention.api import attend as attend_here
+from nearfield.ops.attention.api import attend_continued
 from nearfield.parallel import Ranks, Route, Shapes, Traffic, attend
 from nearfield.parallel.route import CAME
-from nearfield.plan import Plan
+from nearfield.plan.plan import Plan
 
 Sides = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, get_args
 
 from nearfield import Hilbert
 from nearfield.methods.hilbert import Near, Share, Summary, TextReads
-from nearfield.tiling import Shared
+from nearfield.layout.tiling import Shared
 
 from .models import KNOWN, known_model
 from .patching import SparseModel

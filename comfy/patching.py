@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nearfield import Geometry, Hilbert, Ordering
-from nearfield.dense_parts import stays_dense
+from nearfield.methods.dense_parts import stays_dense
 
 from .models import known_model, sequences
 

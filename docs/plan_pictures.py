@@ -9,19 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield import (
-    FineGrained,
-    Geometry,
-    Hilbert,
-    LogLinear,
-    Merge,
-    attend,
-    curves,
-    planning,
-    predict,
-)
+from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, attend, curves, planning
 from nearfield.methods import loglinear
-from nearfield.plan import Plan
+from nearfield.ops.predict import api as predict
+from nearfield.plan.plan import Plan
 from nearfield.retrieval.recomputing import plan_up_to
 from nearfield_lab.plots.cells import canvas_of, draw_cells, draw_curve_lines
 from nearfield_lab.plots.masks import draw_reads, draw_shares

@@ -19,7 +19,7 @@ from torch import Tensor
 import nearfield
 from nearfield import Plan, planning
 from nearfield._types import Positions
-from nearfield.implementations import explain_choice
+from nearfield.ops.attention.dispatch import explain_choice
 
 Results = dict[str, Tensor]
 
@@ -153,7 +153,7 @@ def run_merged(call: Call, plans: Sequence[Plan], impl: str) -> Results:
             nearfield.attend(query, key, value, plan, key_bias=key_bias, impl=impl)  # type: ignore[arg-type]
             for plan in plans
         ]
-        return nearfield.merge(*parts)
+        return nearfield.merge_attended(*parts)
 
     return _differentiated(merged, call, call.query.dtype, True)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from nearfield.adapters import grids
+from nearfield.adapters.grids import image_grids
 from tests import tiny_models
 from tests.tiles import paper
 from tests.tiny_models import MODELS, TEXT, Grid, Inputs, first
@@ -19,8 +21,6 @@ from torch.nn import functional
 
 import nearfield
 from nearfield import Geometry, Hilbert, PlanMethod
-from nearfield.adapters import grids
-from nearfield.adapters.grids import image_grids
 
 EVERYTHING = paper(tiles=1, dense_layers=0, dense_steps=0)
 SPARSE = paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)
@@ -383,7 +383,7 @@ def test_images_of_one_index_are_told_apart_by_their_rows() -> None:
 
 @pytest.mark.parametrize("offset", [(0, 6), (4, 6), (2, 0)])
 def test_images_of_one_index_are_told_apart_by_their_places(offset: Grid) -> None:
-    """Beside, at the corner, and over each other."""
+    """SideStream, at the corner, and over each other."""
     second = tiny_models.image_ids((3, 6)) + torch.tensor([0, *offset])
     ids = torch.cat([tiny_models.image_ids((4, 6)), second])
     assert image_grids(ids) == ((4, 6), (3, 6))

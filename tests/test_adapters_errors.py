@@ -30,7 +30,7 @@ from tests.tiles import paper
 import nearfield
 from nearfield import Hilbert, Merge
 from nearfield.methods import GatedBlocks, SparseLinear
-from nearfield.recipes import Recipe
+from nearfield.methods.recipes import Recipe
 
 MODELS = (
     "FluxTransformer2DModel, Flux2Transformer2DModel, SD3Transformer2DModel, PixArtTransformer2DModel, "

@@ -646,7 +646,7 @@ def test_a_device_is_found_again_whether_or_not_it_was_numbered(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     with nearfield.apply(flux, SPARSE) as handle:
         region = handle._regions[0]
-        monkeypatch.setattr(region, "make_ready", lambda located, device: asked.append(device))
+        monkeypatch.setattr(region, "prepare_tokens", lambda located, device: asked.append(device))
         with pytest.raises(AttributeError):  # there is nothing to go on with
             handle.prepare(height=64, width=64, device="cuda")
     assert asked == [torch.device("cuda:1")]
@@ -685,7 +685,7 @@ def test_sparse_layers_rotate_by_a_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """Two samples of one table: the kernel's rows serve both."""
-    from nearfield.kernels import rotate
+    from nearfield.ops.rotary.triton import rotate
 
     turned: list[tuple[int, ...]] = []
     right = rotate.rotate
@@ -711,7 +711,7 @@ def test_models_that_are_trained_rotate_by_themselves(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """The kernel has no gradient."""
-    from nearfield.kernels import rotate
+    from nearfield.ops.rotary.triton import rotate
 
     monkeypatch.setattr(rotate, "rotate", lambda *_: pytest.fail("called"))
     model = tiny_models.flux().requires_grad_(True).to(device)

@@ -16,8 +16,8 @@ from tests.test_adapters_features import TARGETS, Schedule
 from tests.tiles import paper
 
 import nearfield
-from nearfield.adapters.lora import loras_in
-from nearfield.recipes import Recipe
+from nearfield.diffusers.lora import loras_in
+from nearfield.methods.recipes import Recipe
 from nearfield_lab.embedded.lora import lora_on
 from nearfield_lab.embedded.sampler import DemoPipeline
 from nearfield_lab.training.distill import save_lora

@@ -26,7 +26,7 @@ from torch.nn import functional
 import nearfield
 from nearfield import Geometry, Merge
 from nearfield.methods import BipartiteMerge, Composition, peers
-from nearfield.reference import locate as reference
+from nearfield.ops.merge.reference import locate as reference
 
 NAMES = ("flux", "flux2", "sd3", "qwen", "sdxl", "pixart")
 HARD = Merge(sharpness=math.inf, region_size=16, skip_blocks=(1, 1))
@@ -458,7 +458,8 @@ def test_attention_reads_along_the_shorter_curve(name: str, share: Any) -> None:
 def test_kernels_merge_part_and_rotate_as_plain_torch_does(
     name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    from nearfield.kernels import regions, rotate
+    from nearfield.ops.merge.triton import regions
+    from nearfield.ops.rotary.triton import rotate
 
     calls: Counter[str] = Counter()
     for module, function in ((regions, "multiply_into"), (rotate, "rotate")):

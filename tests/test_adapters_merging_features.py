@@ -29,7 +29,7 @@ from torch import Tensor
 
 import nearfield
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge
-from nearfield.geometry import Shortened
+from nearfield.layout.geometry import Shortened
 from nearfield.methods import BipartiteMerge, Composition
 from nearfield.methods.composition import DENSE_FID
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import nearfield
 from nearfield import Plan, planning
 from nearfield._types import Impl, Positions
-from nearfield.attend import attend_continued
+from nearfield.ops.attention.api import attend_continued
 
 IMPLEMENTATIONS = [
     "reference",
@@ -341,7 +341,7 @@ def test_merging_reads_the_union(dtype: torch.dtype) -> None:
     inputs = random_inputs(2, 2, 70, 90, 16, dtype=dtype)
     plan = random_plan(70, 90, q_block=16, k_block=8, share=0.2, empty_rows=True)
     parts = [nearfield.attend(*inputs, half) for half in halves_of(plan)]
-    got = nearfield.merge(*parts)
+    got = nearfield.merge_attended(*parts)
     whole = nearfield.attend(*inputs, plan)
     assert (got.out.dtype, got.lse.dtype) == (whole.out.dtype, whole.lse.dtype)
     results = {"out": got.out, "lse": got.lse}
@@ -357,7 +357,7 @@ def test_merging_with_nothing_changes_nothing() -> None:
     some = nearfield.attend(*inputs, random_plan(40, 50, q_block=16, k_block=8))
     sizes = {"q_block": 16, "k_block": 8, "num_queries": 40, "num_keys": 50}
     none = nearfield.attend(*inputs, planning.from_mask(torch.zeros(3, 7, dtype=torch.bool), **sizes))
-    for merged in (nearfield.merge(some, none), nearfield.merge(none, some)):
+    for merged in (nearfield.merge_attended(some, none), nearfield.merge_attended(none, some)):
         assert torch.equal(merged.out, some.out)
         assert torch.equal(merged.lse, some.lse)
 
@@ -370,7 +370,7 @@ def test_merging_is_differentiable() -> None:
     plans = [planning.from_mask(mask, **sizes) for mask in masks]
 
     def merged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return nearfield.merge(*(nearfield.attend(query, key, value, plan) for plan in plans))
+        return nearfield.merge_attended(*(nearfield.attend(query, key, value, plan) for plan in plans))
 
     assert torch.autograd.gradcheck(merged, (query, key, value))
 
@@ -662,7 +662,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a mask for a plan": (
         {"plan": torch.ones(32, 48)},
         TypeError,
-        "`plan` must be a Plan; got Tensor. Build one with `nearfield.planning`.",
+        "`plan` must be a Plan; got Tensor. Build one with `nearfield.plan.builders`.",
     ),
     "a plan of other lengths": (
         {"plan": _OTHER_PLAN},

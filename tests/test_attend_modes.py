@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import nearfield
 from nearfield import Geometry, Hilbert, LogLinear, Plan, explain_choice, planning
-from nearfield._eager import is_unobserved
 from nearfield._types import Attended, Positions
-from nearfield.attend import Part, attend_together
+from nearfield.ops._op import is_plain_eager
+from nearfield.ops.attention.api import KeyValuePart, attend_parts
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
 
@@ -89,26 +89,26 @@ def test_eager_inference_needs_no_operator(is_together: bool, impl: str, device:
 
     def call() -> Attended:
         if is_together:
-            parts = [Part(key, value, plan, bias), Part(value, key, plan)]
-            return attend_together(query, parts, impl=impl)  # type: ignore[arg-type]
+            parts = [KeyValuePart(key, value, plan, bias), KeyValuePart(value, key, plan)]
+            return attend_parts(query, parts, impl=impl)  # type: ignore[arg-type]
         return nearfield.attend(query, key, value, plan, key_bias=bias, impl=impl)  # type: ignore[arg-type]
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        for name in ("attend", "attend_together"):
+        for name in ("attend", "attend_parts"):
             patch.setattr(torch.ops.nearfield, name, lambda *_: pytest.fail("an operator was called"))
         at_once = call()
     with torch.no_grad(), _Seen() as seen:
         observed = call()
     part_by_part = ["nearfield::attend"] * (1 + is_together)
     assert seen.names == (
-        ["nearfield::attend_together"] if is_together and impl != "reference" else part_by_part
+        ["nearfield::attend_parts"] if is_together and impl != "reference" else part_by_part
     )
     for one, other in zip(at_once, observed, strict=True):
         assert torch.equal(one, other)
 
 
 OPERATORS = [
-    *("attend", "attend_backward", "attend_together", "attend_together_backward", "transpose"),
+    *("attend", "attend_backward", "attend_parts", "attend_parts_backward", "transpose"),
     *("window_means", "window_means_backward", "window_sums", "window_sums_backward"),
     *("weighted_windows", "weighted_windows_backward", "pool", "pool_backward", "pool_and_select"),
 ]
@@ -127,8 +127,10 @@ def _trained(name: str, impl: Any, device: torch.device) -> tuple[Callable[..., 
     if name == "attend":
         bias = torch.randn(64, device=device)
         return lambda q, k, v, b: nearfield.attend(q, k, v, plan, key_bias=b, impl=impl), [*inputs, bias]
-    if name == "attend_together":
-        return lambda q, k, v: attend_together(q, [Part(k, v, plan), Part(v, k, plan)], impl=impl), inputs
+    if name == "attend_parts":
+        return lambda q, k, v: attend_parts(
+            q, [KeyValuePart(k, v, plan), KeyValuePart(v, k, plan)], impl=impl
+        ), inputs
     if name == "LogLinear":
         method = LogLinear(block=16, topk=2, levels=1)
         return lambda q, k, v: method.layer(Geometry((8, 8))).attend(q, k, v, impl=impl), inputs
@@ -138,13 +140,13 @@ def _trained(name: str, impl: Any, device: torch.device) -> tuple[Callable[..., 
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["attend", "attend_together", "LogLinear", "means", "weighted"])
+@pytest.mark.parametrize("name", ["attend", "attend_parts", "LogLinear", "means", "weighted"])
 def test_eager_training_needs_no_operator(name: str, impl: str, device: torch.device) -> None:
     """Results and gradients are those that operators give, bit for bit; a second derivative is refused all the same."""
     call, inputs = _trained(name, impl, device)
     with _Seen() as seen:
         observed = _gradients(call, inputs)
-    assert {"nearfield::attend_backward", "nearfield::attend_together_backward"} & set(seen.names)
+    assert {"nearfield::attend_backward", "nearfield::attend_parts_backward"} & set(seen.names)
     with pytest.MonkeyPatch.context() as patch:
         for operator in OPERATORS:
             patch.setattr(torch.ops.nearfield, operator, lambda *_: pytest.fail("an operator was called"))
@@ -160,7 +162,7 @@ def test_eager_training_needs_no_operator(name: str, impl: str, device: torch.de
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["attend", "attend_together", "LogLinear", "means", "weighted"])
+@pytest.mark.parametrize("name", ["attend", "attend_parts", "LogLinear", "means", "weighted"])
 def test_several_gradients_at_once(name: str, impl: str, device: torch.device) -> None:
     if impl == "triton" and name != "attend":
         pytest.skip("torch cannot go through batches for an operator that returns a list")
@@ -176,7 +178,7 @@ def test_several_gradients_at_once(name: str, impl: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["attend", "attend_together", "LogLinear", "weighted"])
+@pytest.mark.parametrize("name", ["attend", "attend_parts", "LogLinear", "weighted"])
 @pytest.mark.parametrize("is_forward_seen", [True, False], ids=["forward", "backward"])
 def test_what_is_computed_again_may_be_observed_when_the_first_was_not(
     is_forward_seen: bool, name: str, impl: str, device: torch.device
@@ -261,22 +263,22 @@ def test_tensors_without_data_give_shapes() -> None:
 
 def test_what_observes_a_call_gets_an_operator() -> None:
     x = torch.randn(2, 1, 4, 8)
-    assert is_unobserved(x, None, torch.nn.Parameter(x, requires_grad=False))
+    assert is_plain_eager(x, None, torch.nn.Parameter(x, requires_grad=False))
     with torch.no_grad():
-        assert is_unobserved(x.clone().requires_grad_())
-    assert not is_unobserved(x, x.clone().requires_grad_())
+        assert is_plain_eager(x.clone().requires_grad_())
+    assert not is_plain_eager(x, x.clone().requires_grad_())
     with _Seen():
-        assert not is_unobserved(x)
+        assert not is_plain_eager(x)
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
-    assert not is_unobserved(fake)
-    assert not is_unobserved(x.to("meta"))
-    assert not is_unobserved(torch.view_as_complex(torch.randn(4, 2)).conj().imag)
+    assert not is_plain_eager(fake)
+    assert not is_plain_eager(x.to("meta"))
+    assert not is_plain_eager(torch.view_as_complex(torch.randn(4, 2)).conj().imag)
     found: list[bool] = []
-    torch.func.vmap(lambda each: found.append(is_unobserved(each)) or each)(x)
-    torch.jit.trace(lambda each: found.append(is_unobserved(each)) or each + 1, x, check_trace=False)
+    torch.func.vmap(lambda each: found.append(is_plain_eager(each)) or each)(x)
+    torch.jit.trace(lambda each: found.append(is_plain_eager(each)) or each + 1, x, check_trace=False)
     assert found == [False, False]
-    assert is_unobserved(x)
+    assert is_plain_eager(x)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -355,7 +357,7 @@ def test_cpu_tensors_choose_without_asking_the_kernels(monkeypatch: pytest.Monke
     def asked(*_: object) -> str:
         raise AssertionError("the kernels were asked")
 
-    monkeypatch.setattr(nearfield.kernels, "unsupported", asked)
+    monkeypatch.setattr("nearfield.ops._triton.unsupported", asked)
     query, key, _ = random_inputs(1, 1, 16, dim=16)
     choice = explain_choice(query, key, planning.full(16))
     assert choice.impl == "grouped"

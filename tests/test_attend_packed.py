@@ -7,10 +7,10 @@ import torch
 from tests.attending import NEEDS_TRITON, assert_budget, random_bias, random_inputs, random_plan
 from torch import Tensor
 
-from nearfield import Plan, operators
-from nearfield.attend import Part, attend_together
+from nearfield import Plan
 from nearfield.cli.check import poisoned_memory
-from nearfield.reference import attend as reference
+from nearfield.ops.attention import operators, reference
+from nearfield.ops.attention.api import KeyValuePart, attend_parts
 
 pytestmark = NEEDS_TRITON
 
@@ -32,8 +32,8 @@ def merged_by_hand(plan: Plan, head: tuple[int, int], first: int, pack: int) -> 
 
 @pytest.mark.parametrize("pack", [2, 4, 16])
 def test_lists_are_merged_and_filled_up(pack: int, device: torch.device) -> None:
-    from nearfield.kernels.launch import Tiles
-    from nearfield.kernels.pack import rows_of
+    from nearfield.ops._triton.launch import Tiles
+    from nearfield.ops.lists.triton.pack import rows_of
 
     plan = random_plan(
         150, 90, q_block=16, k_block=8, batch=2, heads=2, repeats=True, empty_rows=True, device=device
@@ -65,8 +65,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) -> None:
     """Against float64, within twice the error of plain float32: results, and gradients of everything."""
-    from nearfield.kernels import backward, forward
-    from nearfield.kernels.launch import Tiles
+    from nearfield.ops._triton.launch import Tiles
+    from nearfield.ops.attention.triton import backward, forward
 
     num_queries, num_keys, q_block, k_block, has_bias, key_heads = CASES[name]
     query, key, value = random_inputs(2, 2, num_queries, num_keys, 16, device=device)
@@ -105,8 +105,8 @@ def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) 
 def test_rows_that_several_programs_share_have_one_result(device: torch.device) -> None:
     """What is left by programs is summed in their order: equal bits from run to run; and a launch that splits does
     split, for a plan in which one block is read by all."""
-    from nearfield.kernels import backward
-    from nearfield.kernels.launch import Tiles, chunk_of
+    from nearfield.ops._triton.launch import Tiles, chunk_of
+    from nearfield.ops.attention.triton import backward
 
     query, key, value = random_inputs(1, 1, 96, 64, 16, device=device)
     plan = random_plan(96, 64, q_block=16, k_block=16, device=device)
@@ -128,7 +128,8 @@ def test_small_blocks_of_keys_fill_a_tile_where_rows_are_alike(
     grain: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients are those of each block by itself; ids that leave no room for bits are not packed."""
-    from nearfield.kernels import backward, launch
+    from nearfield.ops._triton import launch
+    from nearfield.ops.attention.triton import backward
 
     query, key, value = random_inputs(1, 2, 70, 40, 16, device=device)
     far_key, far_value = torch.randn(2, 1, 2, 37, 16, device=device).unbind()
@@ -148,8 +149,8 @@ def test_small_blocks_of_keys_fill_a_tile_where_rows_are_alike(
         if not has_room:
             monkeypatch.setattr(backward, "has_room_for_bits", lambda _, pack: pack == 1)
         leaves = [x.clone().requires_grad_() for x in (query, key, value, far_key, far_value)]
-        parts = [Part(*leaves[1:3], near), Part(*leaves[3:], far, rows_alike=alike)]
-        out = attend_together(leaves[0], parts, impl="triton").out
+        parts = [KeyValuePart(*leaves[1:3], near), KeyValuePart(*leaves[3:], far, similar_rows=alike)]
+        out = attend_parts(leaves[0], parts, impl="triton").out
         found.append(torch.autograd.grad(out.square().sum(), leaves))
     assert packs == [1, 1, 1, 16 // grain, 1, 16 // grain, 1]
     for one, packed, unpacked in zip(*found, strict=True):
@@ -158,7 +159,7 @@ def test_small_blocks_of_keys_fill_a_tile_where_rows_are_alike(
 
 
 def test_ids_have_room_for_bits(device: torch.device) -> None:
-    from nearfield.kernels.pack import has_room_for_bits
+    from nearfield.ops.lists.triton.pack import has_room_for_bits
 
     offsets, blocks = torch.zeros(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 1, dtype=torch.int32)
     for columns, pack, wanted in ((2**15, 16, True), (2**15 + 1, 16, False), (2**15 + 1, 4, True)):
@@ -170,8 +171,9 @@ def test_ids_have_room_for_bits(device: torch.device) -> None:
 @pytest.mark.parametrize("pack", [1, 4])
 def test_keys_get_their_shares_of_the_gradients_of_means(pack: int, chunk: int, device: torch.device) -> None:
     """In rows that one program finishes, and in those that several share; beside a pass of its own."""
-    from nearfield.kernels import backward, pool
-    from nearfield.kernels.launch import Tiles
+    from nearfield.ops._triton.launch import Tiles
+    from nearfield.ops.attention.triton import backward
+    from nearfield.ops.pool_select.triton import pool
 
     query, key, value = random_inputs(2, 2, 96, 70, 16, device=device)
     plan = random_plan(96, 70, q_block=16, k_block=16, heads=2, device=device)
@@ -191,8 +193,9 @@ def test_two_parts_are_read_by_one_kernel(
     num_keys: int, key_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by one each: with a bias on either, ragged blocks, rows that read nothing in one part or in both."""
-    from nearfield.kernels import launch, pair
-    from nearfield.kernels.launch import Tiles
+    from nearfield.ops._triton import launch
+    from nearfield.ops._triton.launch import Tiles
+    from nearfield.ops.attention.triton import pair
 
     query, key, value = random_inputs(2, 2, 100, num_keys, 16, device=device)
     _, far_key, far_value = random_inputs(2, 2, 100, 40, 16, device=device, seed=5)
@@ -201,13 +204,16 @@ def test_two_parts_are_read_by_one_kernel(
     near = random_plan(100, num_keys, q_block=16, k_block=16, **blocks)  # type: ignore[arg-type]
     far = random_plan(100, 40, q_block=64, k_block=8, seed=1, **blocks)  # type: ignore[arg-type]
     bias, far_bias = (random_bias(2, 2, length, device=device) for length in (num_keys, 40))
-    parts = [Part(far_key, far_value, far, far_bias), Part(key, value, near, bias, rows_alike=True)]
+    parts = [
+        KeyValuePart(far_key, far_value, far, far_bias),
+        KeyValuePart(key, value, near, bias, similar_rows=True),
+    ]
     weights = torch.randn(query.shape, device=device)
 
-    def attended(parts: list[Part]) -> tuple[Tensor, ...]:
+    def attended(parts: list[KeyValuePart]) -> tuple[Tensor, ...]:
         leaf = query.clone().requires_grad_()
         with poisoned_memory():
-            out, lse = attend_together(leaf, parts, impl="triton")
+            out, lse = attend_parts(leaf, parts, impl="triton")
             loss = (out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0).square().sum()
             return out.detach(), lse.detach(), *torch.autograd.grad(loss, leaf)
 
@@ -217,7 +223,7 @@ def test_two_parts_are_read_by_one_kernel(
         monkeypatch.setattr(pair, function, lambda query, near, far: tiles)
     paired = attended(parts)
     # Rows that nobody calls alike are walked one by one.
-    assert all(map(torch.equal, attended([part._replace(rows_alike=False) for part in parts]), apart))
+    assert all(map(torch.equal, attended([part._replace(similar_rows=False) for part in parts]), apart))
     for mine, theirs in zip(paired, apart, strict=True):
         assert not torch.equal(mine, theirs)  # the other kernel ran
         torch.testing.assert_close(mine, theirs)
@@ -233,7 +239,7 @@ def test_two_parts_are_read_by_one_kernel(
 def test_rows_are_packed_only_if_called_alike(device: torch.device) -> None:
     """And small tiles have few warps only where programs are many, for the precision and the heads they were measured
     with."""
-    from nearfield.kernels import launch
+    from nearfield.ops._triton import launch
 
     half = torch.empty(1, 4, 8192, 64, device=device, dtype=torch.float16)
     few, wide, exact = half[:, :, :256], torch.empty(1, 4, 8192, 128, device=device).half(), half.float()
@@ -265,8 +271,8 @@ def test_rows_are_packed_only_if_called_alike(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
     """Blocks of 16 as LogLinear has them, in tiles of 64: both parts by one kernel, and the gradients of each."""
-    from nearfield.kernels import backward, forward, pair
-    from nearfield.kernels.launch import Tiles
+    from nearfield.ops._triton.launch import Tiles
+    from nearfield.ops.attention.triton import backward, forward, pair
 
     device = torch.device("cuda")
     query, key, value = (x.to(dtype) for x in random_inputs(2, 4, 1000, 1000, 64, device=device))
@@ -308,8 +314,8 @@ def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_long_rows_are_shared_by_default() -> None:
     """A plan in which some blocks of keys are read by all of many queries, as LogLinear's top level is."""
-    from nearfield.kernels import backward
-    from nearfield.kernels.launch import Tiles, chunk_of, key_gradient_tiles
+    from nearfield.ops._triton.launch import Tiles, chunk_of, key_gradient_tiles
+    from nearfield.ops.attention.triton import backward
 
     device, dtype = torch.device("cuda"), torch.bfloat16
     query, key, value = (x.to(dtype) for x in random_inputs(1, 2, 16384, 256, 64, device=device))

@@ -11,15 +11,19 @@ from tests.attending import INF, NEEDS_TRITON, assert_budget, random_bias, rando
 from torch import Tensor
 
 from nearfield import attend as attend_function
-from nearfield import operators, planning, pyramid
+from nearfield import planning
 from nearfield._types import Positions
-from nearfield.attend import Part, Pooling, attend_together
-from nearfield.plan import BLOCKS, Plan
+from nearfield.ops.attention import operators
+from nearfield.ops.attention.api import KeyValuePart, Pooling, attend_parts
+from nearfield.ops.pool_select import api as pyramid
+from nearfield.plan.plan import BLOCKS, Plan
 
 IMPLEMENTATIONS = ["reference", "grouped", pytest.param("triton", marks=NEEDS_TRITON)]
 
 
-def call(device: torch.device, key_heads: int = 2, empty_rows: bool = False) -> tuple[Tensor, list[Part]]:
+def call(
+    device: torch.device, key_heads: int = 2, empty_rows: bool = False
+) -> tuple[Tensor, list[KeyValuePart]]:
     """Two parts of different lengths and grains, the second with a bias that hides a key."""
     query, key, value = random_inputs(2, 2, 40, 40, 16, device=device)
     _, far_key, far_value = random_inputs(2, 2, 40, 24, 16, device=device, seed=5)
@@ -28,21 +32,25 @@ def call(device: torch.device, key_heads: int = 2, empty_rows: bool = False) -> 
     bias[..., 3] = -INF
     near = random_plan(40, 40, q_block=16, k_block=16, heads=2, empty_rows=empty_rows, device=device)
     far = random_plan(40, 24, q_block=32, k_block=8, empty_rows=empty_rows, device=device, seed=1)
-    return query, [Part(key, value, near), Part(far_key, far_value, far, bias)]
+    return query, [KeyValuePart(key, value, near), KeyValuePart(far_key, far_value, far, bias)]
 
 
-def leaves_of(query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> tuple[list[Tensor], list[Part]]:
+def leaves_of(
+    query: Tensor, parts: Sequence[KeyValuePart], dtype: torch.dtype
+) -> tuple[list[Tensor], list[KeyValuePart]]:
     made = [query.to(dtype).clone().requires_grad_()]
     fresh = []
     for part in parts:
         key, value = (x.to(dtype).clone().requires_grad_() for x in (part.key, part.value))
         bias = None if part.key_bias is None else part.key_bias.to(dtype).clone().requires_grad_()
         made += [x for x in (key, value, bias) if x is not None]
-        fresh.append(Part(key, value, part.plan, bias, part.positions))
+        fresh.append(KeyValuePart(key, value, part.plan, bias, part.positions))
     return made, fresh
 
 
-def results(function: Any, query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> dict[str, Tensor]:
+def results(
+    function: Any, query: Tensor, parts: Sequence[KeyValuePart], dtype: torch.dtype
+) -> dict[str, Tensor]:
     leaves, fresh = leaves_of(query, parts, dtype)
     out, lse = function(leaves[0], fresh)
     generator = torch.Generator().manual_seed(3)
@@ -53,7 +61,7 @@ def results(function: Any, query: Tensor, parts: Sequence[Part], dtype: torch.dt
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def dense(query: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+def dense(query: Tensor, parts: Sequence[KeyValuePart]) -> tuple[Tensor, Tensor]:
     """One softmax over all keys, who reads whom written out."""
     logits, values = [], []
     for part in parts:
@@ -82,7 +90,7 @@ def test_several_parts_are_one_softmax(
     query, parts = call(device, key_heads, empty_rows)
     exact = results(dense, query, parts, torch.float64)
     low = results(dense, query, parts, torch.float32)
-    got = results(lambda q, p: attend_together(q, p, impl=impl), query, parts, torch.float32)
+    got = results(lambda q, p: attend_parts(q, p, impl=impl), query, parts, torch.float32)
     for name in exact:
         assert_budget(name, got[name], exact[name], low[name])
 
@@ -90,7 +98,7 @@ def test_several_parts_are_one_softmax(
 @NEEDS_TRITON
 def test_one_part_is_attend(device: torch.device) -> None:
     query, parts = call(device)
-    one = attend_together(query, parts[:1], impl="triton")
+    one = attend_parts(query, parts[:1], impl="triton")
     alone = attend_function(query, parts[0].key, parts[0].value, parts[0].plan, impl="triton")
     assert torch.equal(one.out, alone.out)
     assert torch.equal(one.lse, alone.lse)
@@ -101,8 +109,11 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
     query, parts = call(device)
 
     def together(query: Tensor, *tensors: Tensor) -> Tensor:
-        near, far = Part(*tensors[:2], parts[0].plan), Part(*tensors[2:4], parts[1].plan, parts[1].key_bias)
-        out, lse = attend_together(query, [near, far], impl="triton")
+        near, far = (
+            KeyValuePart(*tensors[:2], parts[0].plan),
+            KeyValuePart(*tensors[2:4], parts[1].plan, parts[1].key_bias),
+        )
+        out, lse = attend_parts(query, [near, far], impl="triton")
         return out.square().sum() + lse.sum()
 
     tensors = [query, parts[0].key, parts[0].value, parts[1].key, parts[1].value]
@@ -133,7 +144,7 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
     bias = parts[1].key_bias
     assert bias is not None
     torch.library.opcheck(
-        torch.ops.nearfield.attend_together.default,
+        torch.ops.nearfield.attend_parts.default,
         (
             query.clone().requires_grad_(),
             [part.key.clone().requires_grad_() for part in parts],
@@ -165,8 +176,8 @@ def test_a_part_may_have_positions(impl: Any, number: int, device: torch.device)
     parts[number] = parts[number]._replace(positions=positions)
     exact = results(dense, query, parts, torch.float64)
     low = results(dense, query, parts, torch.float32)
-    got = results(lambda q, p: attend_together(q, p, impl=impl), query, parts, torch.float32)
-    got["out"], got["lse"] = attend_together(query, parts, impl=impl)  # no gradient is wanted here
+    got = results(lambda q, p: attend_parts(q, p, impl=impl), query, parts, torch.float32)
+    got["out"], got["lse"] = attend_parts(query, parts, impl=impl)  # no gradient is wanted here
     for name in exact:
         assert_budget(name, got[name], exact[name], low[name])
 
@@ -193,8 +204,8 @@ def test_gradients_of_means_go_to_what_they_are_means_of(
         means = [pyramid.pool(x, 4, 2, "triton").data for x in (key, value)]
         if turned:
             means[1] = means[1].mT.contiguous().mT
-        parts = [Part(key, value, near), Part(means[0], means[1], far, bias)]
-        out, lse = attend_together(query, parts, impl="triton", pooling=pooling)
+        parts = [KeyValuePart(key, value, near), KeyValuePart(means[0], means[1], far, bias)]
+        out, lse = attend_parts(query, parts, impl="triton", pooling=pooling)
         return out.square().sum() + lse.masked_fill(lse == -INF, 0).sum()
 
     torch._dynamo.reset()
@@ -212,9 +223,9 @@ def test_means_must_be_of_the_first_part(device: torch.device) -> None:
     with pytest.raises(
         ValueError, match="`parts` must have 12 keys in the second, pooled from the first; got 24"
     ):
-        attend_together(query, parts, impl="triton", pooling=Pooling(4, 1))
+        attend_parts(query, parts, impl="triton", pooling=Pooling(4, 1))
     with pytest.raises(ValueError, match="`parts` must be two where the second is pooled"):
-        attend_together(query, parts[:1], impl="triton", pooling=Pooling(4, 1))
+        attend_parts(query, parts[:1], impl="triton", pooling=Pooling(4, 1))
 
 
 @NEEDS_TRITON
@@ -222,7 +233,7 @@ def test_parts_without_bias_have_gradients(device: torch.device) -> None:
     query, parts = call(device)
     parts[1] = parts[1]._replace(key_bias=None)
     leaf = query.clone().requires_grad_()
-    out = attend_together(leaf, parts, impl="triton").out
+    out = attend_parts(leaf, parts, impl="triton").out
     expected = query.clone().requires_grad_()
     (found,) = torch.autograd.grad(out.sum(), leaf)
     (wanted,) = torch.autograd.grad(dense(expected, parts)[0].sum(), expected)
@@ -232,9 +243,9 @@ def test_parts_without_bias_have_gradients(device: torch.device) -> None:
 @NEEDS_TRITON
 def test_each_part_is_checked(device: torch.device) -> None:
     query, parts = call(device)
-    wrong = Part(parts[1].key, parts[1].value, planning.full(40, 23, device=device))
+    wrong = KeyValuePart(parts[1].key, parts[1].value, planning.full(40, 23, device=device))
     with pytest.raises(ValueError, match="`plan` must be made for 40 queries and 24 keys; got 40 and 23"):
-        attend_together(query, [parts[0], wrong], impl="triton")
+        attend_parts(query, [parts[0], wrong], impl="triton")
 
 
 @pytest.mark.gpu
@@ -252,15 +263,17 @@ def test_on_a_gpu_parts_may_have_kernels_of_their_own(
     bias = random_bias(1, 4, 90, device=device)
     near = random_plan(1000, 1000, q_block=128, k_block=64, heads=4, device=device)
     far = random_plan(1000, 90, q_block=q_block, k_block=8, empty_rows=True, device=device, seed=1)
-    parts = [Part(key, value, near), Part(far_key, far_value, far, bias)][:: -1 if swapped else 1]
+    parts = [KeyValuePart(key, value, near), KeyValuePart(far_key, far_value, far, bias)][
+        :: -1 if swapped else 1
+    ]
     exact, low = (
         dense(
             query.to(wanted),
-            [Part(*(x.to(wanted) if isinstance(x, Tensor) else x for x in p)) for p in parts],
+            [KeyValuePart(*(x.to(wanted) if isinstance(x, Tensor) else x for x in p)) for p in parts],
         )
         for wanted in (torch.float64, dtype)
     )
-    for name, *values in zip(("out", "lse"), attend_together(query, parts), exact, low, strict=True):
+    for name, *values in zip(("out", "lse"), attend_parts(query, parts), exact, low, strict=True):
         assert_budget(name, *values)
 
 
@@ -278,12 +291,12 @@ def test_on_a_gpu_the_last_keys_may_have_positions(dim: int) -> None:
     sizes = {"q_block": 128, "k_block": 64, "num_queries": 300, "num_keys": 1000}
     before, edge = (planning.from_mask(mask.expand(3, 16), **sizes) for mask in (sure, ~sure))
     positions = Positions(places[None], torch.arange(1000, device=device)[None])
-    parts = [Part(key, value, before), Part(key, value, edge, positions=positions)]
+    parts = [KeyValuePart(key, value, before), KeyValuePart(key, value, edge, positions=positions)]
     exact, low = (
         dense(query.to(wanted), [part._replace(key=key.to(wanted), value=value.to(wanted)) for part in parts])
         for wanted in (torch.float64, torch.bfloat16)
     )
-    for name, *values in zip(("out", "lse"), attend_together(query, parts), exact, low, strict=True):
+    for name, *values in zip(("out", "lse"), attend_parts(query, parts), exact, low, strict=True):
         assert_budget(name, *values)
 
 
@@ -329,19 +342,19 @@ def test_on_a_gpu_one_kernel_reads_boxes_after_its_list(
     bias = random_bias(3, 8, 333, device=device)
     bias[..., 40:50] = -INF
     hidden = random_bias(1, 8, 1400, device=device) if near_kind == "some with a bias" else None
-    parts = [Part(key, value, near, hidden), Part(far_key, far_value, far, bias)]
+    parts = [KeyValuePart(key, value, near, hidden), KeyValuePart(far_key, far_value, far, bias)]
     exact, low = (
         dense(
             query.to(wanted),
-            [Part(*(x.to(wanted) if isinstance(x, Tensor) else x for x in p)) for p in parts],
+            [KeyValuePart(*(x.to(wanted) if isinstance(x, Tensor) else x for x in p)) for p in parts],
         )
         for wanted in (torch.float64, dtype)
     )
     far_parts = watched_far_parts(monkeypatch)
-    together = attend_together(query, parts)
+    together = attend_parts(query, parts)
     assert far_parts == ([True] if torch.cuda.get_device_capability() == (9, 0) else [])
     far_parts.clear()
-    apart = attend_together(query, [parts[0], parts[1]._replace(plan=without_boxes(far))])
+    apart = attend_parts(query, [parts[0], parts[1]._replace(plan=without_boxes(far))])
     assert True not in far_parts
     for got in (together, apart):
         for name, *values in zip(("out", "lse"), got, exact, low, strict=True):
@@ -361,12 +374,12 @@ def test_on_a_gpu_keys_that_nobody_reads_do_not_matter_to_the_far_part(k_block: 
     sizes = {"q_block": 128, "k_block": k_block, "num_queries": 1000, "num_keys": 900}
     near = planning.from_mask(mask, **sizes).to(device)
     near_bias = random_bias(1, 4, 900, device=device) if has_bias else None
-    far = Part(
+    far = KeyValuePart(
         far_key, far_value, stretches(1000, 333, 128, 1, device), random_bias(1, 4, 333, device=device)
     )
-    expected = attend_together(query, [Part(key, value, near, near_bias), far])
+    expected = attend_parts(query, [KeyValuePart(key, value, near, near_bias), far])
     key[:, :, :k_block], value[:, :, :k_block] = float("nan"), float("nan")
-    got = attend_together(query, [Part(key, value, near, near_bias), far])
+    got = attend_parts(query, [KeyValuePart(key, value, near, near_bias), far])
     assert expected.out.isfinite().all()
     assert torch.equal(got.out, expected.out)
     assert torch.equal(got.lse, expected.lse)
@@ -387,7 +400,7 @@ def watched_far_parts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def hopper_kernels() -> Any:
-    from nearfield.kernels import hopper
+    from nearfield.ops.attention import hopper
 
     return hopper
 
@@ -486,10 +499,10 @@ def test_boxes_cross_the_operator(
     def none_at_once(_: Tensor, parts: Sequence[Any], __: float) -> None:
         seen.append([plan.boxes for _, _, plan, *_ in parts])
 
-    monkeypatch.setattr("nearfield.kernels.attend.attend_together_forward", none_at_once)
+    monkeypatch.setattr("nearfield.ops.attention.triton.attend_parts_forward", none_at_once)
 
     def together(query: Tensor) -> Tensor:
-        return attend_together(query, parts, impl="triton").out
+        return attend_parts(query, parts, impl="triton").out
 
     torch._dynamo.reset()
     (torch.compile(together, fullgraph=True, backend="aot_eager") if compiles else together)(query)
@@ -540,9 +553,9 @@ def test_the_fastest_kernel_is_asked_first_if_it_reads_every_part(
     seen: list[str] = []
 
     def load(name: str) -> Any:
-        return SimpleNamespace(attend_together_forward=lambda *_: seen.append(name))
+        return SimpleNamespace(attend_parts_forward=lambda *_: seen.append(name))
 
-    monkeypatch.setattr("nearfield.kernels.load", load)
+    monkeypatch.setattr("nearfield.ops._triton.load", load)
     query, parts = call(torch.device("cpu"))
     assert operators._at_once(query, parts, names, 1.0) is None
     assert seen == asked
@@ -558,19 +571,22 @@ def test_a_key_that_is_read_twice_begins_a_box() -> None:
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
 
 
-def _plain_call() -> tuple[Tensor, list[Part]]:
+def _plain_call() -> tuple[Tensor, list[KeyValuePart]]:
     """Parts that are read in one pass where no gradients are wanted."""
     query, key, value = random_inputs(2, 2, 40, 40, 16)
     _, far_key, far_value = random_inputs(2, 2, 40, 24, 16, seed=5)
     near = random_plan(40, 40, q_block=16, k_block=16)
     far = random_plan(40, 24, q_block=16, k_block=8, seed=1)
-    return query, [Part(key, value, near), Part(far_key, far_value, far, random_bias(1, 2, 24))]
+    return query, [
+        KeyValuePart(key, value, near),
+        KeyValuePart(far_key, far_value, far, random_bias(1, 2, 24)),
+    ]
 
 
-def _out_of(parts: Sequence[Part]) -> Any:
+def _out_of(parts: Sequence[KeyValuePart]) -> Any:
     def function(query: Tensor, *tensors: Tensor) -> Tensor:
         fresh = [part._replace(key=tensors[2 * i], value=tensors[2 * i + 1]) for i, part in enumerate(parts)]
-        return attend_together(query, fresh, impl="grouped").out
+        return attend_parts(query, fresh, impl="grouped").out
 
     return function
 
@@ -623,7 +639,7 @@ def test_gradients_of_parts_that_were_read_without_any_are_refused() -> None:
     query, parts = _plain_call()
     inputs = [part.key for part in parts], [part.value for part in parts]
     with pytest.raises(NotImplementedError, match="read together by 'grouped', without gradients"):
-        torch.ops.nearfield.attend_together_backward(
+        torch.ops.nearfield.attend_parts_backward(
             query, query[..., 0], query, query, query[..., 0], *inputs,
             [x for part in parts for x in (part.plan.offsets, part.plan.blocks, *[None] * 8)],
             [], [], [], [], [16, 16, 0, 0, 0, 16, 8, 0, 0, 0], 0.25, "grouped",
@@ -633,4 +649,4 @@ def test_gradients_of_parts_that_were_read_without_any_are_refused() -> None:
 def test_a_bias_of_another_kind_is_told() -> None:
     query, parts = _plain_call()
     with pytest.raises(TypeError, match="`key_bias` must be a tensor; got list"):
-        attend_together(query, [parts[0], parts[1]._replace(key_bias=[0.0])], impl="grouped")  # type: ignore[arg-type]
+        attend_parts(query, [parts[0], parts[1]._replace(key_bias=[0.0])], impl="grouped")  # type: ignore[arg-type]

@@ -14,13 +14,13 @@ from benchmarks.cases import Case, Result, cases
 
 from nearfield import planning
 from nearfield._files import write_json
-from nearfield.attend import attend
 from nearfield.cli import layouts, machine, report
 from nearfield.cli.check import Checked, check_backward, check_forward, poisoned_memory
 from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Effort, Timing, measure
-from nearfield.implementations import Choice
-from nearfield.plan import BLOCKS, Plan
+from nearfield.ops.attention.api import attend
+from nearfield.ops.attention.dispatch import Choice
+from nearfield.plan.plan import BLOCKS, Plan
 from nearfield_lab.dense import random_inputs
 
 CPU = torch.device("cpu")

@@ -13,12 +13,13 @@ from tests import command_line as cli
 from tests.tiles import paper
 from torch.nn.attention.flex_attention import flex_attention
 
-from nearfield import Geometry, Hilbert, attend, kernels, planning
+from nearfield import Geometry, Hilbert, attend, planning
 from nearfield._types import Attended
 from nearfield.cli.check import Checked, check_forward
 from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Effort, Timing
 from nearfield.methods import PlanLayer, Summary
+from nearfield.ops import _triton as kernels
 from nearfield_lab.dense import random_inputs
 
 CPU = torch.device("cpu")

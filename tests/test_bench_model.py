@@ -29,13 +29,14 @@ from tests import command_line as cli
 from tests.tiles import paper
 from torch.overrides import TorchFunctionMode
 
-from nearfield import Hilbert, kernels
-from nearfield.adapters import processor
+from nearfield import Hilbert
 from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.model_cases import ModelCase, Size
 from nearfield.cli.timing import Effort, Timing, measure
-from nearfield.merging import Merging
-from nearfield.tokenmap import Ordering
+from nearfield.diffusers import processor
+from nearfield.layout.ordering import Ordering
+from nearfield.ops import _triton as kernels
+from nearfield.ops.merge.api import Merging
 
 pytest.importorskip("diffusers")
 

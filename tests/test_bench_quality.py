@@ -22,8 +22,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 
 from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, apply
-from nearfield.adapters.compiling import compiled_blocks
 from nearfield.cli import machine
+from nearfield.diffusers.compiling import compiled_blocks
 from nearfield.methods import BipartiteMerge, Composition
 from nearfield_lab import quality
 from nearfield_lab.embedded.model import save_model

@@ -12,10 +12,10 @@ from tests.cats import CATS
 from tests.command_line import main
 from torch import Tensor
 
-from nearfield.geometry import Geometry
+from nearfield.layout.geometry import Geometry
+from nearfield.layout.ordering import along
 from nearfield.methods import Hilbert
-from nearfield.predict import Blocks
-from nearfield.tokenmap import along
+from nearfield.ops.predict.api import Blocks
 from nearfield_lab.embedded.model import ModelConfig, TinyFlux, save_model
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"

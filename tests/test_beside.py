@@ -12,14 +12,15 @@ import torch
 from tests.attending import NEEDS_TRITON, random_inputs, random_plan
 from torch import Tensor
 
-from nearfield import LogLinear, attend_with, pyramid
-from nearfield.attend import Part, attend_together
+from nearfield import LogLinear, attend_with
 from nearfield.cli.check import poisoned_memory
 from nearfield.cli.timing import captured
+from nearfield.ops.attention.api import KeyValuePart, attend_parts
+from nearfield.ops.pool_select import api as pyramid
 
 GPU = torch.device("cuda", 0)
 ON_GPU: Any = SimpleNamespace(is_cuda=True, device=GPU)
-"""A tensor, as far as `Beside` looks at it."""
+"""A tensor, as far as `SideStream` looks at it."""
 
 
 class Streams:
@@ -58,7 +59,7 @@ class Streams:
 @pytest.fixture
 def beside() -> Any:
     pytest.importorskip("triton")
-    from nearfield.kernels import beside
+    from nearfield.ops.attention.triton import side_stream as beside
 
     return beside
 
@@ -74,7 +75,7 @@ def streams(beside: Any, monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_a_branch_begins_with_its_stretch_and_ends_before_what_follows(beside: Any, streams: Streams) -> None:
-    with beside.Beside(ON_GPU) as stretch:
+    with beside.SideStream(ON_GPU) as stretch:
         streams.launch("the large kernel")
         with stretch.branch():
             streams.launch("small ones")
@@ -98,7 +99,7 @@ def test_a_branch_that_began_is_joined_whatever_happens(where: str, beside: Any,
             raise RuntimeError(where)
 
     def run() -> None:
-        with beside.Beside(ON_GPU) as stretch:
+        with beside.SideStream(ON_GPU) as stretch:
             fail_if("before")
             with stretch.branch():
                 fail_if("in")
@@ -111,7 +112,7 @@ def test_a_branch_that_began_is_joined_whatever_happens(where: str, beside: Any,
 
 def test_what_need_not_run_beside_tells_no_stream(beside: Any, streams: Streams) -> None:
     for x, wanted in ((ON_GPU, False), (torch.empty(0), True)):
-        with beside.Beside(x, wanted=wanted) as stretch, stretch.branch():
+        with beside.SideStream(x, wanted=wanted) as stretch, stretch.branch():
             streams.launch("everything")
     assert streams.told == ["stream 0 runs everything"] * 2
 
@@ -137,11 +138,12 @@ def test_every_stream_of_every_device_has_one_side_of_its_own(beside: Any, strea
 def test_lists_are_transposed_behind_the_query_gradient_where_they_were_not_before(
     once: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nearfield.kernels import beside, pair
+    from nearfield.ops.attention.triton import pair
+    from nearfield.ops.attention.triton import side_stream as beside
 
     told: list[str] = []
 
-    class Watched(beside.Beside):
+    class Watched(beside.SideStream):
         def __init__(self, x: Tensor, wanted: bool = True) -> None:
             told.append(f"wanted: {wanted}")
             super().__init__(x, wanted)
@@ -161,13 +163,13 @@ def test_lists_are_transposed_behind_the_query_gradient_where_they_were_not_befo
 
         monkeypatch.setattr(pair, name, watched)
 
-    monkeypatch.setattr(pair, "Beside", Watched)
+    monkeypatch.setattr(pair, "SideStream", Watched)
     for name in ("room_for_transpose", "_query_gradient", "transpose_into", "key_gradient"):
         watch(name)
     query, key, value = (x.requires_grad_() for x in random_inputs(1, 1, 32, 32, 16, device=device))
     plans = [random_plan(32, 32, q_block=16, k_block=16, device=device, seed=seed) for seed in (0, 1)]
-    parts = [Part(key, value, plan) for plan in plans]
-    attend_together(query, parts, impl="triton", once=once).out.sum().backward()
+    parts = [KeyValuePart(key, value, plan) for plan in plans]
+    attend_parts(query, parts, impl="triton", once=once).out.sum().backward()
     room, transposing = (["room_for_transpose"] * 2, ["transpose_into"]) if once else ([], [])
     assert told == [
         *room,

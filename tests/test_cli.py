@@ -14,15 +14,15 @@ import torch
 from tests import command_line as cli
 
 import nearfield_lab
-from nearfield import kernels
 from nearfield._types import Attended, Impl
-from nearfield.attend import attend
 from nearfield.cli import arguments as choices
 from nearfield.cli import explain, presets
 from nearfield.cli.main import LAB, main
-from nearfield.kernels import launch
-from nearfield.methods.merging import Placement
-from nearfield.plan import BLOCKS
+from nearfield.methods.merge import Placement
+from nearfield.ops import _triton as kernels
+from nearfield.ops._triton import launch
+from nearfield.ops.attention.api import attend
+from nearfield.plan.plan import BLOCKS
 from nearfield_lab.dense import dense_attention
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
 from tests.tiles import paper
 
 from nearfield import FineGrained, Hilbert, Merge, _files, apply
-from nearfield.adapters.region import Region
+from nearfield.diffusers.region import Region
 from nearfield.methods import Composition
 from nearfield_lab.embedded import generate, pictures, storage
 from nearfield_lab.embedded.autoencoder import WEIGHTS

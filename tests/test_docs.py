@@ -197,7 +197,7 @@ def test_a_model_is_few_lines() -> None:
     """The entry on the page of models is the table's own."""
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     (entry,) = (fence[2] for fence in FENCE.finditer(page) if fence[2].startswith("Spec("))
-    table = (ROOT / "src" / "nearfield" / "adapters" / "specs.py").read_text(encoding="utf-8")
+    table = (ROOT / "src" / "nearfield" / "diffusers" / "specs.py").read_text(encoding="utf-8")
     assert textwrap.indent(entry.rstrip("\n"), "    ") + "," in table
     assert len(entry.splitlines()) <= 20
 

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, planning, predict
+from nearfield import Geometry, planning
 from nearfield._types import Moment
 from nearfield.methods import FineGrained
 from nearfield.methods import fine as module
-from nearfield.methods.fine import FineLayer
-from nearfield.predict import Mask
+from nearfield.methods.finegrained import FineLayer
+from nearfield.ops.predict import api as predict
+from nearfield.ops.predict.api import Mask
 
 GEOMETRY = Geometry((8, 9), text=7)
 

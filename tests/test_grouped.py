@@ -12,9 +12,10 @@ from tests.attending import Call, eager, random_bias, random_inputs, random_plan
 from torch import Tensor
 
 import nearfield
-from nearfield import grouped, planning
+from nearfield import planning
 from nearfield._types import Positions
-from nearfield.attend import Part, attend_together, merge
+from nearfield.ops.attention import cpu as grouped
+from nearfield.ops.attention.api import KeyValuePart, attend_parts, merge_attended
 
 CPU = torch.device("cpu")
 
@@ -152,7 +153,7 @@ def test_store_tells_tensors_apart() -> None:
 
 
 @st.composite
-def several_parts(draw: st.DrawFn) -> tuple[Tensor, list[Part]]:
+def several_parts(draw: st.DrawFn) -> tuple[Tensor, list[KeyValuePart]]:
     """Of one softmax, each with one set of lists, and rows of one size."""
     key_heads, repeats, batch = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     heads, num_queries, q_block = (
@@ -179,20 +180,22 @@ def several_parts(draw: st.DrawFn) -> tuple[Tensor, list[Part]]:
         shape = draw(st.sampled_from([(batch, heads, num_keys), (1, 1, num_keys)]))
         bias = random_bias(*shape, seed=seed).double() if draw(st.booleans()) else None
         query = inputs[0] if query is None else query
-        parts.append(Part(*inputs[1:], plan, bias))
+        parts.append(KeyValuePart(*inputs[1:], plan, bias))
     assert query is not None
     return query, parts
 
 
 @settings(max_examples=60)
 @given(several_parts(), st.sampled_from([2, 16]))
-def test_parts_read_in_one_pass_are_parts_that_are_merged(call: tuple[Tensor, list[Part]], many: int) -> None:
+def test_parts_read_in_one_pass_are_parts_that_are_merged(
+    call: tuple[Tensor, list[KeyValuePart]], many: int
+) -> None:
     query, parts = call
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "_MANY_RUNS", many)
-        together = attend_together(query, parts, impl="grouped")
+        together = attend_parts(query, parts, impl="grouped")
     apart = [nearfield.attend(query, *part[:3], key_bias=part.key_bias, impl="reference") for part in parts]
-    for got, wanted in zip(together, reduce(merge, apart), strict=True):
+    for got, wanted in zip(together, reduce(merge_attended, apart), strict=True):
         torch.testing.assert_close(got, wanted)
 
 
@@ -205,8 +208,11 @@ def test_one_call_for_all_parts_of_a_list(monkeypatch: pytest.MonkeyPatch) -> No
     far = planning.from_mask(
         ~torch.eye(4, dtype=torch.bool), q_block=16, k_block=1, num_queries=64, num_keys=4
     )
-    parts = [Part(key, value, near), Part(key[:, :, :4], value[:, :, :4], far, torch.zeros(4))]
-    attend_together(query, parts, impl="grouped")
+    parts = [
+        KeyValuePart(key, value, near),
+        KeyValuePart(key[:, :, :4], value[:, :, :4], far, torch.zeros(4)),
+    ]
+    attend_parts(query, parts, impl="grouped")
     assert reads.shapes == [([2, 1, 16, 8], [2, 1, 19, 8])] * 4
 
 
@@ -219,8 +225,8 @@ def test_parts_of_different_rows_are_read_apart(change: str, monkeypatch: pytest
         plans[1] = planning.full(64, q_block=32, k_block=16)
     else:
         plans[1] = random_plan(64, 64, q_block=16, k_block=16, heads=2, share=1.0)
-    parts = [Part(key, value, plan) for plan in plans]
-    out, lse = attend_together(query, parts, impl="grouped")
+    parts = [KeyValuePart(key, value, plan) for plan in plans]
+    out, lse = attend_parts(query, parts, impl="grouped")
     assert len(reads.shapes) > 1
     once = nearfield.attend(query, key, value, plans[0], impl="reference")
     torch.testing.assert_close(out, once.out, rtol=1e-5, atol=1e-5)

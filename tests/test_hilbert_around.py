@@ -12,7 +12,7 @@ from tests.tiles import image_places, labels, times_counted
 from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Geometry, Hilbert, Merge, apply, attend_with
-from nearfield.geometry import Shortened
+from nearfield.layout.geometry import Shortened
 from nearfield.methods.hilbert.layout import block_sizes
 from nearfield.methods.hilbert.plans import near_plan
 

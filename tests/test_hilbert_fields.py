@@ -9,7 +9,7 @@ from tests.hilbert_cases import inputs_for
 from tests.tiles import paper
 
 from nearfield import Geometry, Hilbert, SelfAttention, attend_with
-from nearfield.dense_parts import stays_dense
+from nearfield.methods.dense_parts import stays_dense
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tests.tiles import STATEMENTS
 
 from nearfield.methods import registry
 
-TILING, TOKENMAP = "tiling.py", "tokenmap.py"
+TILING, TOKENMAP = "layout/tiling.py", "layout/ordering.py"
 LAYOUT, AROUND, PLANS, FAR_FIELD = (
     f"methods/hilbert/{name}.py" for name in ("layout", "around", "plans", "far_field")
 )
@@ -192,8 +192,13 @@ def copied_method(patch: pytest.MonkeyPatch, module: str = "", path: Path | None
     for file in MODULES:
         name = ".".join(("nearfield", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
         package, _, attribute = name.rpartition(".")
+        original = sys.modules[name]
         copy = load(name, path if path and file == module else PACKAGE / file, patch)
         patch.setattr(sys.modules[package], attribute, copy)
+        room = sys.modules[".".join(name.split(".")[:2])]
+        for public, value in list(vars(room).items()):  # others take its names from the room
+            if getattr(original, public, None) is value and hasattr(copy, public):
+                patch.setattr(room, public, getattr(copy, public))
     return copy
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nearfield import keeping
+from nearfield import _memo as keeping
 
 
 def test_what_follows_from_sizes_is_made_once() -> None:

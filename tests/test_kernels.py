@@ -9,18 +9,19 @@ import torch
 from tests.attending import NEEDS_TRITON, assert_budget, random_plan
 from torch import Tensor
 
-from nearfield import LogLinear, Plan, attend_with, predict
+from nearfield import LogLinear, Plan, attend_with
 from nearfield.cli.check import poisoned_memory
 from nearfield.cli.timing import captured
-from nearfield.levels import level_starts
+from nearfield.layout.levels import level_starts
 from nearfield.methods.loglinear import _attend
-from nearfield.predict import Blocks
-from nearfield.reference import choose as choose_reference
-from nearfield.reference import columns as columns_reference
-from nearfield.reference import lists as lists_reference
-from nearfield.reference import means as means_reference
-from nearfield.reference import rotate as rotate_reference
-from nearfield.reference import select as select_reference
+from nearfield.ops.lists import reference as lists_reference
+from nearfield.ops.pool_select.reference import select as select_reference
+from nearfield.ops.predict import api as predict
+from nearfield.ops.predict.api import Blocks
+from nearfield.ops.predict.reference import choose as choose_reference
+from nearfield.ops.predict.reference import columns as columns_reference
+from nearfield.ops.predict.reference import means as means_reference
+from nearfield.ops.rotary.reference import rotate as rotate_reference
 
 
 def inputs(num_queries: int, num_keys: int, dim: int, *, heads: int = 4, key_heads: int = 2) -> list[Tensor]:
@@ -53,8 +54,8 @@ def weights_of(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def test_pooling_kernels_do_as_the_reference(
     length: int, block: int, number: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    from nearfield.kernels import pool as kernel
-    from nearfield.reference import pool as plain
+    from nearfield.ops.pool_select.reference import pool as plain
+    from nearfield.ops.pool_select.triton import pool as kernel
 
     x = torch.randn(2, length, 3, dim, device=device, dtype=dtype).transpose(1, 2)
     exact = plain.pool_forward(x.double(), block, number)
@@ -74,7 +75,7 @@ def test_lists_are_transposed(
     tile: int, repeats: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one program and by several, the last one short; entries that repeat, rows without any, unused slots."""
-    from nearfield.kernels import transpose as kernel
+    from nearfield.ops.lists.triton import transpose as kernel
 
     monkeypatch.setattr(kernel, "_TILE", tile)
     plan = random_plan(
@@ -92,7 +93,7 @@ def test_lists_are_transposed(
 @NEEDS_TRITON
 def test_plans_are_transposed_by_one_sort(device: torch.device) -> None:
     """Of other sizes, one with unused slots, one without entries."""
-    from nearfield.kernels import transpose as kernel
+    from nearfield.ops.lists.triton import transpose as kernel
 
     plans = [
         random_plan(330, 200, q_block=16, k_block=8, batch=2, heads=2, empty_rows=True, device=device),
@@ -108,7 +109,7 @@ def test_plans_are_transposed_by_one_sort(device: torch.device) -> None:
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 3)])
 def test_rows_are_ordered_as_by_a_sort(batch: int, heads: int, device: torch.device) -> None:
     """Lengths from none to some hundred, many of them similar; lists of their own, or one for all heads."""
-    from nearfield.kernels import order as kernel
+    from nearfield.ops.lists.triton import order as kernel
 
     for of_list in ((1, 1), (batch, heads)):
         counts = torch.randint(0, 300, (*of_list, 150), generator=torch.Generator().manual_seed(0)).to(device)
@@ -129,7 +130,7 @@ def test_an_order_of_many_rows_is_written_where_it_is_wanted(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a sort then, of which the plan keeps nothing: it may have run on another stream."""
-    from nearfield.kernels import order as kernel
+    from nearfield.ops.lists.triton import order as kernel
 
     monkeypatch.setattr(kernel, "_MOST_ROWS", 1)
     plan = random_plan(330, 200, q_block=16, k_block=8, heads=2, empty_rows=True, device=device)
@@ -153,7 +154,7 @@ def test_transposing_is_a_proper_operator(device: torch.device) -> None:
 @pytest.mark.parametrize("lengths", [(70, 70, 70), (70, 37, 37)], ids=["alike", "other lengths"])
 def test_three_are_pooled_as_each(lengths: tuple[int, int, int], device: torch.device) -> None:
     """In shared launches where they are alike, the sums of the second level included, which give the third."""
-    from nearfield.kernels import pool as kernel
+    from nearfield.ops.pool_select.triton import pool as kernel
 
     tensors = [torch.randn(2, length, 3, 24, device=device).transpose(1, 2) for length in lengths]
     with poisoned_memory():
@@ -167,7 +168,7 @@ def test_three_are_pooled_as_each(lengths: tuple[int, int, int], device: torch.d
 @pytest.mark.parametrize(("block", "levels"), [(32, 6), (2, 30)])
 def test_shares_of_levels_far_above_all_tokens(block: int, levels: int, device: torch.device) -> None:
     """As many levels as fit in 32 bits: a level more would not."""
-    from nearfield.kernels import pool as kernel
+    from nearfield.ops.pool_select.triton import pool as kernel
 
     length = 70
     starts = level_starts(length, block, levels)
@@ -200,7 +201,7 @@ def test_kernel_chooses_as_the_reference(
     lengths: tuple[int, int], block: int, count: int, width: int | None, keep_own: bool, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    from nearfield.kernels import select as kernel
+    from nearfield.ops.pool_select.triton import select as kernel
 
     # Halves of small whole numbers: every product is exact, and many scores are equal.
     generator = torch.Generator().manual_seed(0)
@@ -257,7 +258,7 @@ def test_choices_are_merged_as_lists_are() -> None:
 
 @NEEDS_TRITON
 def test_kernel_takes_nan_and_strides(device: torch.device) -> None:
-    from nearfield.kernels import select as kernel
+    from nearfield.ops.pool_select.triton import select as kernel
 
     query = torch.ones(1, 6, 2, 16, device=device).transpose(1, 2)
     key = torch.randint(-3, 4, (1, 7, 2, 16), device=device).float().transpose(1, 2)
@@ -269,7 +270,7 @@ def test_kernel_takes_nan_and_strides(device: torch.device) -> None:
 
 @NEEDS_TRITON
 def test_what_the_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
-    from nearfield.kernels import select as kernel
+    from nearfield.ops.pool_select.triton import select as kernel
 
     assert kernel.unsupported(torch.empty(1, 1, 1, 8, device=device), 64) is None
     assert "float64" in str(kernel.unsupported(torch.empty(1, 1, 1, 8, device=device).double(), 64))
@@ -304,7 +305,7 @@ def test_kernel_computes_the_statistics_of_the_map(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    from nearfield.kernels import columns as kernel
+    from nearfield.ops.predict.triton import columns as kernel
 
     query, key, _ = (x.to(device, dtype) for x in inputs(num_queries, num_keys, dim))
     _, lse = weights_of(query.double(), key.double())
@@ -319,7 +320,7 @@ def test_kernel_computes_the_statistics_of_the_map(
 @NEEDS_TRITON
 @pytest.mark.parametrize("shape", [(2, 3, 5, 9), (1, 1, 1, 1), (1, 2, 3, 2100), (1, 1, 4, 32)], ids=str)
 def test_kernel_lists_what_a_mask_keeps(shape: tuple[int, ...], device: torch.device) -> None:
-    from nearfield.kernels import lists as kernel
+    from nearfield.ops.lists.triton import lists as kernel
 
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.6
     mask[0, 0, 0] = False  # an empty row
@@ -345,7 +346,7 @@ def test_kernel_lists_what_a_mask_keeps(shape: tuple[int, ...], device: torch.de
 def test_kernel_averages_blocks_and_compares_tokens_with_the_mean(
     length: int, block: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    from nearfield.kernels import means as kernel
+    from nearfield.ops.predict.triton import means as kernel
 
     x = (torch.randn(2, length, 3, dim, device=device, dtype=dtype) + 1).transpose(1, 2)
     x[0, 0, :2] = 0
@@ -360,7 +361,7 @@ def test_kernel_averages_blocks_and_compares_tokens_with_the_mean(
 def test_kernel_turns_by_the_rows_of_each_sample(
     heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    from nearfield.kernels import rotate as kernel
+    from nearfield.ops.rotary.triton import rotate as kernel
 
     x = torch.randn(2, length, heads, dim, device=device, dtype=dtype).transpose(1, 2)
     cos, sin = torch.randn(2, 2, 1, length, dim, device=device)  # of any kind: no two are alike
@@ -383,7 +384,7 @@ def test_kernel_turns_by_the_rows_of_each_sample(
 
 @NEEDS_TRITON
 def test_what_the_turning_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
-    from nearfield.kernels import rotate as kernel
+    from nearfield.ops.rotary.triton import rotate as kernel
 
     x = torch.empty(1, 2, 8, 16, device=device)
     assert kernel.unsupported(x) is None
@@ -399,7 +400,7 @@ def test_what_the_turning_kernel_leaves_to_plain_torch_has_a_reason(device: torc
 def test_kernel_chooses_the_columns_that_hold_the_mass(
     shape: tuple[int, ...], mass: float | None, count: int, device: torch.device
 ) -> None:
-    from nearfield.kernels import choose as kernel
+    from nearfield.ops.predict.triton import choose as kernel
 
     generator = torch.Generator().manual_seed(0)
     # Logs of whole numbers, many of them equal, some below zero; -0.0 and 0.0 are equal, too.
@@ -430,7 +431,7 @@ def test_kernel_chooses_the_columns_that_hold_the_mass(
 )  # the interpreter computes with numpy, which warns
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_rows_that_are_not_numbers_are_kept_whole(value: float, device: torch.device) -> None:
-    from nearfield.kernels import choose as kernel
+    from nearfield.ops.predict.triton import choose as kernel
 
     scores = torch.randn(1, 1, 3, 20, device=device)
     scores[0, 0, 1] = value
@@ -599,7 +600,7 @@ def test_log_linear_attention_is_captured_by_a_graph() -> None:
 @pytest.mark.parametrize("k_block", [1, 4, 64])
 def test_statistics_of_a_long_map(k_block: int, q_block: int) -> None:
     query, key, _ = (x.to("cuda", torch.bfloat16) for x in inputs(3000, 5000, 128))
-    from nearfield.kernels import columns as kernel
+    from nearfield.ops.predict.triton import columns as kernel
 
     _, lse = weights_of(query.double(), key.double())
     call = q_block, k_block, 128**-0.5
@@ -617,8 +618,8 @@ def test_turning_kernel_does_as_the_reference(
     length: int, dim: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Keys behind a prefix, into the middle of a longer cache, of which the rest stays."""
-    from nearfield.kernels import turn as kernel
-    from nearfield.reference import turn as plain
+    from nearfield.ops.rotary.reference import keys as plain
+    from nearfield.ops.rotary.triton import keys as kernel
 
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(5, 4, 3 + length, dim, generator=generator).to(device, dtype)[:, :, 3:]
@@ -643,8 +644,8 @@ def test_the_merging_kernel_does_as_the_reference(
     parts: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Parts as ranks receive them, token by token; with rows that read nothing in one part, and in all."""
-    from nearfield.kernels import partials as kernel
-    from nearfield.reference import partials as plain
+    from nearfield.ops.attention import partials_reference as plain
+    from nearfield.ops.attention.triton import partials as kernel
 
     rows = torch.randn(parts, tokens, 2, heads, dim + 8, device=device).to(dtype)
     out, lse = (

@@ -1,13 +1,14 @@
-"""Who may import whom: walks the syntax trees of the package and fails on any arrow the tables do not allow.
+"""Who may import whom: walks the syntax trees of the package and fails on any arrow that is not allowed.
 
-Every import counts: at the top, inside a function, under TYPE_CHECKING, or by `importlib.import_module("name")`. An
-import under TYPE_CHECKING is a dependency of the reader if not of the interpreter; the few that are needed to name a
-type of the same level are listed in ANNOTATIONS_ONLY.
+The package is a row of rooms, folders each of which may import the rooms before it. From outside its room a module is
+reached through the room's `__init__` alone, so that a reader knows from the name of a file who may call it.
+
+Every import counts: at the top, inside a function, under TYPE_CHECKING, or by `importlib.import_module("name")`.
 """
 
 import ast
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,76 +18,30 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "src" / "nearfield"
 LAB = REPOSITORY / "lab" / "src" / "nearfield_lab"
 
-LEVELS = {
-    0: {"_eager", "_files", "_types", "curves", "keeping", "levels"},
-    1: {"_checks", "geometry", "plan"},
-    2: {"reference", "kernels", "grouped"},
-    3: {
-        "planning",
-        "pyramid",
-        "tiling",
-        "tokenmap",
-        "dense_parts",
-        "blockwise",
-        "implementations",
-        "operators",
-        "attend",
-        "merging",
-        "predict",
-        "windows",
-    },
-    4: {"methods", "recipes"},
-    5: {"adapters", "parallel", "retrieval"},
-    6: {"cli", "__main__"},
-}
-LEVEL_OF = {unit: level for level, units in LEVELS.items() for unit in units}
+ROOMS = ("layout", "plan", "ops", "methods", "parallel", "diffusers retrieval", "cli")
+"""From the first to the last; two at one place may not see each other."""
+PLACE = {room: place for place, rooms in enumerate(ROOMS) for room in rooms.split()}
 
-# Levels each level may import. Only the top one may import its own.
-READS = {
-    0: set(),
-    1: {0},
-    2: {0, 1},
-    3: {0, 1, 2},
-    4: {0, 1, 3},
-    5: {0, 1, 2, 3, 4},
-    6: {0, 1, 2, 3, 4, 5, 6},
-}
-SIDEWAYS = {
-    ("recipes", "methods"),
-    ("plan", "_checks"),
-    ("geometry", "_checks"),
-    ("predict", "planning"),
-    ("pyramid", "planning"),
-    ("operators", "implementations"),
-    ("attend", "operators"),
-    ("adapters", "parallel"),
-    ("retrieval", "parallel"),
-}
-ANNOTATIONS_ONLY = {("_checks", "plan"), ("_checks", "geometry")}
+BASE = {"_types", "_checks", "_files", "_memo"}
+"""Modules of no room, which all rooms may import."""
+FACADES = {"", "__main__", "planning"}
+"""Modules of no room that gather names of rooms: the package itself, the program, and the builders of plans. Of the
+rooms the last one alone may import them."""
+BASE_READS = {("_checks", "layout"), ("_checks", "plan")}
+"""What is named in annotations of the checks."""
 
-# The public names are gathered from levels 0 to 5, so only what lies above may import them from there.
-ROOT = "__init__"
-ROOT_READS = {0, 1, 2, 3, 4, 5}
-ROOT_READERS = {6}
+# Modules of a room that its other modules share, each of which may import the ones before it; the rest are siblings,
+# which may not import each other. A folder inside of a room is one sibling.
+SHARED = {
+    "methods": (
+        "registry", "borders", "dense_parts", "blockwise", "layers", "base", "composition", "self_attention",
+        "fields", "recipes",
+    ),
+}  # fmt: skip
 
-# Packages whose modules may not import each other, but for those that all of them share, each of which may import the
-# ones before it; their `__init__` may import them all. A package inside of them is one sibling: its modules may.
-NO_SIBLINGS = {
-    "methods": ("registry", "borders", "layers", "base", "composition", "self_attention"),
-}
-
-# Outside packages: torch for everyone; these for their owners alone, or for nobody; any other from level 5 up.
-OWNERS = {
-    "triton": ("kernels",),
-    "diffusers": ("adapters",),
-    "transformers": ("retrieval",),
-    "matplotlib": (),
-    "gradio": (),
-    "ray": (),
-    "nearfield_lab": (),
-    "benchmarks": (),
-}
-FIRST_LEVEL_WITH_EXTRAS = 5
+# Outside packages: torch for everyone; these for their owners alone; any other from `diffusers` and `retrieval` on.
+OWNERS = {"diffusers": "diffusers", "transformers": "retrieval"}
+FIRST_WITH_EXTRAS = PLACE["diffusers"]
 
 # The lab: which of its rooms each may import, and who owns an outside package. None of them imports the benchmarks.
 LAB_READS = {
@@ -120,44 +75,35 @@ class Import(NamedTuple):
 
 
 def broken_arrows(package: Path) -> list[str]:
-    """Every import that the tables do not allow, as `path:line: importer -> imported (reason)`."""
+    """Every import that is not allowed, as `path:line: importer -> imported (reason)`."""
     modules = {_dotted(path, package): path for path in sorted(package.rglob("*.py"))}
     broken = []
     for importer, path in modules.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         where = path.relative_to(package).as_posix()
-        unit = _unit(importer)
-        if unit != ROOT and unit not in LEVEL_OF:
-            broken.append(f"{where}:1: {unit} has no level; give it one in LEVELS")
+        unit = importer.partition(".")[0]
+        if unit not in {*PLACE, *BASE, *FACADES}:
+            broken.append(f"{where}:1: {unit} is no room; give it one in ROOMS")
             continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         for found in _imports(tree, importer, path.name == "__init__.py", modules):
-            reason = _objection(importer, found)
+            reason = _objection(importer, found, where)
             if reason:
                 short = found.module.removeprefix("nearfield.")
-                broken.append(f"{where}:{found.line}: {importer or ROOT} -> {short} ({reason})")
+                broken.append(f"{where}:{found.line}: {importer or '__init__'} -> {short} ({reason})")
     return broken
 
 
 def _dotted(path: Path, package: Path) -> str:
-    """`methods.fine` for methods/fine.py, `methods` for methods/__init__.py, "" for the package itself."""
+    """`methods.base` for methods/base.py, `methods` for methods/__init__.py, "" for the package itself."""
     parts = path.relative_to(package).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _unit(dotted: str) -> str:
-    return dotted.partition(".")[0] or ROOT
-
-
-def _member(dotted: str) -> str:
-    """`hilbert` for methods.hilbert and for methods.hilbert.plans, "" for methods."""
-    return ".".join(dotted.split(".")[1:2])
 
 
 def _imports(
     tree: ast.Module,
     importer: str,
     is_package: bool,
-    modules: Collection[str],
+    modules: dict[str, Path],
     package: str = "nearfield",
 ) -> Iterator[Import]:
     for node, guarded in _walk(tree, guarded=False):
@@ -168,8 +114,9 @@ def _imports(
             base = _absolute(node, importer, is_package, package)
             for alias in node.names:
                 name = f"{base}.{alias.name}"
-                names_unit = base == "nearfield" and alias.name in LEVEL_OF
-                is_module = names_unit or name.removeprefix(f"{package}.") in modules
+                short = name.removeprefix(f"{package}.")
+                # A module that a room's `__init__` hands on is one of its names.
+                is_module = short in modules and (base == package or _room(short) == _room(importer))
                 yield Import(node.lineno, name if is_module else base, guarded)
         elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"} and node.args:
             target = node.args[0]
@@ -201,48 +148,60 @@ def _called(node: ast.Call) -> str:
     return ast.unparse(node.func).rpartition(".")[2]
 
 
-def _objection(importer: str, found: Import) -> str | None:
+def _room(dotted: str) -> str:
+    return dotted.partition(".")[0]
+
+
+def _objection(importer: str, found: Import, where: str) -> str | None:
     top, _, rest = found.module.partition(".")
     if top == "nearfield":
         return _inside_objection(importer, rest, found.only_for_annotations)
-    return _outside_objection(_unit(importer), top)
+    return _outside_objection(_room(importer), top, where)
 
 
 def _inside_objection(importer: str, imported: str, only_for_annotations: bool) -> str | None:
-    here, there = _unit(importer), _unit(imported)
-    if there != ROOT and there not in LEVEL_OF:
-        return "no such module in LEVELS"
+    here, there = _room(importer), _room(imported)
+    if there not in {*PLACE, *BASE, *FACADES}:
+        return "no such module"
+    if there in BASE:
+        return None
+    if here in BASE:
+        return None if only_for_annotations and (here, there) in BASE_READS else f"{here} belongs to no room"
     if here == there:
-        is_of_siblings = here in NO_SIBLINGS and importer != here and _member(importer) != _member(imported)
-        if is_of_siblings and not _is_shared(NO_SIBLINGS[here], _member(importer), _member(imported)):
-            return f"no siblings inside {here}"
+        return None if _is_allowed_in_room(here, importer, imported) else f"no siblings inside {here}"
+    if here in FACADES:
+        return None if imported == there else f"only through the __init__ of {there}"
+    if there in FACADES and PLACE[here] != max(PLACE.values()):
+        return "rooms do not read the names that are gathered of them"
+    if there in FACADES:
         return None
-    if here == ROOT:
-        return None if LEVEL_OF[there] in ROOT_READS else "the public names come from levels 0-5"
-    if there == ROOT:
-        return None if LEVEL_OF[here] in ROOT_READERS else "only level 6 reads the public names"
-    if (here, there) in SIDEWAYS or LEVEL_OF[there] in READS[LEVEL_OF[here]]:
-        return None
-    if only_for_annotations and (here, there) in ANNOTATIONS_ONLY:
-        return None
-    return f"level {LEVEL_OF[here]} may not read level {LEVEL_OF[there]}"
+    if PLACE[there] >= PLACE[here]:
+        return f"{there} does not come before {here}"
+    return None if imported == there else f"only through the __init__ of {there}"
 
 
-def _is_shared(shared: tuple[str, ...], importer: str, imported: str) -> bool:
-    """Whether a module is one that its siblings may import; of these, only those that come later."""
-    if imported not in shared:
+def _is_allowed_in_room(room: str, importer: str, imported: str) -> bool:
+    shared = SHARED.get(room)
+    here, there = (".".join(dotted.split(".")[1:2]) for dotted in (importer, imported))
+    if shared is None or not here or here == there:
+        return True
+    if there not in shared:
         return False
-    return importer not in shared or shared.index(imported) < shared.index(importer)
+    return here not in shared or shared.index(there) < shared.index(here)
 
 
-def _outside_objection(unit: str, top: str) -> str | None:
+def _outside_objection(unit: str, top: str, where: str) -> str | None:
     if top == "torch" or top in sys.stdlib_module_names:
         return None
+    if top == "triton":
+        owners = ("ops/_triton/", "/triton/", "/triton.py", "/hopper/")
+        return None if any(owner in where for owner in owners) else "only kernels may import triton"
     if top in OWNERS:
-        owners = OWNERS[top]
-        return None if unit in owners else f"only {' and '.join(owners) or 'the lab'} may import {top}"
-    if LEVEL_OF.get(unit, 0) < FIRST_LEVEL_WITH_EXTRAS:
-        return f"below level {FIRST_LEVEL_WITH_EXTRAS} torch is the only dependency"
+        return None if unit == OWNERS[top] else f"only {OWNERS[top]} may import {top}"
+    if top.startswith("nearfield_") or top == "benchmarks":
+        return "the library knows neither the lab nor benchmarks"
+    if PLACE.get(unit, 0) < FIRST_WITH_EXTRAS:
+        return f"before {ROOMS[FIRST_WITH_EXTRAS].split()[0]} torch is the only dependency"
     return None
 
 
@@ -251,11 +210,11 @@ def broken_lab_arrows(package: Path) -> list[str]:
     modules = {_dotted(path, package): path for path in sorted(package.rglob("*.py"))}
     broken = []
     for importer, path in modules.items():
-        room = _unit(importer)
+        room = _room(importer) or "__init__"
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for found in _imports(tree, importer, path.name == "__init__.py", modules, "nearfield_lab"):
             top, _, rest = found.module.partition(".")
-            there = _unit(rest) if rest else room  # the package itself knows its version and its folder
+            there = _room(rest) if rest else room  # the package itself knows its version and its folder
             if top == "nearfield_lab":
                 target, is_allowed = there, there == room or there in LAB_READS.get(room, ())
             else:
@@ -314,100 +273,96 @@ GUARD = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 ALLOWED = {
     "public names": (
         "__init__.py",
-        "from nearfield import curves\nfrom nearfield.methods.hilbert import Hilbert",
+        "from nearfield.layout import curves\nfrom nearfield.methods import Hilbert",
     ),
-    "plan reads its checks": ("plan.py", "from nearfield._checks import check_int"),
+    "the builders": ("planning.py", "from nearfield.plan import full"),
+    "a room reads an earlier one": ("methods/finegrained.py", "from nearfield.ops import attend"),
+    "a room reads its own modules": ("ops/attention/api.py", "from nearfield.ops.lists import api"),
+    "a room reads the checks": ("layout/curves.py", "from nearfield._checks import check_int"),
     "checks name a plan": ("_checks.py", f"{GUARD}from nearfield.plan import Plan"),
-    "one package's modules": ("reference/attend.py", "from nearfield.reference.softmax import softmax"),
-    "triton in kernels": (
-        "kernels/attend.py",
-        "import triton.language as tl\nfrom nearfield.plan import Plan",
-    ),
-    "a method attends": ("methods/blocks.py", "from nearfield.attend import attend"),
+    "triton in kernels": ("ops/attention/triton/forward.py", "import triton.language as tl"),
+    "triton in one module of kernels": ("ops/windows/triton.py", "import triton"),
     "methods gathers": (
         "methods/__init__.py",
-        "from .hilbert import Hilbert\nfrom nearfield.methods import fine",
-    ),
-    "a method reads what all share": (
-        "methods/fine.py",
-        "from nearfield.methods.base import Method",
-    ),
-    "a shared module reads an earlier one": (
-        "methods/base.py",
-        "from nearfield.methods.layers import PlanLayer",
+        "from .hilbert import Hilbert\nfrom nearfield.methods import finegrained",
     ),
     "a method of several modules": (
         "methods/hilbert/plans.py",
         "from nearfield.methods.hilbert.layout import layout_of\nfrom nearfield.methods.hilbert import Hilbert",
     ),
-    "the top reads the public names": (
-        "cli/__init__.py",
-        "import nearfield\nfrom nearfield import __version__",
+    "a method reads what all share": ("methods/finegrained.py", "from nearfield.methods.base import Method"),
+    "a shared module reads an earlier one": (
+        "methods/base.py",
+        "from nearfield.methods.layers import PlanLayer",
     ),
-    "the top reads the top": ("__main__.py", "def run():\n    from nearfield import cli"),
-    "diffusers in the adapters": ("adapters/a.py", "def build():\n    from diffusers import Model"),
-    "other packages above": ("retrieval/store.py", "import fsspec"),
-    "standard library": ("curves.py", "from __future__ import annotations\nimport math, torch"),
+    "diffusers in its room": ("diffusers/apply.py", "def build():\n    from diffusers import Model"),
+    "other packages late": ("retrieval/store.py", "import safetensors"),
+    "standard library": ("layout/curves.py", "from __future__ import annotations\nimport math, torch"),
 }
 
 FORBIDDEN = {
-    "upwards": ("plan.py", "from nearfield.attend import attend", "plan.py:1: plan -> attend"),
-    "upwards, relative": ("plan.py", "from .attend import attend", "plan.py:1: plan -> attend"),
-    "upwards, from the package": ("curves.py", "from nearfield import plan", "curves.py:1: curves -> plan"),
-    "upwards, from a dot": ("curves.py", "from . import plan", "curves.py:1: curves -> plan"),
-    "in a function": ("curves.py", "def f():\n    import nearfield.plan", "curves.py:2: curves -> plan"),
+    "a later room": (
+        "plan/plan.py", "from nearfield.ops import attend", "plan/plan.py:1: plan.plan -> ops"
+    ),
+    "a later room, relative": (
+        "plan/plan.py", "from ..ops import attend", "plan/plan.py:1: plan.plan -> ops"
+    ),
+    "a later room, from the package": (
+        "plan/plan.py", "from nearfield import ops", "plan/plan.py:1: plan.plan -> ops"
+    ),
+    "in a function": (
+        "layout/curves.py", "def f():\n    import nearfield.plan", "layout/curves.py:2: layout.curves -> plan"
+    ),
     "by name": (
-        "curves.py",
+        "layout/curves.py",
         "import importlib\nimportlib.import_module('nearfield.plan')",
-        "curves.py:2: curves -> plan",
+        "layout/curves.py:2: layout.curves -> plan",
     ),
     "for annotations": (
-        "curves.py",
+        "layout/curves.py",
         f"{GUARD}from nearfield.plan import Plan",
-        "curves.py:3: curves -> plan",
+        "layout/curves.py:3: layout.curves -> plan",
     ),
-    "annotation table, at run time": ("_checks.py", "import nearfield.plan", "_checks.py:1: _checks -> plan"),
-    "annotation table, in the else branch": (
+    "checks name a plan, at run time": (
+        "_checks.py", "from nearfield.plan import Plan", "_checks.py:1: _checks -> plan"
+    ),
+    "checks name a plan in the else branch": (
         "_checks.py",
         f"{GUARD}pass\nelse:\n    import nearfield.plan",
         "_checks.py:5: _checks -> plan",
     ),
-    "sideways": ("plan.py", "import nearfield.geometry", "plan.py:1: plan -> geometry"),
-    "sideways at level 3": ("attend.py", "import nearfield.planning", "attend.py:1: attend -> planning"),
-    "reference reads kernels": (
-        "reference/attend.py",
-        "from nearfield.kernels import attend",
-        "reference/attend.py:1: reference.attend -> kernels.attend",
+    "rooms at one place": (
+        "retrieval/store.py", "import nearfield.diffusers", "retrieval/store.py:1: retrieval.store -> diffusers"
     ),
-    "kernels read reference": (
-        "kernels/__init__.py",
-        "from ..reference.attend import attend",
-        "kernels/__init__.py:1: kernels -> reference.attend",
+    "past an __init__": (
+        "methods/finegrained.py",
+        "from nearfield.ops.attention.api import attend",
+        "methods/finegrained.py:1: methods.finegrained -> ops.attention.api",
     ),
-    "grouped reads reference": (
-        "grouped.py",
-        "import nearfield.reference",
-        "grouped.py:1: grouped -> reference",
-    ),
-    "a method reads a kernel": (
-        "methods/fine.py",
-        "from nearfield.kernels.attend import attend",
-        "methods/fine.py:1: methods.fine -> kernels.attend",
+    "public names past an __init__": (
+        "__init__.py",
+        "from nearfield.ops.attention.api import attend",
+        "__init__.py:1: __init__ -> ops.attention.api",
     ),
     "a method reads a method": (
-        "methods/fine.py",
+        "methods/finegrained.py",
         "from .hilbert import Hilbert",
-        "methods/fine.py:1: methods.fine -> methods.hilbert",
+        "methods/finegrained.py:1: methods.finegrained -> methods.hilbert",
     ),
     "a method's module reads a method": (
         "methods/hilbert/plans.py",
-        "from nearfield.methods.fine import FineGrained",
-        "methods/hilbert/plans.py:1: methods.hilbert.plans -> methods.fine",
+        "from nearfield.methods.finegrained import FineGrained",
+        "methods/hilbert/plans.py:1: methods.hilbert.plans -> methods.finegrained",
     ),
     "a method reads a method's module": (
-        "methods/fine.py",
+        "methods/finegrained.py",
         "from .hilbert.plans import near_plan",
-        "methods/fine.py:1: methods.fine -> methods.hilbert.plans",
+        "methods/finegrained.py:1: methods.finegrained -> methods.hilbert.plans",
+    ),
+    "a method reads all methods": (
+        "methods/finegrained.py",
+        "from nearfield.methods import Hilbert",
+        "methods/finegrained.py:1: methods.finegrained -> methods",
     ),
     "a shared module reads a later one": (
         "methods/layers.py",
@@ -416,78 +371,48 @@ FORBIDDEN = {
     ),
     "a shared module reads a method": (
         "methods/base.py",
-        "from nearfield.methods.fine import FineGrained",
-        "methods/base.py:1: methods.base -> methods.fine",
+        "from nearfield.methods.finegrained import FineGrained",
+        "methods/base.py:1: methods.base -> methods.finegrained",
     ),
-    "a method's module reads all methods": (
-        "methods/hilbert/plans.py",
-        "from nearfield.methods import Hilbert",
-        "methods/hilbert/plans.py:1: methods.hilbert.plans -> methods",
-    ),
-    "a method reads all methods": (
-        "methods/fine.py",
-        "from nearfield.methods import Hilbert",
-        "methods/fine.py:1: methods.fine -> methods",
-    ),
-    "the core reads the public names": (
-        "attend.py",
+    "a room reads the public names": (
+        "ops/attention/api.py",
         "from nearfield import Plan",
-        "attend.py:1: attend -> nearfield",
+        "ops/attention/api.py:1: ops.attention.api -> nearfield",
     ),
-    "public names read the top": (
-        "__init__.py",
-        "from nearfield import cli",
-        "__init__.py:1: __init__ -> cli",
+    "a room reads the builders' façade": (
+        "methods/base.py", "from nearfield import planning", "methods/base.py:1: methods.base -> planning"
     ),
-    "an adapter reads the top": (
-        "adapters/a.py",
-        "from nearfield.cli import main",
-        "adapters/a.py:1: adapters.a -> cli",
+    "triton elsewhere": (
+        "ops/attention/api.py", "import triton", "ops/attention/api.py:1: ops.attention.api -> triton"
     ),
-    "the top reads the lab": (
-        "cli/a.py",
-        "def draw():\n    from nearfield_lab.plots import bars",
-        "cli/a.py:2: cli.a -> nearfield_lab.plots",
-    ),
-    "the top reads the lab by name": (
-        "cli/a.py",
-        "import importlib\nimportlib.import_module('nearfield_lab')",
-        "cli/a.py:2: cli.a -> nearfield_lab",
-    ),
-    "the top reads the benchmarks": (
-        "cli/a.py",
-        f"{GUARD}from benchmarks.cases import Result",
-        "cli/a.py:3: cli.a -> benchmarks.cases",
-    ),
-    "triton elsewhere": ("attend.py", "import triton", "attend.py:1: attend -> triton"),
     "triton elsewhere, guarded": (
-        "cli/a.py",
-        f"{GUARD}import triton",
-        "cli/a.py:3: cli.a -> triton",
+        "cli/run.py", f"{GUARD}import triton", "cli/run.py:3: cli.run -> triton"
     ),
     "diffusers elsewhere": (
-        "parallel/a.py",
-        "from diffusers import Pipe",
-        "parallel/a.py:1: parallel.a -> diffusers",
+        "cli/a.py", "from diffusers import Pipe", "cli/a.py:1: cli.a -> diffusers"
     ),
     "transformers elsewhere": (
-        "adapters/a.py",
-        "import transformers",
-        "adapters/a.py:1: adapters.a -> transformers",
+        "diffusers/a.py", "import transformers", "diffusers/a.py:1: diffusers.a -> transformers"
     ),
-    "matplotlib": (
-        "cli.py",
-        "def f():\n    import matplotlib.pyplot",
-        "cli.py:2: cli -> matplotlib.pyplot",
+    "numpy in the core": ("plan/plan.py", "import numpy as np", "plan/plan.py:1: plan.plan -> numpy"),
+    "the lab": ("cli/a.py", "import nearfield_lab", "cli/a.py:1: cli.a -> nearfield_lab"),
+    "no room": ("helpers.py", "", "helpers.py:1: helpers is no room"),
+    "no such module": (
+        "ops/attention/api.py",
+        "import nearfield.helpers",
+        "ops/attention/api.py:1: ops.attention.api -> helpers",
     ),
-    "numpy in the core": ("plan.py", "import numpy as np", "plan.py:1: plan -> numpy"),
-    "unknown module": ("helpers.py", "", "helpers.py:1: helpers has no level"),
-    "unknown target": ("attend.py", "import nearfield.helpers", "attend.py:1: attend -> helpers"),
-}
+}  # fmt: skip
 
-# Present in every synthetic tree, so that `from nearfield.kernels import attend` is seen to name a module.
+# Present in every synthetic tree, so that an import is seen to name a module.
 BACKGROUND = dict.fromkeys(
-    ["kernels/attend.py", "reference/attend.py", "methods/fine.py", "methods/hilbert/__init__.py"]
+    [
+        "planning.py",
+        "ops/__init__.py",
+        "ops/attention/api.py",
+        "methods/finegrained.py",
+        "methods/hilbert/__init__.py",
+    ]
     + [f"methods/{name}.py" for name in ("base", "layers")]
     + [f"methods/hilbert/{name}.py" for name in ("layout", "plans")],
     "",
@@ -505,8 +430,3 @@ def test_forbidden_arrow_is_named(case: str, tmp_path: Path) -> None:
     name, text, expected = FORBIDDEN[case]
     (found,) = broken_arrows(write_tree(tmp_path, BACKGROUND | {name: text}))
     assert found == expected or found.startswith((f"{expected} (", f"{expected};"))
-
-
-def test_levels_are_a_partition() -> None:
-    assert sum(map(len, LEVELS.values())) == len(LEVEL_OF)
-    assert set(LEVELS) == set(READS)

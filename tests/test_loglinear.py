@@ -12,10 +12,12 @@ from tests.attending import assert_budget
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, LogLinear, SelfAttention, attend_with, levels, pyramid
+from nearfield import Geometry, LogLinear, SelfAttention, attend_with
+from nearfield.layout import levels
 from nearfield.methods.loglinear import choose
-from nearfield.plan import Packing
-from nearfield.reference import select as reference
+from nearfield.ops.pool_select import api as pyramid
+from nearfield.ops.pool_select.reference import select as reference
+from nearfield.plan.plan import Packing
 
 INF = float("inf")
 

@@ -17,9 +17,9 @@ import nearfield
 from nearfield import Geometry, curves, planning
 from nearfield._types import Impl
 from nearfield.cli.check import poisoned_memory
-from nearfield.merging import Merging, Regions, merging_of
-from nearfield.methods.merging import Merge
-from nearfield.reference import locate as reference
+from nearfield.methods.merge import Merge
+from nearfield.ops.merge.api import Merging, Regions, merging_of
+from nearfield.ops.merge.reference import locate as reference
 
 INF = float("inf")
 REGIONS = ("run", "window", "global")
@@ -173,7 +173,7 @@ KERNEL_CASES = [
 def test_kernel_chooses_as_the_reference(
     n: int, lengths: list[int], counts: list[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    from nearfield.kernels import locate as kernel
+    from nearfield.ops.merge.triton import locate as kernel
 
     features = exact_features(2, len(lengths), n, 24).to(device, dtype)
     call = (*(torch.tensor(x, device=device, dtype=torch.int32) for x in (lengths, counts)), max(counts))
@@ -198,7 +198,7 @@ def test_gains_that_are_remembered_are_those_computed_anew(
     device: torch.device,
 ) -> None:
     """The kernel for many tokens, with few of them where it is interpreted."""
-    from nearfield.kernels import locate as kernel
+    from nearfield.ops.merge.triton import locate as kernel
 
     monkeypatch.setattr(kernel, "_FEW", 0)
     features = exact_features(2, len(lengths), n, 24).to(device)
@@ -211,7 +211,7 @@ def test_gains_that_are_remembered_are_those_computed_anew(
 def test_kernel_takes_nan_zeros_and_strides(
     n: int, few: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    from nearfield.kernels import locate as kernel
+    from nearfield.ops.merge.triton import locate as kernel
 
     monkeypatch.setattr(kernel, "_FEW", few)
     features = exact_features(n, 2, 1, 24).to(device).permute(2, 1, 0, 3)
@@ -235,7 +235,7 @@ def test_cosines_beyond_one_are_no_less_than_the_least(
     few: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """As products in tf32 are. Of tokens that are alike or opposite nothing is gained after two choices."""
-    from nearfield.kernels import locate as kernel
+    from nearfield.ops.merge.triton import locate as kernel
 
     monkeypatch.setattr(kernel, "_FEW", few)
     for module in (kernel, reference):
@@ -258,7 +258,7 @@ def test_autocast_does_not_reach_the_choice(impl: Impl, device: torch.device) ->
 
 @NEEDS_TRITON
 def test_what_the_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
-    from nearfield.kernels import locate as kernel
+    from nearfield.ops.merge.triton import locate as kernel
 
     assert kernel.unsupported(torch.empty(1, 1, 16384, 8, device=device)) is None
     assert "float64" in str(kernel.unsupported(torch.empty(1, 1, 16, 8, device=device).double()))
@@ -279,7 +279,7 @@ def test_maps_are_the_same_by_either_implementation(dtype: torch.dtype, device: 
 
 @NEEDS_TRITON
 def test_the_kernel_runs_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    from nearfield.kernels import locate as kernel
+    from nearfield.ops.merge.triton import locate as kernel
 
     def refuse(*call: Any) -> None:
         raise AssertionError("the kernel")
@@ -609,7 +609,7 @@ def test_an_update_is_what_leaves_and_is_added() -> None:
 @NEEDS_TRITON
 def test_the_kernel_multiplies_where_it_can(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Not where it is not asked for, where gradients are, or for tokens it does not take."""
-    from nearfield.kernels import regions as kernel
+    from nearfield.ops.merge.triton import regions as kernel
 
     calls: list[Tensor] = []
     right = kernel.multiply_into
@@ -634,7 +634,7 @@ def test_the_kernel_multiplies_where_it_can(monkeypatch: pytest.MonkeyPatch, dev
 
 @NEEDS_TRITON
 def test_what_the_multiplying_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
-    from nearfield.kernels import regions as kernel
+    from nearfield.ops.merge.triton import regions as kernel
 
     x = torch.empty(1, 512, 8, device=device)
     assert kernel.unsupported([x, x], 256) is None
@@ -710,7 +710,7 @@ def test_describe_says_regions_and_tokens() -> None:
 
 
 def test_the_map_is_a_token_map() -> None:
-    from nearfield.tokenmap import TokenMap
+    from nearfield.layout.ordering import TokenMap
 
     def there_and_back(tokens: TokenMap, x: Tensor) -> Tensor:
         return tokens.leave(tokens.enter(x))

@@ -17,8 +17,11 @@ from tests.attending import IDENTITIES, NEEDS_TRITON, SMALL
 from tests.test_attend import SIZES
 
 import nearfield
-from nearfield import implementations, kernels, operators, planning
-from nearfield.plan import Plan
+from nearfield import planning
+from nearfield.ops import _triton as kernels
+from nearfield.ops.attention import dispatch as implementations
+from nearfield.ops.attention import operators
+from nearfield.plan.plan import Plan
 
 PACKAGE = Path(nearfield.__file__).parent
 
@@ -42,10 +45,22 @@ class Mutant(NamedTuple):
         return "grouped" if self.module == GROUPED else "reference"
 
 
-REFERENCE, GROUPED, PLAN, PLANNING = "reference/attend.py", "grouped.py", "plan.py", "planning.py"
-WALK, FORWARD, BACKWARD = "kernels/walk.py", "kernels/forward.py", "kernels/backward.py"
+REFERENCE, GROUPED = "ops/attention/reference.py", "ops/attention/cpu.py"
+PLAN, PLANNING = "plan/plan.py", "plan/builders.py"
+WALK, FORWARD, BACKWARD = (
+    "ops/_triton/walk.py",
+    "ops/attention/triton/forward.py",
+    "ops/attention/triton/backward.py",
+)
 # Each imports from those before it.
-KERNELS = WALK, "kernels/pack.py", FORWARD, BACKWARD, "kernels/pair.py", "kernels/attend.py"
+KERNELS = (
+    WALK,
+    "ops/lists/triton/pack.py",
+    FORWARD,
+    BACKWARD,
+    "ops/attention/triton/pair.py",
+    "ops/attention/triton/__init__.py",
+)
 
 MUTANTS = {
     # The specification.
@@ -210,11 +225,10 @@ def replace(mutant: Mutant, path: Path, patch: pytest.MonkeyPatch) -> None:
         kernels.load("triton")  # the originals are there, to come back
         patch.setattr(kernels, "_module", importlib.import_module)  # which remembers nothing
         for file in KERNELS:
-            name = Path(file).stem
-            module = load(
-                f"nearfield.kernels.{name}", path if file == mutant.module else PACKAGE / file, patch
-            )
-            patch.setattr(kernels, name, module)
+            name = ".".join(("nearfield", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
+            package, _, attribute = name.rpartition(".")
+            module = load(name, path if file == mutant.module else PACKAGE / file, patch)
+            patch.setattr(sys.modules[package], attribute, module)
         return
     module = load("nearfield_mutant", path, patch)
     if mutant.module == REFERENCE:

@@ -33,9 +33,9 @@ from torch.nn import functional
 import nearfield
 from nearfield import Geometry, Merge, Plan, PlanMethod, SelfAttention, attend_with, planning, recipes
 from nearfield.methods import Composition, Method, method_class, method_classes, registry
+from nearfield.methods.recipes import Recipe
 from nearfield.parallel.cuts import even_split
 from nearfield.parallel.model import check_splittable
-from nearfield.recipes import Recipe
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from tests import parallelised_models, split_models
 from tests.parallelised_models import Ran, Rested, both_degrees, refused, rest, run_video
 from tests.worlds import World, world_of
 
-from nearfield.adapters.spec import Spec
-from nearfield.adapters.specs import SPECS
+from nearfield.diffusers.spec import Spec
+from nearfield.diffusers.specs import SPECS
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size} ranks")

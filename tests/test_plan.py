@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearfield import planning
-from nearfield.plan import BLOCKS, Plan
+from nearfield.plan.plan import BLOCKS, Plan
 
 GARBAGE = (-7, 0, 1_000_000)
 """What unused slots hold: nothing may read them."""
@@ -147,7 +147,7 @@ def test_transpose_of_lists_too_large_for_32_bits(monkeypatch):
         for _ in range(2)
     ]
     narrow = [plan.transpose() for plan in plans]
-    monkeypatch.setattr("nearfield.plan._INT32", 0)
+    monkeypatch.setattr("nearfield.plan.plan._INT32", 0)
     for plan, want in zip(plans, narrow, strict=True):
         plan._derived.clear()
         assert plan.transpose() == want

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from nearfield import planning
-from nearfield.plan import BLOCKS, Plan
+from nearfield.plan.plan import BLOCKS, Plan
 
 LARGE = 66_048
 """Tokens of a 4096 x 4096 image (65,536) and its text (512)."""

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, predict
+from nearfield import Geometry
 from nearfield.methods import BlockTopK
-from nearfield.predict import Blocks
-from nearfield.reference import columns as reference
+from nearfield.ops.predict import api as predict
+from nearfield.ops.predict.api import Blocks
+from nearfield.ops.predict.reference import columns as reference
 
 
 def inputs(

@@ -155,6 +155,6 @@ def test_the_sanitizer_knows_every_kernel() -> None:
     command = subprocess.run(
         ["make", "--dry-run", "sanitize-gpu"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    launched = set().union(*map(launches, (ROOT / "src/nearfield/kernels").glob("*.py")))
+    launched = set().union(*map(launches, (ROOT / "src/nearfield/ops").rglob("*.py")))
     assert {"_forward_kernel", "forward_kernel"} < launched
     assert set(re.findall(r"--kernel-name kns=(\S+)", command)) == launched

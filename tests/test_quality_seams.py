@@ -8,7 +8,8 @@ import torch
 from tests.tiles import paper
 from torch import Tensor
 
-from nearfield import Geometry, Hilbert, Merge, tiling
+from nearfield import Geometry, Hilbert, Merge
+from nearfield.layout import tiling
 from nearfield_lab.quality import Borders, line_gradients, open_images, seam_energy
 
 DATA = Path(__file__).with_name("data")

@@ -11,8 +11,8 @@ from torch import Tensor
 import nearfield
 from nearfield import planning
 from nearfield._types import Positions
-from nearfield.plan import Plan
-from nearfield.reference import attend as reference
+from nearfield.ops.attention import reference
+from nearfield.plan.plan import Plan
 
 CPU = torch.device("cpu")
 

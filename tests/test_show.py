@@ -14,8 +14,8 @@ from tests.tiles import paper
 
 from nearfield import Geometry, Hilbert
 from nearfield.cli import arguments as choices
+from nearfield.layout.tiling import Curve, Shared
 from nearfield.methods.hilbert import Near, Share, Summary, TextReads
-from nearfield.tiling import Curve, Shared
 from nearfield_lab.plots import show
 from nearfield_lab.plots.cells import canvas_of, draw_curve_lines
 from nearfield_lab.plots.method import draw_layer

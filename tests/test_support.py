@@ -10,8 +10,8 @@ pytest.importorskip("diffusers")
 from docs import support
 
 from nearfield import Hilbert
-from nearfield.adapters.blocks import BLOCKS
-from nearfield.adapters.specs import SPECS
+from nearfield.diffusers.blocks import BLOCKS
+from nearfield.diffusers.specs import SPECS
 
 COMMITTED = (Path(__file__).resolve().parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
 

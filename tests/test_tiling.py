@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tiles import ORDERS, has_closed_curve, round_to, tile_of
 
-from nearfield import Geometry, tiling
+from nearfield import Geometry
+from nearfield.layout import tiling
 
 property_test = settings(max_examples=150)
 

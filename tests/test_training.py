@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
 from nearfield import FineGrained, Hilbert, apply
-from nearfield.adapters.compiling import compiled_blocks
+from nearfield.diffusers.compiling import compiled_blocks
 from nearfield_lab.embedded.lora import AdapterLora, FusedLora, suits
 from nearfield_lab.embedded.model import load_model, save_model
 from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors

@@ -13,7 +13,7 @@ from tests.command_line import main
 from tests.tiles import paper
 
 from nearfield import Hilbert, LogLinear, Merge, apply, recipes
-from nearfield.recipes import Recipe
+from nearfield.methods.recipes import Recipe
 from nearfield_lab import tuning
 from nearfield_lab.embedded.model import save_model
 from nearfield_lab.embedded.sampler import DemoPipeline

@@ -8,8 +8,8 @@ from tests.attending import NEEDS_TRITON, assert_budget
 from torch import Tensor
 
 from nearfield.cli.check import poisoned_memory
-from nearfield.reference import windows as plain
-from nearfield.windows import query_sums, weighted_windows, window_means
+from nearfield.ops.windows import reference as plain
+from nearfield.ops.windows.api import query_sums, weighted_windows, window_means
 
 
 def windows_of(sizes: list[int], gap: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def test_no_windows_have_no_means() -> None:
 def test_window_kernels_do_as_the_reference(
     sizes: list[int], gap: int, window: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    from nearfield.kernels import windows as kernel
+    from nearfield.ops.windows import triton as kernel
 
     places = [x.to(device) for x in windows_of(sizes, gap)]
     length = int(places[0][-1]) + sizes[-1]
@@ -101,7 +101,7 @@ def test_sums_over_all_windows(sizes: list[int], gap: int, window: int) -> None:
 def test_sums_by_the_kernel_are_the_references(
     sizes: list[int], gap: int, window: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    from nearfield.kernels import windows as kernel
+    from nearfield.ops.windows import triton as kernel
 
     places = [x.to(device) for x in windows_of(sizes, gap)]
     length = int(places[0][-1]) + sizes[-1]
@@ -127,7 +127,7 @@ def test_weighted_windows(
     window: int, dim: int, heads: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Against float64, with windows of all sizes, gaps between them, tokens in none, and scores far apart."""
-    from nearfield.kernels import windows as kernel
+    from nearfield.ops.windows import triton as kernel
 
     generator = torch.Generator().manual_seed(window)
     sizes = torch.randint(1, window + 1, (37,), generator=generator)
@@ -162,7 +162,7 @@ def test_weighted_windows(
 @pytest.mark.parametrize("number", [1, 4, 5, 7])
 def test_tokens_in_no_window_have_no_part_in_gradients(number: int, device: torch.device) -> None:
     """However many windows there are for the programs to share out."""
-    from nearfield.kernels import windows as kernel
+    from nearfield.ops.windows import triton as kernel
 
     starts, sizes = (x.to(device) for x in windows_of([3] * number, 2))
     key, value = torch.randn(2, 1, 1, int(starts[-1]) + 5, 16, device=device)

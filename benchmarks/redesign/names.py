@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, Plan, Positions, curves, merging, methods, planning, predict, pyramid, windows
-from nearfield.attend import attend_together as attend_parts
-from nearfield.operators import Part as KeyValuePart
-from nearfield.operators import Pooling, merge
-from nearfield.reference import partials as partials_reference
-from nearfield.reference import rotate as rotate_reference
-from nearfield.reference import turn as turn_reference
+from nearfield import Geometry, Plan, Positions, curves, methods, planning
+from nearfield.ops.attention import partials_reference
+from nearfield.ops.attention.api import attend_parts
+from nearfield.ops.attention.operators import KeyValuePart, Pooling
+from nearfield.ops.attention.operators import merge_attended as merge
+from nearfield.ops.merge import api as merging
+from nearfield.ops.pool_select import api as pyramid
+from nearfield.ops.predict import api as predict
+from nearfield.ops.rotary.reference import keys as turn_reference
+from nearfield.ops.rotary.reference import rotate as rotate_reference
+from nearfield.ops.windows import api as windows
 
 PACKAGE = nearfield.__file__
 attend = nearfield.attend
@@ -142,7 +146,12 @@ def kernels_of(name: str) -> Any:
     """The module with the kernels of `rotate`, `partials` or `turn`."""
     import importlib
 
-    return importlib.import_module(f"nearfield.kernels.{name}")
+    places = {
+        "rotate": "rotary.triton.rotate",
+        "partials": "attention.triton.partials",
+        "turn": "rotary.triton.keys",
+    }
+    return importlib.import_module(f"nearfield.ops.{places[name]}")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -2,15 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from nearfield import curves, methods, planning
+from nearfield import methods, planning
 from nearfield._types import Attended, Positions
-from nearfield.adapters import Handle, apply, remove
-from nearfield.attend import attend, merge
-from nearfield.geometry import Geometry
-from nearfield.implementations import explain_choice
-from nearfield.methods import LayerAttention, Method, PlanMethod, SelfAttention, attend_with
+from nearfield.diffusers import Handle, apply, remove
+from nearfield.layout import Geometry, Ordering, curves
+from nearfield.methods import LayerAttention, Method, PlanMethod, SelfAttention, attend_with, recipes
+from nearfield.ops import KeyValuePart, attend, attend_parts, explain_choice, merge_attended
 from nearfield.plan import Plan
-from nearfield.tokenmap import Ordering
 
 if TYPE_CHECKING:
     from nearfield.methods import FineGrained as FineGrained
@@ -26,6 +24,7 @@ __all__ = [
     "Attended",
     "Geometry",
     "Handle",
+    "KeyValuePart",
     "LayerAttention",
     "Method",
     "Ordering",
@@ -36,12 +35,14 @@ __all__ = [
     "__version__",
     "apply",
     "attend",
+    "attend_parts",
     "attend_with",
     "curves",
     "explain_choice",
-    "merge",
+    "merge_attended",
     "methods",
     "planning",
+    "recipes",
     "remove",
     *_methods,
 ]

@@ -2,6 +2,6 @@
 
 import sys
 
-from nearfield.cli.main import main
+from nearfield.cli import main
 
 sys.exit(main())

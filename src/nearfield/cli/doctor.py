@@ -5,13 +5,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from nearfield import planning
 from nearfield._types import Impl
-from nearfield.attend import attend
 from nearfield.cli import machine, slowness, weights
 from nearfield.cli.check import Checked, relative_error
-from nearfield.implementations import explain_choice
+from nearfield.ops import attend, explain_choice
 from nearfield.plan import Plan
+from nearfield.plan import builders as planning
 
 _BROUGHT_BY = {
     "triton": "extra triton: kernels for the GPU",

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from nearfield import curves
 from nearfield.cli import layouts
 from nearfield.cli.doctor import choice_lines, choice_record
 from nearfield.cli.presets import Preset
+from nearfield.layout import curves
 from nearfield.plan import Plan
 
 

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from nearfield import planning
 from nearfield.cli.presets import Preset
 from nearfield.plan import Plan
+from nearfield.plan import builders as planning
 
 CYCLE = 4
 """Layers after which the sliding tiles are back where they started."""

@@ -9,8 +9,7 @@ from nearfield.cli.arguments import UsageError, integer, member, number, wrong
 from nearfield.cli.options import METHOD_FIELDS, add_method_fields, given
 
 if TYPE_CHECKING:
-    from nearfield.dense_parts import DenseSteps
-    from nearfield.recipes import Recipe
+    from nearfield.methods import DenseSteps, Recipe
 
 METHODS = ("hilbert", "dense")
 OTHERS = {"loglinear": "LogLinear", "fine": "FineGrained", "blocks": "BlockTopK", "merge": "Merge"}
@@ -21,12 +20,13 @@ _FIELDS = (*METHOD_FIELDS, "cycle", "dense_layers", "dense_steps")
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """`--recipe`, in the place of a method and its fields."""
-    from nearfield.recipes import names
+    from nearfield.methods import recipes
 
     parser.add_argument(
         "--recipe",
         metavar="NAME",
-        help=f"method and fields from a recipe: one that ships ({', '.join(names())}), or a file of `nearfield tune`",
+        help=f"method and fields from a recipe: one that ships ({', '.join(recipes.names())}), or a file"
+        " of `nearfield tune`",
     )
 
 
@@ -93,7 +93,7 @@ def recipe_of(arguments: argparse.Namespace, **defaults: Any) -> "Recipe | None"
     Args:
         defaults: as for `method_of`.
     """
-    from nearfield import recipes
+    from nearfield.methods import recipes
 
     if arguments.recipe is None:
         method = method_of(arguments, **defaults)

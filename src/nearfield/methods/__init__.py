@@ -9,23 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nearfield._types import Moment
+from nearfield.methods import recipes
 from nearfield.methods.base import Method, PlanMethod, Section
+from nearfield.methods.blockwise import Kind
 from nearfield.methods.borders import Borders
 from nearfield.methods.composition import Composition, MergeMethod
+from nearfield.methods.dense_parts import DenseSteps, stays_dense
 from nearfield.methods.layers import FarField, LayerAttention, Memory, PlanLayer, Summary, full_layer
-from nearfield.methods.registry import method_class, method_classes
+from nearfield.methods.recipes import Recipe
+from nearfield.methods.registry import default_method, method_class, method_classes
 from nearfield.methods.self_attention import Projections, SelfAttention, attend_with
 
 if TYPE_CHECKING:
-    from nearfield.methods.blocks import BlockTopK as BlockTopK
-    from nearfield.methods.branches import GatedBlocks as GatedBlocks
-    from nearfield.methods.branches import SparseLinear as SparseLinear
-    from nearfield.methods.fine import FineGrained as FineGrained
+    from nearfield.methods.baselines.blocks import BlockTopK as BlockTopK
+    from nearfield.methods.baselines.branches import GatedBlocks as GatedBlocks
+    from nearfield.methods.baselines.branches import SparseLinear as SparseLinear
+    from nearfield.methods.baselines.shortening import BipartiteMerge as BipartiteMerge
+    from nearfield.methods.baselines.shortening import StridedKeys as StridedKeys
+    from nearfield.methods.finegrained import FineGrained as FineGrained
     from nearfield.methods.hilbert import Hilbert as Hilbert
     from nearfield.methods.loglinear import LogLinear as LogLinear
-    from nearfield.methods.merging import Merge as Merge
-    from nearfield.methods.peers import BipartiteMerge as BipartiteMerge
-    from nearfield.methods.peers import StridedKeys as StridedKeys
+    from nearfield.methods.merge import Merge as Merge
 
 for _found in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_found.name}")
@@ -39,14 +43,16 @@ def own_methods() -> tuple[type[Method], ...]:
 
 globals().update({kind.__name__: kind for kind in own_methods()})
 
-DEFAULT: Method = method_class("hilbert")()
+DEFAULT: Method = default_method()
 """What `apply` takes where no method is given."""
 
 __all__ = [
     "DEFAULT",
     "Borders",
     "Composition",
+    "DenseSteps",
     "FarField",
+    "Kind",
     "LayerAttention",
     "Memory",
     "MergeMethod",
@@ -55,6 +61,7 @@ __all__ = [
     "PlanLayer",
     "PlanMethod",
     "Projections",
+    "Recipe",
     "Section",
     "SelfAttention",
     "Summary",
@@ -63,5 +70,7 @@ __all__ = [
     "method_class",
     "method_classes",
     "own_methods",
+    "recipes",
+    "stays_dense",
     *(kind.__name__ for kind in own_methods()),
 ]

@@ -15,14 +15,20 @@ import torch
 from torch import nn
 
 from nearfield._checks import check_int, wrong_type, wrong_value
-from nearfield.dense_parts import DenseSteps, Layers, checked_layers, checked_steps, ends_of, layer_reason
-from nearfield.geometry import Geometry, Span, check_geometry
-from nearfield.keeping import device_name
+from nearfield._memo import device_name
+from nearfield.layout import CurveOrder, Geometry, Ordering, Span, along, check_geometry
 from nearfield.methods.borders import Borders, Reads, borders_of_reads
+from nearfield.methods.dense_parts import (
+    DenseSteps,
+    Layers,
+    checked_layers,
+    checked_steps,
+    ends_of,
+    layer_reason,
+)
 from nearfield.methods.layers import LayerAttention, PlanLayer
 from nearfield.methods.registry import register
 from nearfield.plan import Plan
-from nearfield.tokenmap import CurveOrder, Ordering, along
 
 Pieces = tuple[tuple[int, ...], ...]
 """For each image, how many tokens of its order may be merged with each other, one piece after another."""

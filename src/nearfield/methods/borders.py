@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_value
-from nearfield.geometry import Geometry
+from nearfield.layout import Geometry, Ordering
 from nearfield.plan import Plan
-from nearfield.tokenmap import Ordering
 
 
 class Borders(NamedTuple):

@@ -8,17 +8,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from nearfield import blockwise
 from nearfield._checks import wrong_type, wrong_value
+from nearfield._memo import device_name
 from nearfield._types import Impl
-from nearfield.dense_parts import DenseSteps
-from nearfield.geometry import Geometry, Shortened
-from nearfield.keeping import device_name
-from nearfield.merging import Regions
+from nearfield.layout import Geometry, Ordering, Shortened
+from nearfield.methods import blockwise
 from nearfield.methods.base import Method, Pieces, Section
 from nearfield.methods.borders import Borders, borders_of_regions
+from nearfield.methods.dense_parts import DenseSteps
 from nearfield.methods.layers import LayerAttention, PlanLayer, full_layer
-from nearfield.tokenmap import Ordering
+from nearfield.ops import Regions
 
 DENSE_FID = 31
 """Of 500 pictures of the embedded model with dense attention: what the FIDs of merged ones compare with."""

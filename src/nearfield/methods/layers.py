@@ -11,13 +11,19 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield import planning
 from nearfield._types import Attended, Impl, Moment
-from nearfield.attend import Part, attend, attend_together
-from nearfield.geometry import Span
+from nearfield.layout import Span
+from nearfield.ops import (
+    KeyValuePart,
+    ReadStats,
+    WeightedWindows,
+    attend,
+    attend_parts,
+    weighted_windows,
+    window_means,
+)
 from nearfield.plan import Plan
-from nearfield.predict import ReadStats
-from nearfield.windows import WeightedWindows, weighted_windows, window_means
+from nearfield.plan import builders as planning
 
 Summary = Literal["mean", "weighted"]
 
@@ -187,15 +193,15 @@ class PlanLayer(LayerAttention):
         """
         if self.far is None:
             return attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
-        near = Part(key, value, self.near, key_bias)
+        near = KeyValuePart(key, value, self.near, key_bias)
         if self.summary == "weighted":
             keys, values, bias = self.far.weighted(query, key, value, scale, impl)
         else:
             keys, values = (self.far.pooled(x, impl) for x in (key, value))
             bias = self.far.bias
         # Who reads a summary reads its neighbours, but for the edges of what it reads exactly.
-        far = Part(keys, values, self.far.plan, bias, rows_alike=True)
-        return attend_together(query, [near, far], scale=scale, impl=impl)
+        far = KeyValuePart(keys, values, self.far.plan, bias, similar_rows=True)
+        return attend_parts(query, [near, far], scale=scale, impl=impl)
 
 
 @lru_cache(maxsize=64)

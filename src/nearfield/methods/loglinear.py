@@ -21,19 +21,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nearfield import planning
 from nearfield._checks import check_bool, check_int, check_member, wrong_value
+from nearfield._memo import kept
 from nearfield._types import Attended, Impl
-from nearfield.attend import Part, Pooling, attend, attend_together, packing_for
-from nearfield.dense_parts import DenseSteps
-from nearfield.geometry import Geometry
-from nearfield.keeping import kept
-from nearfield.levels import level_length, level_starts, most_levels, num_represented
+from nearfield.layout import CurveOrder, Geometry, level_length, level_starts, most_levels, num_represented
 from nearfield.methods.base import Method
+from nearfield.methods.dense_parts import DenseSteps
 from nearfield.methods.layers import LayerAttention
+from nearfield.ops import (
+    KeyValuePart,
+    Pooling,
+    attend,
+    attend_parts,
+    check_pooling,
+    packing_for,
+    pool_and_select,
+)
 from nearfield.plan import Packed, Plan
-from nearfield.pyramid import check_pooling, pool_and_select
-from nearfield.tokenmap import CurveOrder
+from nearfield.plan import builders as planning
 
 _ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
 
@@ -280,9 +285,9 @@ def _attend(
     if chosen.far is None or chosen.key is None or chosen.value is None:
         return attend(query, key, value, chosen.near, scale=scale, impl=impl)
     # Neighbours choose among the same blocks.
-    near = Part(key, value, chosen.near, rows_alike=True, packed=chosen.packed)
-    far = Part(chosen.key, chosen.value, chosen.far, chosen.bias)
-    return attend_together(query, [near, far], scale=scale, impl=impl, pooling=chosen.pooling, once=True)
+    near = KeyValuePart(key, value, chosen.near, similar_rows=True, packed=chosen.packed)
+    far = KeyValuePart(chosen.key, chosen.value, chosen.far, chosen.bias)
+    return attend_parts(query, [near, far], scale=scale, impl=impl, pooling=chosen.pooling, once=True)
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------

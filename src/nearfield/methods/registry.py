@@ -48,6 +48,11 @@ def method_class(name: str) -> type[Any]:
     return classes[name.lower()]
 
 
+def default_method() -> Any:
+    """What `apply` takes where no method is given."""
+    return method_class("hilbert")()
+
+
 def _load_others() -> None:
     """Import what installed packages bring, once, and only when somebody asks for all methods."""
     global _loaded_others

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from nearfield._checks import check_int, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Impl
-from nearfield.attend import check_tensors
-from nearfield.geometry import Geometry, check_geometry
+from nearfield.layout import Geometry, check_geometry
 from nearfield.methods.base import Method
+from nearfield.ops import check_tensors
 
 
 def attend_with(

@@ -1,9 +1,29 @@
 """Context parallelism: one sequence over many ranks, where only what is read elsewhere travels."""
 
 from nearfield.parallel.attention import attend
+from nearfield.parallel.cuts import even_split, split_between_regions
 from nearfield.parallel.messages import Sent, Shapes, bytes_sent
-from nearfield.parallel.ranks import ExchangeFailed, Ranks
+from nearfield.parallel.model import Share, SplitLayer, SplitModel, check_splittable
+from nearfield.parallel.ranks import ExchangeFailed, Message, Parcel, Ranks
 from nearfield.parallel.route import Route, Traffic
 from nearfield.parallel.split import Split
 
-__all__ = ["ExchangeFailed", "Ranks", "Route", "Sent", "Shapes", "Split", "Traffic", "attend", "bytes_sent"]
+__all__ = [
+    "ExchangeFailed",
+    "Message",
+    "Parcel",
+    "Ranks",
+    "Route",
+    "Sent",
+    "Shapes",
+    "Share",
+    "Split",
+    "SplitLayer",
+    "SplitModel",
+    "Traffic",
+    "attend",
+    "bytes_sent",
+    "check_splittable",
+    "even_split",
+    "split_between_regions",
+]

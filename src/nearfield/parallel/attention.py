@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearfield import kernels
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Gradients, Impl
-from nearfield.attend import attend as attend_here
-from nearfield.attend import attend_continued, merge
-from nearfield.attend import gradients as gradients_here
+from nearfield.ops import attend as attend_here
+from nearfield.ops import attend_continued, merge_attended, merge_partials
+from nearfield.ops import gradients as gradients_here
 from nearfield.parallel.messages import Kind, Messages, Shapes, message_sizes, packed, select, unpacked
 from nearfield.parallel.ranks import Delivery, Ranks
 from nearfield.parallel.route import CAME, HERE, Call, Route, Slots
-from nearfield.reference import partials
 
 
 def attend(
@@ -129,9 +127,7 @@ class _Partial(NamedTuple):
 
     def merged(self) -> Attended:
         """As one, in the precision of `lse`."""
-        module = kernels.helper("partials", self.out) if self.out.is_cuda else None
-        merged: Attended = (module or partials).merge_partials(self.out, self.lse)
-        return merged
+        return merge_partials(self.out, self.lse)
 
 
 class _Kept(NamedTuple):
@@ -241,7 +237,7 @@ class _Layer(NamedTuple):
         for call, part in zip(self.calls, parts, strict=True):
             for group, some in zip(call.query_groups, self._by_group(call, part), strict=True):
                 found[group].append(some)
-        return reduce(merge, found[HERE]), found[CAME][0] if found[CAME] else None
+        return reduce(merge_attended, found[HERE]), found[CAME][0] if found[CAME] else None
 
     def _by_group(self, call: Call, part: Attended) -> list[Attended]:
         if len(call.query_groups) == 1:

@@ -6,9 +6,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, NoReturn
 
 from nearfield._checks import wrong_value
-from nearfield.geometry import Geometry, Span
-from nearfield.merging import Regions
+from nearfield.layout import Geometry, Span
 from nearfield.methods import Composition, Method
+from nearfield.ops import Regions
 from nearfield.parallel.split import Split
 
 # At least: shares then differ by a quarter at most. Small ones may tear blocks for it.

@@ -9,13 +9,13 @@ from torch.autograd.function import once_differentiable
 
 from nearfield._checks import wrong_value
 from nearfield._types import Impl
-from nearfield.geometry import Span
+from nearfield.layout import Span
 from nearfield.methods import FarField, Summary
+from nearfield.ops import query_sums, weighted_windows, window_means
 from nearfield.parallel.messages import Sent, Shapes
 from nearfield.parallel.ranks import Parcel, Ranks
 from nearfield.parallel.route import Route, traffic
 from nearfield.parallel.split import Split
-from nearfield.windows import query_sums, weighted_windows, window_means
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nearfield import planning
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.attend import merge
-from nearfield.geometry import Geometry
+from nearfield.layout import Geometry, Ordering
 from nearfield.methods import Composition, LayerAttention, PlanLayer
+from nearfield.ops import merge_attended
 from nearfield.parallel.attention import attend
 from nearfield.parallel.far import SplitFarField, bytes_summed
 from nearfield.parallel.messages import Sent, Shapes, bytes_sent
@@ -24,7 +23,7 @@ from nearfield.parallel.ranks import Parcel, Ranks
 from nearfield.parallel.route import Route, Traffic, traffic
 from nearfield.parallel.split import Split
 from nearfield.plan import Plan
-from nearfield.tokenmap import Ordering
+from nearfield.plan import builders as planning
 
 
 class Share:
@@ -134,7 +133,7 @@ class SplitLayer(LayerAttention):
             return near
         keys, values, bias = self.far.summaries(query, key, value, scale, impl, self.ranks)
         far = attend(query, keys, values, self.far.route, self.ranks, key_bias=bias, scale=scale, impl=impl)
-        return merge(near, far)
+        return merge_attended(near, far)
 
     def bytes_sent(self, shapes: Shapes) -> Sent:
         sent = bytes_sent(self.route.traffic, shapes)

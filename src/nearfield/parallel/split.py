@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import check_int, wrong_type, wrong_value
-from nearfield.geometry import Span
+from nearfield.layout import Span
 
 REPLICATED = -1
 """The owner of a token that every rank holds."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from nearfield import planning
 from nearfield._checks import check_int, wrong_value
 from nearfield._types import Positions
-from nearfield.attend import attend
+from nearfield.ops import attend
+from nearfield.plan import builders as planning
 from nearfield.retrieval.chunks import Context
 from nearfield.retrieval.reading import run
 from nearfield.retrieval.rotary import check_model, check_window

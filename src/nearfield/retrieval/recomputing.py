@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nearfield import planning
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Positions
-from nearfield.attend import Part, attend, attend_together
+from nearfield.ops import KeyValuePart, attend, attend_parts
 from nearfield.plan import Plan
+from nearfield.plan import builders as planning
 from nearfield.retrieval.chunks import Context, check_tokens, grown
 from nearfield.retrieval.reading import Reader, read_after, run
 from nearfield.retrieval.rotary import check_model, check_window
@@ -195,10 +195,10 @@ class _Apart:
 
     def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         parts = [
-            Part(key, value, self.seen_by_all),
-            Part(key, value, self.others, positions=self.positions),
+            KeyValuePart(key, value, self.seen_by_all),
+            KeyValuePart(key, value, self.others, positions=self.positions),
         ]
-        return attend_together(query, parts, scale=scale).out
+        return attend_parts(query, parts, scale=scale).out
 
 
 def plan_up_to(positions: Tensor, num_keys: int) -> Plan:

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nearfield import kernels
 from nearfield._checks import wrong_value
-from nearfield.reference import turn as reference
+from nearfield.ops import rerotate_keys
 
 _NO_PURE_ROTATION = {
     "dynamic": "dynamic NTK scaling changes its angles with the length of the sequence",
@@ -117,9 +116,7 @@ class Turn:
             self._tables[kind] = self._channels(*self._difference(kind))
         cos, sin, partner = self._tables[kind]
         places = slice(start, start + keys.shape[2])
-        module = (kernels.helper("turn", keys) if keys.is_cuda else None) or reference
-        with torch.cuda.device_of(keys):
-            module.turn(keys, out, cos[places], sin[places], partner)
+        rerotate_keys(keys, out, cos[places], sin[places], partner)
 
     def _channels(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What each channel of a key is multiplied by, what its partner is, and which channel that is.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Positions
-from nearfield.attend import attend
+from nearfield.ops import attend
 from nearfield.retrieval.chunks import Context, check_tokens
 from nearfield.retrieval.reading import read_after, run
 from nearfield.retrieval.recomputing import check_global, plan_up_to, run_rows

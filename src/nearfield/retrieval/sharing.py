@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nearfield import planning
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Positions
-from nearfield.attend import attend, merge
-from nearfield.parallel.ranks import Message, Parcel, Ranks
+from nearfield.ops import attend, merge_attended
+from nearfield.parallel import Message, Parcel, Ranks
+from nearfield.plan import builders as planning
 from nearfield.retrieval.chunks import Chunk, Context, cache_of, check_tokens, joined
 from nearfield.retrieval.reading import run
 from nearfield.retrieval.rotary import Turn, check_model, check_window
@@ -169,7 +169,7 @@ class _Asking:
         ranks = self._shared.ranks.size
         outs = self._shared._everyones(here.out, [tuple(here.out.shape)] * ranks)
         logs = self._shared._everyones(here.lse, [tuple(here.lse.shape)] * ranks)
-        whole = reduce(merge, [*map(Attended, outs, logs), itself])
+        whole = reduce(merge_attended, [*map(Attended, outs, logs), itself])
         if layer in self._layers:
             weights = head_weights(query, cached.keys, scale, whole.lse)
             self.scores = self.scores + torch.linalg.vector_norm(weights, self._order, dim=0)
@@ -237,5 +237,5 @@ class _Overwriting:
         incoming: list[Message] = [message if rank < index else () for rank in range(ranks.size)]
         found = ranks.exchange(outgoing, incoming).wait()
         return reduce(
-            merge, [Attended(outs[0], logs[0]), *(Attended(*parts) for parts in found if parts)]
+            merge_attended, [Attended(outs[0], logs[0]), *(Attended(*parts) for parts in found if parts)]
         ).out

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from nearfield.recipes import Recipe
+    from nearfield.methods.recipes import Recipe
     from nearfield_lab.embedded.generate import Run, Sampler
     from nearfield_lab.embedded.sampler import OnStep
 

@@ -27,7 +27,7 @@ from nearfield_lab.commands.generating import (
 )
 
 if TYPE_CHECKING:
-    from nearfield.recipes import Recipe
+    from nearfield.methods.recipes import Recipe
     from nearfield_lab.engines import Outcome, Workers
 
 _TRIES = 3
@@ -110,7 +110,7 @@ class _Job:
     lora: Path | None
 
     def __call__(self) -> Callable[[range], list[bytes]]:
-        from nearfield.adapters import apply
+        from nearfield.diffusers import apply
         from nearfield_lab.embedded.lora import lora_for
         from nearfield_lab.embedded.pictures import packed
 

@@ -18,9 +18,9 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
 from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_value
 from nearfield._types import Impl
-from nearfield.geometry import Geometry
+from nearfield.layout.geometry import Geometry
+from nearfield.layout.ordering import Ordering
 from nearfield.methods import GatedBlocks, LogLinear, Projections, SparseLinear
-from nearfield.tokenmap import Ordering
 from nearfield_lab.embedded.dense_kernels import DenseKernel, called_with
 from nearfield_lab.embedded.model import Packing, put_weights, read_weights, write_weights
 from nearfield_lab.embedded.storage import BadFile

@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 
 from nearfield import curves
-from nearfield.attend import attend
 from nearfield.cli import layouts, machine
 from nearfield.cli.check import Checked, check_forward, poisoned_memory
 from nearfield.cli.presets import Preset
 from nearfield.cli.report import table, too_small_note
 from nearfield.cli.timing import Effort, Timing, measure
-from nearfield.implementations import explain_choice
-from nearfield.plan import Plan
+from nearfield.ops.attention.api import attend
+from nearfield.ops.attention.dispatch import explain_choice
+from nearfield.plan.plan import Plan
 from nearfield_lab.dense import dense_attention, random_inputs
 from nearfield_lab.plots.tiles import overview
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nearfield import Geometry, Hilbert, curves, tiling
+from nearfield import Geometry, Hilbert, curves
+from nearfield.layout import tiling
+from nearfield.layout.tiling import Segment
 from nearfield.methods import PlanLayer
-from nearfield.tiling import Segment
 from nearfield_lab.plots.cells import canvas_of
 from nearfield_lab.plots.method import LayerPicture, MethodPicture, Reading, method_overview
 

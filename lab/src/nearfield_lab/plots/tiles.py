@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.plan import Plan
+from nearfield.plan.plan import Plan
 from nearfield_lab.plots.cells import canvas_of, draw_cells, draw_curve_lines, picture_frame
 from nearfield_lab.plots.figures import row_of_axes, save
 from nearfield_lab.plots.masks import mask_frame, paint

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from nearfield._files import write_json
-from nearfield.geometry import Geometry
+from nearfield.layout.geometry import Geometry
 from nearfield.methods import Borders
 from nearfield.methods.hilbert import Hilbert
 from nearfield_lab.missing import MissingExtra

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nearfield._checks import check_int, wrong_value
-from nearfield.geometry import Geometry
+from nearfield.layout.geometry import Geometry
 from nearfield.methods.hilbert import Hilbert
 
 FORMAT = 1

@@ -10,7 +10,7 @@ import torch
 
 from nearfield import Hilbert, recipes
 from nearfield.cli.arguments import UsageError
-from nearfield.recipes import Recipe
+from nearfield.methods.recipes import Recipe
 from nearfield_lab.missing import MissingExtra
 from nearfield_lab.studio import asking, drawing, fields, jobs, results
 from nearfield_lab.studio.asking import Library

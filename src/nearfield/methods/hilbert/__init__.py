@@ -21,11 +21,12 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from nearfield._checks import check_bool, check_int, check_member, wrong_value
-from nearfield.dense_parts import DenseSteps
-from nearfield.geometry import Geometry, check_geometry
-from nearfield.keeping import device_name
+from nearfield._memo import device_name
+from nearfield.layout import Curve, Geometry, Ordering, Shared, check_geometry
 from nearfield.methods.base import Method, PlanMethod, Section
 from nearfield.methods.borders import Borders, Reads, borders_of_reads
+from nearfield.methods.dense_parts import DenseSteps
+from nearfield.methods.hilbert.describe import image_lines
 from nearfield.methods.hilbert.far_field import far_field_of, interleaved_far_field
 from nearfield.methods.hilbert.layout import (
     DEFAULT_TILES,
@@ -39,11 +40,8 @@ from nearfield.methods.hilbert.layout import (
     pieces_of,
 )
 from nearfield.methods.hilbert.plans import interleaved_near_plan, near_plan
-from nearfield.methods.hilbert.words import image_lines
 from nearfield.methods.layers import PlanLayer, Summary
 from nearfield.plan import Plan
-from nearfield.tiling import Curve, Shared
-from nearfield.tokenmap import Ordering
 
 __all__ = ["DEFAULT_TILES", "Hilbert", "Near", "Share", "TextReads"]
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield import tiling
-from nearfield.geometry import Geometry, Span
+from nearfield.layout import Geometry, Span, tiling
 from nearfield.methods.hilbert.layout import Pattern, layout_of
 
 _PIECES = 8

@@ -5,12 +5,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nearfield import planning
-from nearfield.geometry import Geometry, Span
+from nearfield.layout import Geometry, Span
 from nearfield.methods.hilbert.layout import Layout, Pattern, layout_of
 from nearfield.methods.hilbert.plans import near_plan, per_head, turns_of_heads
 from nearfield.methods.layers import FarField
 from nearfield.plan import Plan
+from nearfield.plan import builders as planning
 
 
 @lru_cache(maxsize=256)

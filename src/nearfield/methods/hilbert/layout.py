@@ -6,11 +6,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from nearfield import tiling
-from nearfield.geometry import Geometry, Shortened
+from nearfield.layout import Curve, Geometry, Ordering, Segment, Shared, Shortened, tiling
 from nearfield.plan import check_block
-from nearfield.tiling import Curve, Segment, Shared
-from nearfield.tokenmap import Ordering
 
 Near = Literal["tile", "around"]
 Share = Literal["two-way", "keys"]

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nearfield import planning, tiling
-from nearfield.geometry import Geometry
+from nearfield.layout import Geometry, Segment, tiling
 from nearfield.methods.hilbert.around import spans_around
 from nearfield.methods.hilbert.layout import Layout, Pattern, layout_of
 from nearfield.plan import Plan
-from nearfield.tiling import Segment
+from nearfield.plan import builders as planning
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,132 @@
+"""Where tokens change their order: hooks at the places that a spec names."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nearfield._checks import wrong_value
+from nearfield.diffusers.spec import Arguments, Move, find, parameter_names
+from nearfield.diffusers.target import TargetModule
+from nearfield.layout import Ordering
+from nearfield.parallel import Share
+
+
+class Place(NamedTuple):
+    """A module inside of a part, at which tokens enter or leave, and the module that holds it."""
+
+    path: str
+    parent: nn.Module
+    module: nn.Module
+    move: Move
+
+
+def places_of(part: TargetModule) -> list[Place]:
+    """Those besides the part's own entrance; all of its spec have to be there."""
+    places = []
+    for move in part.spec.moves:
+        found = find(part.module, move.place)
+        if not found:
+            rule = f"have `{part.path(move.place)}`, where tokens enter or leave"
+            wrong_value("target", rule, type(part.root).__name__)
+        for path, module in found if move.place else ():
+            parent = part.module.get_submodule(path.rpartition(".")[0])
+            places.append(Place(path, parent, module, move))
+    return places
+
+
+class Mover:
+    """Brings tokens into the method's order and back, while any are inside.
+
+    Args:
+        is_inside: whether they are. Modules may be shared with another model, whose calls are not ours.
+    """
+
+    def __init__(self, is_inside: Callable[[], bool]) -> None:
+        self._is_inside = is_inside
+        self.order: Ordering | Share | None = None
+        """None: tokens stay as they are."""
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def hooks(self, places: Sequence[Place]) -> list[RemovableHandle]:
+        return [self._hook(place.module, place.move) for place in places]
+
+    def _hook(self, module: nn.Module, move: Move) -> RemovableHandle:
+        if move.is_argument:
+            hook = _ArgumentHook(self, move, parameter_names(module))
+            return module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module.register_forward_hook(_ResultHook(self, move))
+
+    def enter(self, moves: Sequence[Move], arguments: Arguments) -> None:
+        """Move those arguments of the part itself that have tokens."""
+        for move in moves:
+            if move.place == "":
+                assert isinstance(move.what, str)
+                value = arguments.get(move.what)
+                if value is not None:
+                    arguments.set(move.what, self.moved(value, move))
+
+    def moved(self, value: Any, move: Move) -> Any:
+        """Tokens in their other order; also inside lists and dictionaries. What follows the images stays in place."""
+        if self.order is None or not self._is_inside():
+            return value
+        if isinstance(value, list | tuple):
+            items = [self.moved(item, move) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {name: self.moved(item, move) for name, item in value.items()}
+        if move.num_dims not in (None, value.dim()):
+            return value
+        way: Callable[[Tensor, int], Tensor] = getattr(self.order, move.way)
+        images, length = len(self.order), value.shape[move.dim]
+        if length == 1:  # serves all tokens
+            return value
+        if length <= images:
+            return way(value, move.dim)
+        rest = value.narrow(move.dim, images, length - images)
+        return torch.cat([way(value.narrow(move.dim, 0, images), move.dim), rest], dim=move.dim)
+
+    def moved_argument(self, value: Tensor, move: Move) -> Tensor:
+        """As `moved`, but a tensor that many layers are given is moved once (unless that would keep a graph alive)."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._is_inside():
+            return self.moved(value, move)  # type: ignore[no-any-return]
+        if self._last is None or self._last[0] is not value:
+            self._last = value, self.moved(value, move)
+        return self._last[1]
+
+    def forget(self) -> None:
+        """A call begins, or is over: what was moved in it serves no other."""
+        self._last = None
+
+
+class _ArgumentHook:
+    """Moves one argument of a module that is called inside a part."""
+
+    def __init__(self, mover: Mover, move: Move, names: tuple[str, ...]) -> None:
+        self.mover, self.move, self.names = mover, move, names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = Arguments(self.names, args, kwargs)
+        assert isinstance(self.move.what, str)
+        value = arguments.get(self.move.what)
+        if value is None:
+            return None
+        arguments.set(self.move.what, self.mover.moved_argument(value, self.move))
+        return tuple(arguments.args), arguments.kwargs
+
+
+class _ResultHook:
+    """Moves the result, or one part of it, of a module that is called inside a part."""
+
+    def __init__(self, mover: Mover, move: Move) -> None:
+        self.mover, self.move = mover, move
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.move.what is None:
+            return self.mover.moved(output, self.move)
+        assert isinstance(self.move.what, int)
+        parts = list(output)
+        parts[self.move.what] = self.mover.moved(parts[self.move.what], self.move)
+        return tuple(parts)

@@ -1,0 +1,234 @@
+"""What is asked about a model: the fields of the tables in `specs.py` and `video_specs.py`, and how they are used."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from nearfield._checks import wrong_value
+from nearfield.diffusers.grids import GridReader
+from nearfield.layout import Geometry, Grid
+
+CROSS_ATTENTION = "cross-attention: its keys are few"
+
+
+def without_single_frame(shape: Grid) -> Grid:
+    return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
+
+
+class TokenLayout(NamedTuple):
+    """The tokens of one call, in plain numbers.
+
+    Args:
+        images: the grids of all images, the one that is made first.
+        text: tokens of the joint sequence that belong to no image.
+        tail: those of them that follow the image even in layers that do not see the text (padding).
+    """
+
+    images: tuple[Grid, ...]
+    text: int = 0
+    tail: int = 0
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(math.prod(grid) for grid in self.images)
+
+    def geometry(self, text_first: bool, sees_text: bool) -> Geometry:
+        text = self.text if sees_text else self.tail
+        return Geometry(self.images[0], text, text_first, references=self.images[1:])
+
+
+class Pixels(NamedTuple):
+    """The size of an image, or of a video."""
+
+    height: int
+    width: int
+    frames: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width} pixels" + (f", {self.frames} frames" if self.frames > 1 else "")
+
+
+class Arguments:
+    """The arguments of a module's call, by name, however they were passed.
+
+    Args:
+        names: of the parameters of its `forward`, in order.
+    """
+
+    def __init__(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._names = names
+        self.args, self.kwargs = list(args), dict(kwargs)
+
+    def has(self, name: str) -> bool:
+        """Whether the module takes such an argument: releases of diffusers differ."""
+        return name in self._names
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self.kwargs:
+            return self.kwargs[name]
+        position = self._names.index(name)
+        return self.args[position] if position < len(self.args) else default
+
+    def set(self, name: str, value: Any) -> None:
+        position = self._names.index(name)
+        if name not in self.kwargs and position < len(self.args):
+            self.args[position] = value
+        else:
+            self.kwargs[name] = value
+
+
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+Locate = Callable[[nn.Module, Arguments, GridReader], "TokenLayout | str"]
+"""Finds the tokens of a call, or gives the reason why this call has to stay dense."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Tokens that change their order at one place.
+
+    Args:
+        place: a module by its path in the region; "" is the region itself. In paths `*` is every child, `a|b` are two
+            of them, and a number counts children, from the end if negative.
+        what: an argument of the module, by name; or of its result: an index, or None for all of it.
+        way: "enter" from raster order into the method's, or "leave" it.
+        dim: the dimension of the tokens. Where it has a single entry, that serves all tokens, and nothing is moved.
+        num_dims: where a tensor has tokens in some calls only: how many dimensions it has then.
+    """
+
+    place: str
+    what: str | int | None
+    way: Literal["enter", "leave"] = "enter"
+    dim: int = 1
+    num_dims: int | None = None
+
+    @property
+    def is_argument(self) -> bool:
+        return isinstance(self.what, str)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The facts about one model class.
+
+    Args:
+        model: the name of the class.
+        layers: attention modules whose tokens are those of the image, and perhaps text, in the order they run
+            (patterns of paths in the region).
+        moves: where tokens change their order.
+        locate: how large the image is, and how long the text.
+        processors: classes of attention processors that were tried.
+        text_first: whether the text stands before the image in the joint sequence.
+        image_only: those of `layers` that do not see the text.
+        dense: the other attention modules, and why they stay as they are.
+        region: the class of the modules that tokens enter and leave; the model itself if empty.
+        regions: the parts of the model they are found in, in the order they run.
+        sample: the argument whose first tensor has the batch and the device.
+        conditioning: the argument of the model whose first tensor tells the calls of one step apart.
+        refused: arguments that must be None, and why.
+        attention_kwargs: the argument that is passed on to processors.
+        rotary: the argument of processors with rotary rows (cos, sin), `[tokens, head_dim]` and each value twice, by
+            which they turn queries and keys just before these are read; empty if there is none, or of another kind.
+        size: the grid of a region for an image of so many pixels.
+        images: the grids that the tokens of such a grid are treated as: usually itself.
+        is_video: whether it makes several frames.
+        text: tokens of text, where nothing else is known; 0 if no layer sees text.
+        multiple: image and text are padded to multiples of it.
+        takes_references: whether reference images may follow the image.
+        can_split: whether image tokens may be split over ranks (nothing but attention mixes them; tried).
+    """
+
+    model: str
+    layers: tuple[str, ...]
+    moves: tuple[Move, ...]
+    locate: Locate
+    processors: tuple[str, ...]
+    text_first: bool = True
+    image_only: tuple[str, ...] = ()
+    dense: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    region: str = ""
+    regions: tuple[str, ...] = ()
+    sample: str = "hidden_states"
+    conditioning: str = "encoder_hidden_states"
+    refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    attention_kwargs: str = "joint_attention_kwargs"
+    rotary: str = ""
+    size: Callable[[Any, str, Pixels], Grid] = lambda model, region, pixels: (
+        pixels.height // 16,
+        pixels.width // 16,
+    )
+    images: Callable[[Any, Grid], tuple[Grid, ...]] = lambda model, grid: (without_single_frame(grid),)
+    is_video: bool = False
+    text: int = 0
+    multiple: int = 1
+    takes_references: bool = False
+    can_split: bool = False
+
+    def padded(self, located: TokenLayout) -> TokenLayout:
+        """Tokens without their padding, with it."""
+        tail = -located.num_image_tokens % self.multiple
+        return located._replace(text=tail + located.text + -located.text % self.multiple, tail=tail)
+
+
+def find(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The modules at a path (see `Move.place`), by name. Children that are None are left out."""
+    found = [("", module)]
+    for piece in path.split(".") if path else []:
+        found = [
+            (f"{name}.{child}" if name else child, module)
+            for name, parent in found
+            for child, module in _children(parent, piece)
+        ]
+    return found
+
+
+def _children(parent: nn.Module, piece: str) -> list[tuple[str, nn.Module]]:
+    children = list(parent.named_children())
+    if piece == "*":
+        return children
+    if piece.lstrip("-").isdigit() and children:
+        return [children[int(piece)]]
+    return [(name, child) for name, child in children if name in piece.split("|")]
+
+
+# Tokens leave at the output of `norm_out`, not of `proj_out` behind it: a LoRA may put another module in the place of
+# a linear layer, but not of a norm.
+LEAVE = Move("norm_out", None, "leave")
+
+
+def first_tensor(value: Any) -> Tensor:
+    while not isinstance(value, Tensor):
+        value = value[0]
+    return value
+
+
+def check_arguments(spec: Spec, arguments: Arguments) -> None:
+    """Refuses what would be read in the wrong order, or not at all."""
+    for name, reason in spec.refused.items():
+        if arguments.get(name) is not None:
+            wrong_value(name, "be None under nearfield", type(arguments.get(name)).__name__, reason)
+    told = arguments.get(spec.attention_kwargs) if arguments.has(spec.attention_kwargs) else None
+    unknown = sorted(set(told or {}) - {"scale"})
+    if unknown:
+        hint = "What processors are told about tokens would be in raster order."
+        wrong_value(spec.attention_kwargs, "hold `scale` at most under nearfield", ", ".join(unknown), hint)
+
+
+def check_count(spec: Spec, arguments: Arguments, located: TokenLayout) -> None:
+    """Packed tokens must be as many as the grids hold."""
+    packed = next(
+        (move.what for move in spec.moves if move.place == "" and move.what == "hidden_states"), None
+    )
+    if packed is None:
+        return
+    got = first_tensor(arguments.get("hidden_states")).shape[1]
+    if got != located.num_image_tokens:
+        images = " + ".join("x".join(map(str, grid)) for grid in located.images)
+        wrong_value("hidden_states", f"hold the {located.num_image_tokens} tokens of {images}", got)

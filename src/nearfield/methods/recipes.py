@@ -1,0 +1,163 @@
+"""A recipe: a method and its fields in a small JSON file, with what was measured when it was chosen.
+
+`nearfield tune` writes recipes, and `apply(pipe, "recipe.json")` takes them where it takes a method. Some ship with the
+embedded model, and are known by name: `apply(pipe, "cats-close")`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from nearfield._checks import check_member, wrong_type, wrong_value
+from nearfield.methods.base import Method
+from nearfield.methods.composition import Composition
+from nearfield.methods.registry import default_method, method_classes
+
+FORMAT = 2
+ENTRY_POINTS = "nearfield.recipes"
+"""The group of entry points by which an installed package brings recipes: modules that call `add_folder`."""
+_FOLDERS: list[Path] = []
+Lora = Literal["", "none", "embedded"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method for a model.
+
+    Args:
+        model: class of the model it was made for; empty: any.
+        measured: figures, and what they were measured on; for people.
+        lora: what was on the model then: "none", or "embedded", the one that ships with the embedded model; empty: not
+            said. `nearfield generate` loads it, `apply` does not.
+    """
+
+    method: Method
+    model: str = ""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    lora: Lora = ""
+
+    def __post_init__(self) -> None:
+        check_member("lora", self.lora, get_args(Lora))
+
+    def check_model(self, model: object) -> None:
+        """Fields that were sought on one model say nothing about another: layers have numbers."""
+        classes = [cls.__name__ for cls in type(model).__mro__]
+        if self.model and self.model not in classes:
+            hint = "Tune one for this model, or pass `recipe.method` if you want it nevertheless."
+            wrong_value("recipe", f"be one for {classes[0]}", f"one for {self.model}", hint)
+
+    def as_document(self) -> dict[str, Any]:
+        """What `read` reads. Every field is in it, so that it means the same when a default has changed."""
+        facts = {"model": self.model, "lora": self.lora, "measured": dict(self.measured)}
+        return {"format": FORMAT, "kind": "nearfield recipe", **(_document_of(self.method) or {}), **facts}
+
+
+def add_folder(folder: Path) -> None:
+    """Know the recipes in a folder by their names, too."""
+    if folder not in _FOLDERS:
+        _FOLDERS.append(folder)
+
+
+def names() -> tuple[str, ...]:
+    """The recipes that ship with installed packages."""
+    return tuple(sorted(_shipped()))
+
+
+def _shipped() -> dict[str, Path]:
+    for entry in entry_points(group=ENTRY_POINTS):
+        entry.load()
+    return {path.stem: path for folder in _FOLDERS for path in folder.glob("*.json")}
+
+
+def read(source: str | Path | Mapping[str, Any]) -> Recipe:
+    """A recipe by its name, from its file, or from what is in it. Raises ValueError with what is wrong.
+
+    Args:
+        source: one of `names()`, a path, or the content of a file. A file that is called like a shipped recipe is read
+            as `./name`.
+    """
+    document = source if isinstance(source, Mapping) else _loaded(_path_of(source))
+    version = document.get("format") if isinstance(document, Mapping) else None
+    if type(version) is not int or version != FORMAT or "method" not in document:
+        hint = "`nearfield tune` writes recipes."
+        wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
+    facts = str(document.get("model", "")), document.get("measured", {}), document.get("lora", "")
+    return Recipe(_method_in(document), *facts)
+
+
+def recipe_of(value: Any) -> Recipe:
+    """What `apply` was given as a method: one, a recipe, or the file or name of one."""
+    if isinstance(value, str | Path):
+        value = read(value)
+    recipe = value if isinstance(value, Recipe) else Recipe(value)
+    _check_method(recipe.method)
+    return recipe
+
+
+def _check_method(method: Any) -> None:
+    if not isinstance(method, Method):
+        rule = f"be a method such as nearfield.{default_method().label}"
+        if not isinstance(method, type):
+            wrong_type("method", rule, type(method).__name__)
+        hint = f"Write {method.__name__}()." if issubclass(method, Method) else ""
+        wrong_type("method", rule, f"the class {method.__name__}", hint)
+
+
+def _document_of(method: Method | None) -> dict[str, Any] | None:
+    if method is None:
+        return None
+    if isinstance(method, Composition) and len(method.parts) == 1:
+        return _document_of(method.parts[0])
+    value: Any = method
+    given = {part.name: getattr(value, part.name) for part in fields(value)}
+    nested = {
+        name: _document_of(value) if isinstance(value, Method) else value for name, value in given.items()
+    }
+    return {"method": type(method).__name__, "fields": nested}
+
+
+def _method_in(document: Mapping[str, Any]) -> Any:
+    name, given = document["method"], document.get("fields", {})
+    kind: Any = Composition if name == Composition.__name__ else _class_called(name)
+    known = {part.name for part in fields(kind)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        rule = f"hold fields of {name} ({', '.join(sorted(known))})"
+        wrong_value("recipe", rule, ", ".join(unknown))
+    return kind(**{key: _value_in(value) for key, value in given.items()})
+
+
+def _class_called(name: Any) -> type[Any]:
+    classes = {kind.__name__: kind for kind in method_classes().values()}
+    if name not in classes:
+        wrong_value("recipe", f"name a method of {', '.join(classes)}", repr(name))
+    return classes[name]
+
+
+def _value_in(value: Any) -> Any:
+    if isinstance(value, Mapping) and "method" in value:
+        return _method_in(value)
+    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and no method has lists
+
+
+def _path_of(source: str | Path) -> Path:
+    return _shipped().get(str(source), Path(source))
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        rule = f"name a file that can be read, or one that ships ({', '.join(names())})"
+        wrong_value("recipe", rule, f"{str(path)!r} ({error.strerror})")
+    except ValueError:
+        wrong_value("recipe", "be a JSON file", repr(str(path)))
+
+
+def _words(document: object) -> str:
+    if isinstance(document, Mapping):
+        return f"format {document.get('format')!r} and method {document.get('method')!r}"
+    return type(document).__name__

@@ -1,0 +1,139 @@
+"""Triton kernels, the only part of the library that imports triton.
+
+`unsupported` says why an implementation cannot run a call, `load` gives its module. Nothing here imports triton
+until one of them is asked, so the library works where triton does not exist.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearfield._types import Positions
+from nearfield.plan import Plan
+
+_MODULES = {"triton": "nearfield.ops.attention.triton", "gluon": "nearfield.ops.attention.hopper"}
+_HELPERS = {
+    "choose": "predict.triton.choose",
+    "columns": "predict.triton.columns",
+    "lists": "lists.triton.lists",
+    "locate": "merge.triton.locate",
+    "means": "predict.triton.means",
+    "partials": "attention.triton.partials",
+    "pool": "pool_select.triton.pool",
+    "regions": "merge.triton.regions",
+    "rotate": "rotary.triton.rotate",
+    "select": "pool_select.triton.select",
+    "transpose": "lists.triton.transpose",
+    "turn": "rotary.triton.keys",
+    "windows": "windows.triton",
+}
+"""The modules of kernels that an operation asks for by a short name."""
+OLDEST_TRITON = (3, 6)
+KNOWN_GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
+"""Versions of Triton whose Gluon the Hopper kernels were compiled with; see `gluon_names.py`."""
+
+
+@lru_cache
+def _module(name: str) -> Any:
+    """Remembered: even what is imported takes `import_module` some microseconds to find, at every call."""
+    return importlib.import_module(name)
+
+
+def load(impl: str) -> Any:
+    """The module with `attend_forward` and `attend_backward` of "triton" or "gluon"."""
+    return _module(_MODULES[impl])
+
+
+def unsupported(
+    impl: str,
+    query: Tensor,
+    key: Tensor,
+    plan: Plan,
+    key_bias: Tensor | None,
+    positions: Positions | None,
+    backward: bool,
+) -> str | None:
+    """Why `impl` cannot run this call, or None if it can."""
+    reason = _missing(impl)
+    if reason is None:
+        reason = load(impl).unsupported(query, key, plan, key_bias, positions, backward)
+    return reason
+
+
+@lru_cache
+def triton_version() -> tuple[int, int] | None:
+    """(major, minor) of the installed Triton, or None. Does not import it."""
+    try:
+        if importlib.util.find_spec("triton") is None:
+            return None
+    except ModuleNotFoundError:  # a finder that hides it
+        return None
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        version = importlib.import_module("triton").__version__
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+@lru_cache
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which needs no GPU."""
+    if triton_version() is None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache
+def _missing(impl: str) -> str | None:
+    version = triton_version()
+    if version is None:
+        return "Triton is not installed"
+    if version < OLDEST_TRITON:
+        return f"Triton {version[0]}.{version[1]} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
+    if impl == "gluon" and version not in KNOWN_GLUON:
+        known = ", ".join(f"{major}.{minor}" for major, minor in KNOWN_GLUON)
+        return f"Gluon of Triton {version[0]}.{version[1]} is not known (known: {known})"
+    if not is_interpreted() and not torch.cuda.is_available():
+        return "there is no GPU"
+    return None
+
+
+def unsupported_tensor(
+    x: Tensor, *, most_channels: int | None = None, multiplies: bool = False
+) -> str | None:
+    """Why plain kernels cannot take a tensor, or None: what all of them ask. Each may have more reasons.
+
+    Args:
+        most_channels: that a program holds.
+        multiplies: whether the tensor goes into matrix products.
+    """
+    if not x.is_cuda and not is_interpreted():
+        return f"the tensors are on {x.device}"
+    if x.dtype == torch.float64:
+        return "float64 is for the reference"
+    if multiplies and x.dtype == torch.bfloat16 and is_interpreted():
+        return "Triton's interpreter computes wrong bfloat16 products"
+    if most_channels is not None and x.shape[-1] > most_channels:
+        return f"head dimension {x.shape[-1]} is above {most_channels}"
+    return None
+
+
+def helper(name: str, *call: Any) -> Any:
+    """The module of that name, as "select", if its kernels can run such a call (see its `unsupported`), else None."""
+    if _missing("triton") is not None:
+        return None
+    module = _module(f"nearfield.ops.{_HELPERS[name]}")
+    return module if module.unsupported(*call) is None else None
+
+
+def are_wanted(impl: str, x: Tensor) -> bool:
+    """Whether helpers shall run as kernels: where they are asked for, and by default on a GPU."""
+    return impl in ("triton", "gluon") or (impl == "auto" and x.is_cuda)

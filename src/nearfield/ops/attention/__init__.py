@@ -1,0 +1,1 @@
+"""Attention over plans: the operation that all methods share."""

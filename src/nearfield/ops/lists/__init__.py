@@ -1,0 +1,1 @@
+"""Lists of plans, made on the device: from masks, transposed, ordered, packed."""

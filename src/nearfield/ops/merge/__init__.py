@@ -1,0 +1,1 @@
+"""Maps between all tokens and merged ones."""

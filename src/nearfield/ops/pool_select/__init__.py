@@ -1,0 +1,1 @@
+"""Pooled levels, and choosing blocks from coarse to fine."""

@@ -1,0 +1,1 @@
+"""The specification: plain torch, right in float64."""

@@ -1,0 +1,1 @@
+"""Rotary positions: of queries and keys, and of keys that move."""

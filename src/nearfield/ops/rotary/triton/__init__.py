@@ -1,0 +1,1 @@
+"""Kernels in Triton; the specification is in `reference`."""

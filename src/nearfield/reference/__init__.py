@@ -1,1 +1,0 @@
-"""Plain torch, dense, safe in float64: the specification the kernels are held to."""
