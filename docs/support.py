@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"
 sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in sys.path]
 
-from nearfield.adapters.blocks import BLOCKS  # noqa: E402
-from nearfield.adapters.spec import Spec  # noqa: E402
-from nearfield.adapters.specs import SPECS  # noqa: E402
 from tests import tiny_models  # noqa: E402
 
 import nearfield  # noqa: E402
+from nearfield.diffusers.blocks import BLOCKS
+from nearfield.diffusers.spec import Spec
+from nearfield.diffusers.specs import SPECS
 from nearfield.methods import (  # noqa: E402
     BipartiteMerge,
     BlockTopK,

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from nearfield.adapters import grids
-from nearfield.adapters.grids import image_grids
 from tests import tiny_models
 from tests.tiles import paper
 from tests.tiny_models import MODELS, TEXT, Grid, Inputs, first
@@ -21,6 +19,8 @@ from torch.nn import functional
 
 import nearfield
 from nearfield import Geometry, Hilbert, PlanMethod
+from nearfield.diffusers import grids
+from nearfield.diffusers.grids import image_grids
 
 EVERYTHING = paper(tiles=1, dense_layers=0, dense_steps=0)
 SPARSE = paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)

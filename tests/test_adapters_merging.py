@@ -25,7 +25,8 @@ from torch.nn import functional
 
 import nearfield
 from nearfield import Geometry, Merge
-from nearfield.methods import BipartiteMerge, Composition, peers
+from nearfield.methods import BipartiteMerge, Composition
+from nearfield.methods.baselines import shortening as peers
 from nearfield.ops.merge.reference import locate as reference
 
 NAMES = ("flux", "flux2", "sd3", "qwen", "sdxl", "pixart")

@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import nearfield
 from nearfield import Geometry
-from nearfield.methods import BipartiteMerge, StridedKeys, peers
+from nearfield.methods import BipartiteMerge, StridedKeys
+from nearfield.methods.baselines import shortening as peers
 from nearfield.ops.merge.api import Assignment, matched
 
 GEOMETRY = Geometry((5, 7), 3, references=((4, 4),))
