@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.splits import (
     CASES,
-    KeyValuePart,
+    Part,
     bad_calls,
     chosen_overlap,
     counted,
@@ -254,12 +254,12 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_compute_what_one_process_does(world: World, name: str) -> None:
-    parts: list[KeyValuePart] = world.run(part, name)
+    parts: list[Part] = world.run(part, name)
     for mine, wanted in zip(joined(name, parts), whole(name), strict=True):
         assert torch.allclose(mine, wanted, rtol=1e-12, atol=1e-12)
     assert [(one.bytes_forward, one.bytes_backward) for one in parts] == counted(name, world.size)
     # A run repeats bit by bit, and rows that all hold are the same on all.
-    again: list[KeyValuePart] = world.run(part, name)
+    again: list[Part] = world.run(part, name)
     for first, second in zip(parts, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first.results, second.results, strict=True))
     split = CASES[name].split(world.size)
@@ -273,7 +273,7 @@ def test_ranks_compute_what_one_process_does(world: World, name: str) -> None:
 @pytest.mark.parametrize("name", ["hilbert", "hilbert, keys", "torn by text"])
 def test_reading_while_others_travel_gives_the_same(world: World, name: str) -> None:
     """In calls apart, whose results are merged: the same bytes, and the same up to rounding."""
-    parts: list[KeyValuePart] = world.run(part, name, torch.float64, True)
+    parts: list[Part] = world.run(part, name, torch.float64, True)
     for mine, wanted in zip(joined(name, parts), whole(name), strict=True):
         assert torch.allclose(mine, wanted, rtol=1e-12, atol=1e-12)
     assert [(one.bytes_forward, one.bytes_backward) for one in parts] == counted(name, world.size)

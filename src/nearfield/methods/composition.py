@@ -17,6 +17,7 @@ from nearfield.methods.base import Method, Pieces, Section
 from nearfield.methods.borders import Borders, borders_of_regions
 from nearfield.methods.dense_parts import DenseSteps
 from nearfield.methods.layers import LayerAttention, PlanLayer, full_layer
+from nearfield.methods.registry import default_method
 from nearfield.ops import Regions
 
 DENSE_FID = 31
@@ -180,7 +181,8 @@ class Composition(Method):
                 wrong_value("attention", "be given where nothing is merged", None)
             return
         if not isinstance(self.attention, Method) or isinstance(self.attention, Composition | MergeMethod):
-            wrong_type("attention", "be a method that says who reads whom", repr(self.attention))
+            rule = f"be a method such as nearfield.{default_method().label}"
+            wrong_type("attention", rule, repr(self.attention))
         if self.merge is None:
             return
         self.merge.check_goes_with_attention()
