@@ -10,7 +10,7 @@ import nearfield
 from nearfield import Geometry, planning
 from nearfield._types import Moment
 from nearfield.methods import FineGrained
-from nearfield.methods import fine as module
+from nearfield.methods import finegrained as module
 from nearfield.methods.finegrained import FineLayer
 from nearfield.ops.predict import api as predict
 from nearfield.ops.predict.api import Mask
