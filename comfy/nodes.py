@@ -3,8 +3,8 @@
 from typing import Any, ClassVar, get_args
 
 from nearfield import Hilbert
-from nearfield.methods.hilbert import Near, Share, Summary, TextReads
 from nearfield.layout.tiling import Shared
+from nearfield.methods.hilbert import Near, Share, Summary, TextReads
 
 from .models import KNOWN, known_model
 from .patching import SparseModel

@@ -23,9 +23,9 @@ sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in s
 from tests import tiny_models  # noqa: E402
 
 import nearfield  # noqa: E402
-from nearfield.diffusers.blocks import BLOCKS
-from nearfield.diffusers.spec import Spec
-from nearfield.diffusers.specs import SPECS
+from nearfield.diffusers.blocks import BLOCKS  # noqa: E402
+from nearfield.diffusers.spec import Spec  # noqa: E402
+from nearfield.diffusers.specs import SPECS  # noqa: E402
 from nearfield.methods import (  # noqa: E402
     BipartiteMerge,
     BlockTopK,
