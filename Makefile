@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 demo: $(STAMP) ## make a picture with dense and with sparse attention (ARGS="--num 4 --steps 16" for more and better)
-	$(BIN)/nearfield generate --compare --num 1 --first 3 --steps 8 --out demo.png $(ARGS)
+	$(BIN)/nearfield generate --compare --num 1 --option first=3 --steps 8 --out demo.png $(ARGS)
 
 # Each worker begins with half of the files, so that few of them import, and set up, the same.
 test: $(STAMP) ## run the tests

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import layouts
 from benchmarks.cases import Case, Result
 from nearfield._types import Attended, Impl
-from nearfield.cli import layouts
 from nearfield.cli.check import Checked, Inputs, check_backward, check_forward, poisoned_memory
 from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Effort, Function, measure

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks import layouts
 from nearfield._types import Impl
-from nearfield.cli import layouts
 from nearfield.cli.check import Checked
 from nearfield.cli.presets import Preset
 from nearfield.cli.timing import Timing

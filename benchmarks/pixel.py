@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.pixel_cases import TARGETS, Variant
 from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.report import table
 from nearfield.cli.timing import Effort, Timing, measure
 from nearfield_lab.embedded.model import num_parameters
 from nearfield_lab.embedded.pixel import PixelConfig, PixelTransformer
-from nearfield_lab.embedded.pixel_cases import TARGETS, Variant
 from nearfield_lab.embedded.sampler import precision
 from nearfield_lab.training.data import Pixels
 from nearfield_lab.training.loop import Schedule
@@ -30,8 +30,8 @@ from nearfield_lab.training.runs import Backend, attention_backend, quiet_compil
 _CHECKED_SIDE = 24
 _EVERYTHING: dict[str, dict[str, Any]] = {
     "loglinear": {"topk": 2**20, "levels": 1, "enrich": 0},
-    "gated": {"topk": 2**20},
-    "linear": {"topk": 2**20},
+    "gatedblocks": {"topk": 2**20},
+    "sparselinear": {"topk": 2**20},
 }
 
 

@@ -1,8 +1,10 @@
 """Nodes for ComfyUI. Link this folder into ComfyUI's `custom_nodes`; see README.md beside it."""
 
-from .nodes import NearfieldHilbert
+from .nodes import all_nodes
 
-NODE_CLASS_MAPPINGS = {"NearfieldHilbert": NearfieldHilbert}
-NODE_DISPLAY_NAME_MAPPINGS = {"NearfieldHilbert": "Nearfield Hilbert"}
+NODE_CLASS_MAPPINGS = all_nodes()
+NODE_DISPLAY_NAME_MAPPINGS = {
+    name: f"Nearfield {node.kind.__name__}" for name, node in NODE_CLASS_MAPPINGS.items()
+}
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield import Geometry, Hilbert, Ordering
+from nearfield import Geometry, LayerAttention, Method, Ordering
+from nearfield.methods import Moment
 from nearfield.methods.dense_parts import stays_dense
 
 from .models import known_model, sequences
@@ -27,11 +28,16 @@ _log = logging.getLogger("nearfield.comfyui")
 
 
 class SparseModel:
-    """The wrapper: every call of the model reads as the method says."""
+    """The wrapper: every call of the model reads as the method says.
 
-    def __init__(self, method: Hilbert) -> None:
+    Layers whose result depends on earlier steps are kept from call to call, and forget when another picture begins.
+    """
+
+    def __init__(self, method: Method) -> None:
         self.method = method
         self._told: set[str] = set()
+        self._layers: dict[Any, LayerAttention] = {}
+        self._place = 0
 
     def __call__(
         self,
@@ -51,13 +57,25 @@ class SparseModel:
             self.method,
             sequences(known, model, latent, c_crossattn, conditions),
             known.num_layers(model),
-            is_dense_step(self.method, sigma, options.get("sample_sigmas")),
+            self._moment(sigma, options),
             options.get(OVERRIDE),
+            self._layers,
         )
         options[OVERRIDE] = call
         out = executor(latent, sigma, c_concat, c_crossattn, control, options, **conditions)
         self._tell(call)
         return out
+
+    def _moment(self, sigma: Tensor, options: Mapping[str, Any]) -> Moment | None:
+        """Where the loop stands, where the method asks for it."""
+        if not self.method.is_stateful and not any(self.method.num_dense_steps(_MANY_STEPS)):
+            return None
+        moment = moment_of(sigma, options.get("sample_sigmas"), str(options.get("cond_or_uncond", "")))
+        if moment is not None:
+            if moment.place < self._place:
+                self._layers.clear()
+            self._place = moment.place
+        return moment
 
     def _tell(self, call: "SparseCall") -> None:
         """What a call was like, once for each kind of call."""
@@ -73,19 +91,24 @@ class SparseCall:
 
     Args:
         geometries: the sequences to be read sparsely, by length; every other call is left alone.
+        moment: where the denoising loop stands; None where nobody asks or nobody knows.
         before: an override that was there already; it serves the dense calls.
+        layers: of a method whose result depends on earlier steps, what earlier calls have made.
     """
 
     def __init__(
         self,
-        method: Hilbert,
+        method: Method,
         geometries: Mapping[int, Geometry],
         num_layers: int,
-        is_dense_step: bool = False,
+        moment: Moment | None = None,
         before: Callable[..., Tensor] | None = None,
+        layers: dict[Any, LayerAttention] | None = None,
     ) -> None:
         self.method, self.geometries, self.num_layers = method, geometries, num_layers
-        self.is_dense_step, self.before = is_dense_step, before
+        self.moment, self.before = moment, before
+        self.is_dense_step = moment is not None and is_dense_step(method, moment)
+        self._layers = {} if layers is None else layers
         self.calls: Counter[str] = Counter()
         self._mask: Tensor | None = None
         self._mask_hides_image = False
@@ -107,6 +130,8 @@ class SparseCall:
     def _dense_reason(self, call: "Attention", geometry: Geometry, layer: int) -> str | None:
         if self.is_dense_step:
             return f"dense, dense_steps={self.method.dense_steps}"
+        if self.method.is_stateful and self.moment is None:
+            return "dense, the sampler does not say at which step it is"
         if call.has_own_masks:
             return "dense, a mask that differs between queries"
         if not self.method.weighs_image_keys and self._hides_image(call.mask, geometry):
@@ -130,10 +155,21 @@ class SparseCall:
     def _sparse(self, call: "Attention", geometry: Geometry, layer: int) -> Tensor:
         device = call.query.device
         ordering = _ordering(self.method, geometry, str(device))
-        attention = self.method.layer(geometry, layer, heads=call.heads, device=device)
+        attention = self._layer(geometry, layer, call.heads, device)
         query, key, value = (call.entered(x, ordering) for x in (call.query, call.key, call.value))
         bias = call.key_bias(ordering)
         return call.left(attention.attend(query, key, value, key_bias=bias, scale=call.scale).out, ordering)
+
+    def _layer(self, geometry: Geometry, index: int, heads: int, device: torch.device) -> LayerAttention:
+        """What a layer reads: the same from step to step where it remembers."""
+        if not self.method.is_stateful:
+            return self.method.layer(geometry, index, heads=heads, device=device)
+        assert self.moment is not None
+        key = geometry, index, heads, str(device)
+        if key not in self._layers:
+            made = self.method.layer(geometry, index, heads=heads, device=device)
+            self._layers[key] = made.set_num_layers(self.num_layers)
+        return self._layers[key].set_step(self.moment)
 
     def summary(self) -> str:
         if not self.calls:
@@ -216,21 +252,26 @@ class Attention(NamedTuple):
         return ordering.leave(out.transpose(1, 2), dim=1).flatten(2)
 
 
-def is_dense_step(method: Hilbert, sigma: Tensor, schedule: Tensor | None) -> bool:
-    """Whether a noise level lies in a step of its schedule that stays dense. Waits for the device, once per call.
+def is_dense_step(method: Method, moment: Moment) -> bool:
+    """Whether a step stays dense."""
+    return stays_dense(method.num_dense_steps(moment.total), moment.place, moment.total)
+
+
+def moment_of(sigma: Tensor, schedule: Tensor | None, branch: str = "") -> Moment | None:
+    """The step of a schedule in which a noise level lies. Waits for the device, once per call.
 
     Samplers that call a model between two steps have then left the earlier one.
     """
-    if schedule is None or not any(method.num_dense_steps(_MANY_STEPS)):
-        return False
+    if schedule is None:
+        return None
     steps = schedule[:-1]
     step = int((steps > sigma.max().to(steps) * _SAME_SIGMA).sum())
     step = min(step, len(steps) - 1)  # less noise than in the last step still belongs to it
-    return stays_dense(method.num_dense_steps(len(steps)), step, len(steps))
+    return Moment(step, len(steps), branch)
 
 
 @lru_cache(maxsize=64)
-def _ordering(method: Hilbert, geometry: Geometry, device: str) -> Ordering:
+def _ordering(method: Method, geometry: Geometry, device: str) -> Ordering:
     """The order of a whole sequence: the text stays where it is."""
     with torch.inference_mode(False):
         text = torch.arange(geometry.text, device="cpu")

@@ -166,9 +166,9 @@ def main(folder: str, name: str) -> None:
         return standin.sample(patched, latent, text, torch.linspace(1, 0, 6), **conditions)
 
     dense = run(plain)
-    fields = {"shared": "centre", "share": "two-way", "far": 0, "dense_steps": 0.0}
-    (sparse,) = node().patch(plain, tiles=4, dense_layers=1, **fields)
-    (whole,) = node().patch(plain, tiles=1, dense_layers=0, **fields | {"shared": "none"})
+    fields = {"near": "tile", "shared": "centre", "summary": "mean", "far": "none", "dense_steps": "0"}
+    (sparse,) = node().patch(plain, tiles="4", dense_layers="1", **fields)
+    (whole,) = node().patch(plain, tiles="1", dense_layers="0", **fields | {"shared": "none"})
     masked = plain.clone()
     override = standin.Masked(paper(tiles=4), calls)
     masked.model_options["transformer_options"]["optimized_attention_override"] = override

@@ -23,8 +23,23 @@ from torch import Tensor
 
 NODES = Path(__file__).resolve().parents[1] / "comfy"
 TEXT_DIM, POOLED_DIM, HIDDEN = 64, 32, 256
-FIELDS = {"tiles": 4, "shared": "none", "share": "two-way", "far": 16, "dense_steps": 0.0, "dense_layers": 1}
-ALL = FIELDS | {"tiles": 1, "far": 0, "dense_layers": 0}
+FIELDS = {
+    "tiles": "4",
+    "tile_size": "none",
+    "near": "tile",
+    "cycle": 4,
+    "shared": "none",
+    "share": "two-way",
+    "shared_tokens": "none",
+    "curve": "auto",
+    "far": "16",
+    "summary": "mean",
+    "text_reads": "all",
+    "dense_layers": "1",
+    "dense_steps": "0",
+    "interleave": False,
+}
+ALL = FIELDS | {"tiles": "1", "far": "none", "dense_layers": "0"}
 PATIENCE = 180.0  # seconds, for the start and for each prompt
 
 # A text encoder has gigabytes; its place is taken by a node that knows random texts.
@@ -239,7 +254,7 @@ def main(folder: str) -> None:
 def refused(sampling: Sampling) -> None:
     """A field that the method refuses ends the prompt with its words."""
     with pytest.raises(AssertionError, match=r"`far` must be at least 2; got 1\."):
-        sampling.run(FIELDS | {"far": 1})
+        sampling.run(FIELDS | {"far": "1"})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from benchmarks import commands as benchmarks
 
 from nearfield import cli
-from nearfield.cli.main import _parser, run_family
+from nearfield.cli.main import parser_of, run_family
 from nearfield_lab import commands as lab
 
 
@@ -19,4 +19,4 @@ def main(words: Sequence[str]) -> int:
 
 def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of `nearfield` with the commands of the lab."""
-    return _parser(words, [lab.add_commands])
+    return parser_of([lab.add_commands], words)

@@ -60,9 +60,9 @@ def check_lab(command: str) -> None:
     assert "CC-BY-NC-4.0" in importlib.metadata.metadata("nearfield-lab")["License-Expression"]
     assert importlib.metadata.metadata("nearfield")["License-Expression"] == "Apache-2.0"
     assert Autoencoder().encode(torch.rand(1, 3, 16, 16)).shape == (1, 32, 2, 2)
-    generate = "generate --recipe cats-close --size 64 --steps 2 --num 1 --device cpu"
+    generate = "generate --recipe cats-close --size 64 --steps 2 --num 1 --option device=cpu"
     with tempfile.TemporaryDirectory() as elsewhere:
-        for words, picture in (("show --grid 16x16", "show.png"), (generate, "cats.png")):
+        for words, picture in (("explain --grid 16x16", "show.png"), (generate, "cats.png")):
             path = Path(elsewhere) / picture
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 assert nearfield_command([*words.split(), "--out", str(path)]) == 0

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import attend_report
+from benchmarks import attend_report, layouts
 from benchmarks.attend import Bench
 from benchmarks.cases import Case, Result, cases
 
 from nearfield import planning
 from nearfield._files import write_json
-from nearfield.cli import layouts, machine, report
+from nearfield.cli import machine, report
 from nearfield.cli.check import Checked, check_backward, check_forward, poisoned_memory
 from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Effort, Timing, measure

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import pixel
+from benchmarks.pixel_cases import ATTENTION, Variant, read_variant
 from tests.command_line import main
 
 from nearfield.cli.timing import Effort
-from nearfield_lab.embedded.pixel_cases import ATTENTION, Variant, read_variant
 from nearfield_lab.training.pixel import PixelTraining
 
 TASK = pixel.PixelTask(16, 2, sizes={"layers": 1, "heads": 2, "head_dim": 16})
@@ -18,7 +18,10 @@ CPU = torch.device("cpu")
 
 
 def test_every_attention_is_timed_in_one_run() -> None:
-    variants = [read_variant(name) for name in ("full", "loglinear:block=4:topk=2", "gated:topk=2", "linear")]
+    variants = [
+        read_variant(name)
+        for name in ("full", "loglinear:block=4:topk=2", "gatedblocks:topk=2", "sparselinear")
+    ]
     results = pixel.PixelBench(TASK, CPU, EFFORT).run(variants, lambda _: None)
     assert [result.status for result in results] == ["ok"] * 4, [result.note for result in results]
     for result in results:
@@ -43,19 +46,19 @@ def test_what_breaks_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -
     loss = PixelTraining.loss
 
     def failing(self: PixelTraining, step: int, part: int) -> torch.Tensor:
-        if self.recipe.config.attention == "gated":
+        if self.recipe.config.attention == "gatedblocks":
             raise torch.OutOfMemoryError("too much")
-        if self.recipe.config.attention == "linear":
+        if self.recipe.config.attention == "sparselinear":
             return loss(self, step, part) * float("nan")
         return loss(self, step, part)
 
     monkeypatch.setattr(PixelTraining, "loss", failing)
-    variants = [Variant(name, name) for name in ("full", "gated", "linear")]
+    variants = [Variant(name, name) for name in ("full", "gatedblocks", "sparselinear")]
     results = pixel.PixelBench(TASK, CPU, EFFORT).run(variants, lambda _: None)
     assert [result.status for result in results] == ["ok", "broke", "check failed"]
     shown = pixel.results_table(results, TASK)
-    assert "gated: broke: OutOfMemoryError: too much" in shown
-    assert "linear: check failed: the loss is nan" in shown
+    assert "gatedblocks: broke: OutOfMemoryError: too much" in shown
+    assert "sparselinear: check failed: the loss is nan" in shown
 
 
 def test_a_wrong_model_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,13 +90,13 @@ def test_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
-        ("fast", "`--attention` must name any of full, loglinear, gated, linear; got 'fast'."),
+        ("fast", "`--attention` must name any of full, loglinear, gatedblocks, sparselinear; got 'fast'."),
         ("full:topk=3", "`--attention` must give full its own fields (none) as name=value; got 'topk=3'."),
         (
-            "gated:levels=2",
-            "`--attention` must give gated its own fields (block, topk, order) as name=value; got ",
+            "gatedblocks:levels=2",
+            "`--attention` must give gatedblocks its own fields (block, topk, order) as name=value; got ",
         ),
-        ("gated:topk=0", "`topk` must be at least 1; got 0."),
+        ("gatedblocks:topk=0", "`topk` must be at least 1; got 0."),
     ],
 )
 def test_wrong_attention_is_named(attention: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,11 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,11 +16,14 @@ import torch
 from tests import command_line as cli
 
 import nearfield_lab
+from nearfield import Geometry, Hilbert, PlanMethod, curves, recipes
 from nearfield._types import Attended, Impl
 from nearfield.cli import arguments as choices
 from nearfield.cli import explain, presets
+from nearfield.cli import main as nearfield_main
 from nearfield.cli.main import LAB, main
-from nearfield.methods.merge import Placement
+from nearfield.methods import Composition, MergeMethod, PlanLayer, method_classes
+from nearfield.methods.fields import fields_of, shown, texts_of
 from nearfield.ops import _triton as kernels
 from nearfield.ops._triton import launch
 from nearfield.ops.attention.api import attend
@@ -59,8 +64,6 @@ COMMANDS = [
     "bench model",
     "bench pareto",
     "bench quality",
-    "demo",
-    "show",
     "studio",
 ]
 
@@ -81,7 +84,6 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
 def test_choices_are_those_of_the_library() -> None:
     """Written out in the command line, which imports nothing to read its arguments."""
     assert get_args(Impl) == choices.IMPLS
-    assert get_args(Placement) == choices.PLACEMENTS
     assert choices.GRAINS == BLOCKS
     assert tuple(block for block in BLOCKS if block >= 16) == choices.QUERY_BLOCKS
 
@@ -105,24 +107,19 @@ PRESET_NAMES = (
 BAD_CALLS = {
     "explain flux-1024 --grid 0x7": "`--grid` must be one to three positive sides joined by x; got '0x7'. "
     "Example: --grid 90x160",
-    "explain flux-1024 --grid 2048x2048": "`--grid` must hold at most 1,048,576 tokens; got 4,194,304.",
-    "explain flux-1024 --tiles none": "`--tiles` must be an integer of at least 1; got 'none'.",
+    "explain flux-1024 --grid 2048x2048": "`--grid` must hold at most 262,144 tokens; got 4,194,304.",
+    "explain flux-1024 --text 9000": "`--text` must be at most 8,192; got 9,000.",
+    "explain flux-1024 --set tiles=many": "`tiles` must be an integer, numbers between commas or none; got 'many'.",
+    "explain flux-1024 --set tiles": "`--set` must be FIELD=VALUE; got 'tiles'. Example: --set dense_steps=0",
     "explain flux-1024 --layer -1": "`--layer` must be an integer of at least 0; got '-1'.",
-    "explain flux-1024 --q-block 48": "`--q-block` must be one of 16, 32, 64, 128, 192; got '48'.",
+    "explain flux-1024 --set dense_layers=57,": "`dense_layers` must hold indices from -57 to 56; got 57.",
+    "explain flux-1024 --device sofa": "`--device` must name a device; got 'sofa'. Example: --device cuda:1",
+    "explain --method dense": "`--method` must be sparse; got dense.",
+    "explain flux-1024 --method fast": f"`--method` must be one of {', '.join(method_classes())}; got 'fast'.",
     "explain flux-3": f"`PRESET` must be one of {PRESET_NAMES}; got 'flux-3'.",
     "bench attend --grains 64,3": "`--grains` must be one of 1, 2, 4, 8, 16, 32, 64, 128, 192; got '3'.",
     "bench attend --impl fast": "`--impl` must be one of auto, gluon, triton, grouped, reference; got 'fast'.",
-    "demo --grid 2x3x4": "`--grid` must have two sides to be drawn; got 2x3x4. Example: --grid 64x64",
-    "demo --colour": "unrecognized arguments: --colour. See `nearfield --help`.",
-    "explain flux-1024 --tiles 99999999": "`--tiles` must be at most 16,777,216; got 99,999,999.",
-    "explain flux-1024 --text 16000000": "`--grid` must with `--text` make a plan of at most 536,870,912 blocks; "
-    "got about 31,266,002,048 (16,004,096 tokens in blocks of 128 x 64). "
-    "Use larger --q-block and --k-block, or a smaller --grid or --text.",
-    "explain flux-4096 --q-block 16 --k-block 1 --tiles 1": "`--grid` must with `--text` make a plan of at most "
-    "67,108,864 listed ids; got about 272,646,144 (66,048 tokens in blocks of 16 x 1). "
-    "Use larger --q-block and --k-block, or a smaller --grid or --text.",
-    "demo --grid 257x256": "`--grid` must hold at most 65,536 tokens to be drawn; got 65,792.",
-    "demo --out picture.jpg": "`--out` must end in .png; got 'picture.jpg'. Example: --out results.png",
+    "explain --colour": "unrecognized arguments: --colour. See `nearfield --help`.",
     "bench attend --json .": "`--json` must name a file, not a directory; got '.'. Example: --json results.json",
     "bench attend --json new/": "`--json` must name a file, not a directory; got 'new/'. "
     "Example: --json results.json",
@@ -148,7 +145,7 @@ def test_without_a_command_the_help_is_shown(
 ) -> None:
     assert cli.main(command) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"usage: {name} [-h]")
+    assert captured.err.startswith(f"usage: {'python -m benchmarks' if command else 'nearfield'} [-h]")
     assert captured.out == ""
 
 
@@ -173,7 +170,7 @@ def test_without_the_lab_its_commands_say_how_to_install_it(
 
 
 def test_the_commands_of_the_lab_are_known() -> None:
-    assert commands_of(cli.parser()) == {"doctor", "explain", *LAB}
+    assert commands_of(cli.parser()) == {"bench", "doctor", "explain", *LAB}
 
 
 def test_output_must_be_named_and_its_directory_writable(
@@ -223,22 +220,6 @@ def test_pictures_are_asked_for_by_one_name(call: str, capsys: pytest.CaptureFix
     assert "--plot FILE" in capsys.readouterr().out
     assert cli.main([*call.split(), "--plot", "picture.gif"]) == 2
     assert "`--plot` must end in .png" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("call", ["demo --grid 8x8", "show --grid 16x16"])
-def test_without_matplotlib_all_but_the_picture_is_shown(
-    call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(call.split()) == 0
-    captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) > 3
-    assert "wrote" not in captured.out
-    assert captured.err.startswith("no picture: `matplotlib` must be installed to draw")
-    assert not list(tmp_path.iterdir())
-    assert cli.main([*call.split(), "--out", "a.png"]) == 2
-    assert "`--out` needs a picture. `matplotlib` must be installed" in capsys.readouterr().err
 
 
 def test_doctor_says_which_extra_brings_what_is_missing() -> None:
@@ -434,19 +415,110 @@ def test_explain_any_grid(grid: str, text: int, tokens: int, capsys: pytest.Capt
     assert report["shape"]["N"] == tokens
     assert 0 < report["density"] <= 1
     assert report["bound_over_dense"] == pytest.approx(1 / report["density"])
-    assert report["bound_over_dense"] <= report["exact_bound_over_dense"] * (1 + 1e-9)
     assert report["pairs"] <= report["dense_pairs"]
     assert report["forward"]["impl"] == "grouped"
-    assert {"variant", "closed", "score", "reason"} <= set(report["curve"])
+    assert str(curves.choose(tuple(map(int, grid.split("x"))))) in report["description"]
 
 
 def test_explain_prints_a_preview_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "explain", "flux-1024", "--heads", "2")
     assert "flux-1024: batch 1, 2 heads, 4,608 tokens, head dimension 128 (grid 64x64, 512 text)" in text
-    assert "16 of 256 tokens; layer 0 slides them by 0" in text
-    assert "bound     3.86x over dense" in text
+    assert "method    Hilbert()\n" in text
+    assert "around: 512 tokens, those nearest to each block of 128" in text
+    assert "the first 3 and the last 0 are dense" in text
     assert text.count("│") == 48
     assert "forward and backward: grouped runs: " in text
+
+
+def test_what_is_explained_is_what_the_method_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pairs of the layers, of all layers, and of all steps, from the method's own layers."""
+    words = (
+        "explain cpu-small --set near=tile --set tiles=2,4 --set dense_layers=1 --set dense_steps=0.25 --json"
+    )
+    report = json.loads(run(capsys, *words.split()))
+    method = Hilbert(near="tile", tiles=(2, 4), dense_layers=1, dense_steps=0.25)
+    geometry = Geometry((24, 24), text=64)
+    density = [method.layer(geometry, layer, heads=2).num_pairs / 640**2 for layer in range(4)]
+    assert [layer["density"] for layer in report["layers"]] == density
+    assert report["pairs"] == round(density[0] * 640**2) * 2
+    assert report["dense_layers"] == {"0": "dense_layers=1"}
+    over_layers = (1 + sum(density[1:])) / 4
+    assert report["density_over_layers"] == pytest.approx(over_layers)
+    assert report["dense_steps"] == [5, 0]
+    assert report["bound_over_dense_over_steps"] == pytest.approx(1 / (0.25 + 0.75 * over_layers))
+    assert report["fields"]["tiles"] == "2,4"
+    assert report["description"] == method.describe(geometry)
+
+
+@pytest.mark.parametrize("kind", method_classes().values(), ids=lambda kind: kind.name)
+def test_every_method_is_explained(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name alone, and on a preset; without text where it takes none."""
+    words = ["explain", "--method", kind.name, "--grid", "16x16"]
+    report = json.loads(run(capsys, *words, "--json"))
+    assert report["method"] == kind.name
+    assert report["text"] == (512 if kind.takes_text else 0)
+    assert set(report["fields"]) == {field.name for field in fields_of(kind)}
+    pairs = Composition.of(kind()).shortened(Geometry((16, 16), text=report["text"])).num_tokens ** 2
+    assert report["pairs"] is None or 0 < report["pairs"] <= 24 * pairs
+    text = run(capsys, *words)
+    assert f"fields of {kind.name}:\n" in text
+    for field in fields_of(kind):
+        assert f"\n  {field.name}={shown(field.default)}" in text
+
+
+def test_a_method_that_merges_is_explained_with_one_that_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "explain cpu-small --method merge+hilbert --set ratio=0.5 --json"
+    report = json.loads(run(capsys, *words.split()))
+    assert report["label"] == "Merge() | Hilbert()"
+    assert report["tokens_left"] < 64 + 576
+    alone = json.loads(run(capsys, "explain", "cpu-small", "--method", "merge", "--json"))
+    assert report["pairs"] < alone["pairs"] == 2 * alone["tokens_left"] ** 2
+
+
+def test_explain_alone_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "explain")
+    for name in (*presets.PRESETS, *method_classes()):
+        assert f"\n  {name} " in text
+    found = json.loads(run(capsys, "explain", "--json"))
+    assert set(found["presets"]) == set(presets.PRESETS)
+    assert all(found["methods"].values())
+
+
+def test_explain_takes_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(run(capsys, "explain", "cpu-flux-1024", "--recipe", "cats-close", "--json"))
+    assert report["fields"] == texts_of(recipes.read("cats-close").method)
+
+
+def num_options(parser: argparse.ArgumentParser) -> int:
+    return sum(
+        bool(action.option_strings) and action.help != argparse.SUPPRESS
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction)
+    )
+
+
+def leaves(
+    parser: argparse.ArgumentParser, name: str = "nearfield"
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    families = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not families:
+        yield name, parser
+    for family in families:
+        for each, child in family.choices.items():
+            yield from leaves(child, f"{name} {each}")
+
+
+@pytest.mark.parametrize(("name", "parser"), list(leaves(cli.parser())), ids=lambda value: str(value)[:30])
+def test_every_command_has_few_options_and_each_has_help(name: str, parser: argparse.ArgumentParser) -> None:
+    assert num_options(parser) <= 15, name
+    for action in parser._actions:
+        assert action.help, f"{name} {action.option_strings or action.dest}"
+    further = parser.epilog or ""
+    if "--option" in {word for action in parser._actions for word in action.option_strings}:
+        listed = further.partition("\n\n")[0]
+        assert listed.startswith("further options, each as --option NAME=VALUE:\n  ")
+        for entry in re.findall(r"^  (\S+)=\S+ +(.*)$", listed, re.MULTILINE):
+            assert len(entry[1]) > 3, (name, entry)
 
 
 def test_explain_makes_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,6 +529,108 @@ def test_explain_makes_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stand_in.untyped_storage().nbytes() < 2**21
     monkeypatch.setattr(launch, "is_interpreted", lambda: True)
     assert launch.suits_copy_engine(stand_in)
+
+
+def test_the_page_of_commands_is_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables are those that `python docs/command_tables.py` writes, of every command."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import command_tables
+
+    page = command_tables.PAGE.read_text(encoding="utf-8")
+    assert command_tables.written(page) == page
+    named = set(re.findall(r"^<!-- (nearfield [\w ]+) -->$", page, re.MULTILINE))
+    every = {name for name, _ in leaves(cli.parser())}
+    assert every - {"nearfield doctor"} == named, "doctor has one option, told in words"
+
+
+# -- one call of a method ----------------------------------------------------------------------------------------------
+
+
+def nearfield_bench(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """`nearfield bench`, which is not `python -m benchmarks`."""
+    assert nearfield_main(["bench", "cpu-small", "--quick", *words]) == code
+    captured = capsys.readouterr()
+    return captured.out if code != 2 else captured.err
+
+
+def test_a_call_of_the_method_is_timed_and_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "bench.json"
+    text = nearfield_bench(
+        capsys, "--set", "near=tile", "--set", "tiles=8", "--layer", "1", "--json", str(path)
+    )
+    assert "float32, kernel only\n" in text
+    assert "method    Hilbert(tiles=8, near='tile'), layer 1\n" in text
+    assert "check     relative error " in text
+    assert "grouped runs: " in text
+    found = json.loads(path.read_text())
+    layer = Hilbert(near="tile", tiles=8).layer(Geometry((24, 24), text=64), 1)
+    assert found["density"] == layer.num_pairs / 640**2
+    median = found["milliseconds"]["median"]
+    assert found["speed_up"] == pytest.approx(found["dense_milliseconds"]["sdpa"]["median"] / median)
+    assert found["fraction_of_dense_rate"] == pytest.approx(found["speed_up"] * found["density"])
+    assert (found["status"], found["check"]["passed"], found["host_microseconds"]) == ("ok", True, None)
+    assert found["fields"]["tiles"] == "8"
+    assert found["choices"][0]["forward"]["impl"] == "grouped"
+    assert {"versions", "cpu", "gpus"} <= set(found["machine"])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [lambda out: out * 1.001, lambda out: out.index_fill(2, torch.tensor([100]), float("nan"))],
+    ids=["wrong", "not finite"],
+)
+def test_a_wrong_call_gets_no_figure(
+    broken: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = PlanLayer.attend
+
+    def wrong(*arguments: Any, **options: Any) -> Attended:
+        out, lse = right(*arguments, **options)
+        return Attended(broken(out), lse)
+
+    monkeypatch.setattr(PlanLayer, "attend", wrong)
+    path = tmp_path / "bench.json"
+    text = nearfield_bench(capsys, "--json", str(path), code=1)
+    assert "no figures: the answer is wrong\n" in text
+    found = json.loads(path.read_text())
+    assert found["status"] == "check failed"
+    for figure in ("milliseconds", "dense_milliseconds", "speed_up", "density", "fraction_of_dense_rate"):
+        assert found[figure] is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in method_classes().values() if not issubclass(kind, MergeMethod)],
+    ids=lambda each: each.name,
+)
+def test_every_method_that_reads_can_be_timed(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those whose result depends on earlier steps; what no plan says is not said to be checked."""
+    words = ["--grid", "12x12", *(() if kind.takes_text else ("--text", "0"))]
+    text = nearfield_bench(capsys, "--method", kind.name, *words)
+    assert f"method    {kind.__name__}(), layer 0\n" in text
+    assert "x as fast as sdpa" in text
+    assert " kept, at most " in text
+    is_known = issubclass(kind, PlanMethod)
+    assert ("check     relative error " in text) == is_known
+    assert ("no plan says beforehand who reads whom" in text) != is_known
+    assert ("note: queries and keys are random" in text) != is_known
+
+
+BAD_BENCHES = {
+    "--method merge": "`--method` must be one that says who reads whom; got 'merge'. What merging saves shows in a "
+    "whole step: `nearfield generate --compare`.",
+    "--method dense": "`--method` must be sparse; got dense.",
+    "--method gatedblocks": "`geometry` must ",
+    "--impl triton": "`impl` must be able to run this call; got 'triton'. ",
+}
+
+
+@pytest.mark.parametrize("words", BAD_BENCHES)
+def test_calls_that_cannot_be_timed_say_why(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = nearfield_bench(capsys, *words.split(), code=2)
+    assert error.splitlines()[-1].startswith(f"nearfield: error: {BAD_BENCHES[words]}")
 
 
 # -- bench -------------------------------------------------------------------------------------------------------------
@@ -590,25 +764,7 @@ def test_an_implementation_that_cannot_run_says_why(capsys: pytest.CaptureFixtur
     assert "triton: not run: " in capsys.readouterr().out
 
 
-# -- demo --------------------------------------------------------------------------------------------------
-
-
-def test_demo_draws_and_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "demo.png"
-    text = run(capsys, "demo", "--grid", "18x20", "--tiles", "5", "--out", str(picture))
-    assert text.startswith(f"wrote {picture}\n")
-    assert text.count("grouped") == 2
-    assert is_a_picture(picture)
-
-
-def test_demo_fails_when_the_answer_is_wrong(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(
-        "nearfield_lab.plots.demo.attend", lambda *tensors: broken_attend(*tensors, impl="auto")
-    )
-    assert cli.main(["demo", "--grid", "8x8", "--out", str(tmp_path / "demo.png")]) == 1
-    assert "FAILED: relative error" in capsys.readouterr().out
+# -- pictures ----------------------------------------------------------------------------------------------------------
 
 
 def is_a_picture(path: Path) -> bool:

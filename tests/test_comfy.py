@@ -10,9 +10,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -22,20 +21,27 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Geometry, Hilbert
+from nearfield.methods import MergeMethod, method_classes
+from nearfield.methods.fields import fields_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "comfy"
 SIGMAS = torch.linspace(1, 0, 6)
 FIELDS: dict[str, Any] = {
-    "tiles": 4,
+    "tiles": "4",
+    "tile_size": "none",
+    "near": "tile",
+    "cycle": 4,
     "shared": "centre",
     "share": "two-way",
-    "far": 0,
-    "dense_steps": 0.0,
-    "dense_layers": 1,
-    "near": "tile",
+    "shared_tokens": "none",
+    "curve": "auto",
+    "far": "none",
     "summary": "mean",
     "text_reads": "all",
+    "dense_layers": "1",
+    "dense_steps": "0.0",
+    "interleave": False,
 }
 
 
@@ -174,24 +180,28 @@ def test_fields_change_what_is_read(fields: dict[str, Any]) -> None:
     assert not torch.allclose(case.run(one), case.run(other))
 
 
+def is_dense(method: Hilbert, level: Tensor) -> bool:
+    found: bool = PATCHING.is_dense_step(method, PATCHING.moment_of(level, SIGMAS))
+    return found
+
+
 def test_first_steps_are_dense() -> None:
     """Two of five; and what lies between two steps belongs to the later one."""
     case = CASES["Qwen-Image"]()
     clone = patched(case.patcher, dense_steps=0.4)
     same = [torch.equal(case.run(clone, step), case.run(case.patcher, step)) for step in range(5)]
     assert same == [True, True, False, False, False]
-    method = Hilbert(dense_steps=0.4)
     levels = torch.tensor([1.0, 0.9, 0.8, 0.8 * (1 - 1e-6), 0.7, 0.6])
-    dense = [PATCHING.is_dense_step(method, level.expand(2), SIGMAS) for level in levels]
+    dense = [is_dense(Hilbert(dense_steps=0.4), level.expand(2)) for level in levels]
     assert dense == [True, True, True, True, False, False]
-    assert not PATCHING.is_dense_step(method, levels[:1], None)
+    assert PATCHING.moment_of(levels[:1], None) is None
 
 
 def test_less_noise_than_in_the_last_step_belongs_to_it() -> None:
     level = SIGMAS[-2:-1] / 2
-    assert not PATCHING.is_dense_step(Hilbert(dense_steps=0.4), level, SIGMAS)
-    assert PATCHING.is_dense_step(Hilbert(dense_steps=(0, 1)), level, SIGMAS)
-    assert not PATCHING.is_dense_step(Hilbert(dense_steps=(0, 1)), SIGMAS[:1], SIGMAS)
+    assert not is_dense(Hilbert(dense_steps=0.4), level)
+    assert is_dense(Hilbert(dense_steps=(0, 1)), level)
+    assert not is_dense(Hilbert(dense_steps=(0, 1)), SIGMAS[:1])
 
 
 def test_dense_layers_are_the_first() -> None:
@@ -346,68 +356,87 @@ def test_unknown_models_are_refused(kind: Any) -> None:
 
 def test_wrong_fields_are_refused_by_the_method() -> None:
     with pytest.raises(ValueError) as error:
-        patched(CASES["FLUX"]().patcher, far=1)
+        patched(CASES["FLUX"]().patcher, far="1")
     assert str(error.value) == "`far` must be at least 2; got 1."
+    with pytest.raises(ValueError) as error:
+        patched(CASES["FLUX"]().patcher, tiles="many")
+    assert str(error.value) == "`tiles` must be an integer, numbers between commas or none; got 'many'."
 
 
 def all_inputs(node: str) -> dict[str, Any]:
     """In the order in which ComfyUI shows them."""
-    inputs = NODES.NODE_CLASS_MAPPINGS[node].INPUT_TYPES()
-    return {**inputs["required"], **inputs["optional"]}
+    inputs: dict[str, Any] = NODES.NODE_CLASS_MAPPINGS[node].INPUT_TYPES()["required"]
+    return inputs
 
 
-@pytest.mark.parametrize("missing", [("near", "summary", "text_reads"), ("summary", "text_reads"), ("near",)])
-def test_a_prompt_from_before_there_was_a_field_means_what_was_read_then(missing: tuple[str, ...]) -> None:
-    """Tiles and means, whatever the defaults are by now."""
-    case = CASES["FLUX"]()
-    required = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"].INPUT_TYPES()["required"]
-    assert not {*missing} & {*required}, "ComfyUI would refuse the prompt"
-    saved = FIELDS | {"far": 16, "near": "around", "summary": "weighted"}
-    older = {name: value for name, value in saved.items() if name not in missing}
-    node = NODES.NODE_CLASS_MAPPINGS["NearfieldHilbert"]()
-    (model,) = node.patch(case.patcher, **older)
-    then = {name: value for name, value in {"near": "tile", "summary": "mean"}.items() if name in missing}
-    assert method_of(model) == paper(
-        **{"tiles": 4, "far": 16, "near": "around", "summary": "weighted", "dense_steps": 0.0} | then
-    )
-    assert torch.equal(case.run(model), case.run(patched(case.patcher, **saved | then)))
+def test_every_method_that_reads_has_a_node() -> None:
+    """But for those that are there to compare with: all of their fields, in their order."""
+    kinds = {f"Nearfield{kind.__name__}": kind for kind in method_classes().values() if not kind.is_baseline}
+    mergers = {name for name, kind in kinds.items() if issubclass(kind, MergeMethod)}
+    nodes = NODES.NODE_CLASS_MAPPINGS
+    assert set(nodes) == set(NODES.NODE_DISPLAY_NAME_MAPPINGS) == set(kinds) - mergers
+    assert list(all_inputs("NearfieldHilbert")) == ["model", *FIELDS]
+    for name, node in nodes.items():
+        known = fields_of(kinds[name])
+        inputs = all_inputs(name)
+        assert list(inputs) == ["model", *(field.name for field in known)]
+        for field in known:
+            kind, options = inputs[field.name]
+            assert options["tooltip"] == field.help
+            assert (
+                kind == list(field.choices)
+                if field.choices
+                else kind in ("BOOLEAN", "INT", "FLOAT", "STRING")
+            )
+            assert kind not in ("INT", "FLOAT") or options["min"] <= options["default"] <= options["max"]
+        assert "Quality is not free" in node.DESCRIPTION
 
 
-def test_node_offers_the_fields_of_the_method() -> None:
-    inputs = all_inputs("NearfieldHilbert")
-    assert list(inputs) == ["model", *FIELDS]
-    assert set(NODES.NODE_CLASS_MAPPINGS) == set(NODES.NODE_DISPLAY_NAME_MAPPINGS)
-    for name in ("shared", "share", "near", "summary", "text_reads"):
-        assert get_args(Hilbert.__annotations__[name]) == tuple(inputs[name][0])
+@pytest.mark.parametrize("name", NODES.NODE_CLASS_MAPPINGS)
+def test_a_new_node_is_the_default_of_the_method(name: str) -> None:
+    """What the page fills in for a node that somebody adds."""
+    shown = {field: options["default"] for field, (_, options) in list(all_inputs(name).items())[1:]}
+    case, node = CASES["FLUX"](), NODES.NODE_CLASS_MAPPINGS[name]()
+    (model,) = node.patch(case.patcher, **shown)
+    assert method_of(model) == node.kind()
+    for step in range(5):
+        sparse, dense = (case.run(each, step=step) for each in (model, case.patcher))
+        assert sparse.isfinite().all()
+    if name == "NearfieldHilbert":
+        assert not torch.allclose(sparse, dense, rtol=0, atol=1e-6)
+        assert torch.equal(case.run(model), case.run(case.patcher)), "the first step of five is dense"
 
 
-def test_a_new_node_is_the_default_of_the_method() -> None:
-    """What the page fills in for a node that somebody adds; 0 stands for None."""
-    inputs = all_inputs("NearfieldHilbert")
-    shown = {name: inputs[name][1]["default"] for name in FIELDS}
-    assert shown == {
-        name: 0 if value is None else value for name, value in asdict(Hilbert()).items() if name in FIELDS
-    }
-    assert shown["tiles"] == 0
-    for name in ("tiles", "far", "dense_layers", "dense_steps"):
-        assert inputs[name][1]["min"] <= shown[name] <= inputs[name][1]["max"]
-    assert all(
-        shown[name] in inputs[name][0] for name in ("shared", "share", "near", "summary", "text_reads")
-    )
-    case = CASES["FLUX"]()
-    model = patched(case.patcher, **shown)
-    assert method_of(model) == Hilbert()
-    sparse, dense = (case.run(each, step=4) for each in (model, case.patcher))
-    assert sparse.isfinite().all()
-    assert not torch.allclose(sparse, dense, rtol=0, atol=1e-6)
-    assert torch.equal(case.run(model), case.run(case.patcher)), "the first step of five is dense"
+def test_layers_remember_from_step_to_step() -> None:
+    """Lists are made by full attention at some steps, and serve until the next; another picture makes its own."""
+    case, node = CASES["FLUX"](), NODES.NODE_CLASS_MAPPINGS["NearfieldFineGrained"]()
+    (model,) = node.patch(case.patcher, refresh="0,0.6", threshold="1.5/N", query_block=16)
+    first, *later = (case.run(model, step) for step in range(5))
+    dense = [case.run(case.patcher, step) for step in range(5)]
+    same = [torch.allclose(*pair, rtol=0, atol=1e-9) for pair in zip([first, *later], dense, strict=True)]
+    assert same == [True, False, False, True, False]
+    (wrapper,) = model.wrappers[standin.APPLY_MODEL]["nearfield"]
+    assert len(wrapper._layers) == 5
+    before = dict(wrapper._layers)
+    assert torch.equal(case.run(model, 0), first)
+    assert all(layer is not before[key] for key, layer in wrapper._layers.items())
+
+
+def test_what_must_know_its_step_stays_dense_where_nobody_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    case, node = CASES["FLUX"](), NODES.NODE_CLASS_MAPPINGS["NearfieldFineGrained"]()
+    (model,) = node.patch(case.patcher, threshold="1.5/N")
+    with caplog.at_level(logging.INFO, "nearfield.comfyui"):
+        options = {"wrappers": model.wrappers}
+        model.model.apply_model(case.latent, SIGMAS[:1], c_crossattn=case.text, transformer_options=options)
+    assert "5 calls dense, the sampler does not say at which step it is" in caplog.messages[0]
 
 
 def test_no_number_of_tiles_suits_the_size() -> None:
     case = CASES["FLUX"]()
-    assert method_of(patched(case.patcher, tiles=0)).tiles is None
-    assert torch.equal(case.run(patched(case.patcher, tiles=0)), case.run(patched(case.patcher, tiles=16)))
-    around, quarter = (patched(case.patcher, tiles=tiles, near="around") for tiles in (0, 4))
+    assert method_of(patched(case.patcher, tiles="none")).tiles is None
+    none, sixteen = (patched(case.patcher, tiles=tiles) for tiles in ("none", "16"))
+    assert torch.equal(case.run(none), case.run(sixteen))
+    around, quarter = (patched(case.patcher, tiles=tiles, near="around") for tiles in ("none", "4"))
     assert torch.equal(case.run(around), case.run(quarter)), "a quarter of a small image"
 
 
@@ -429,9 +458,7 @@ def test_workflow_holds_together() -> None:
     assert [entry["name"] for entry in ours["inputs"]] == ["model"]
     fields = dict(zip(list(inputs)[1:], ours["widgets_values"], strict=True))
     assert method_of(patched(CASES["FLUX"]().patcher, **fields)) == Hilbert()
-    assert all(
-        fields[name] in inputs[name][0] for name in ("shared", "share", "near", "summary", "text_reads")
-    )
+    assert all(fields[name] in kind for name, (kind, *_) in inputs.items() if isinstance(kind, list))
 
 
 # -- ComfyUI itself ------------------------------------------------------------------------------------------------

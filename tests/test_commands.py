@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -21,7 +20,7 @@ from nearfield import FineGrained, Hilbert, LogLinear, Merge
 from nearfield.cli import methods
 from nearfield.cli.progress import Bar, time_for
 from nearfield.cli.reports import collect
-from nearfield.methods import BlockTopK
+from nearfield.methods import BlockTopK, method_class, method_classes
 from nearfield_lab.commands import generating, training
 from nearfield_lab.embedded import generate
 from nearfield_lab.embedded.model import Packing, save_model
@@ -50,21 +49,32 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 BAD_CALLS = {
     "generate --size 100": "`--size` must be pixels or height x width, in multiples of 8; got '100'. "
     "Example: --size 512",
-    "generate --method fast": "`--method` must be one of hilbert, dense, loglinear, fine, blocks, merge; got 'fast'.",
-    "generate --method blocks --tiles 4": "`--tiles` must be left out with `--method blocks`; got 4.",
-    "generate --method merge --dense-steps 1": "`--dense-steps` must be left out with `--method merge`; got 1.",
-    "distill --out x --data . --method blocks": "`--method` must be one of hilbert, dense; got 'blocks'.",
-    "generate --method dense --tiles 4": "`--tiles` must be left out with `--method dense`; got 4.",
+    "generate --method fast": f"`--method` must be one of {', '.join(method_classes())}; got 'fast'.",
+    "generate --method blocktopk --set tiles=4": "`--set` must be one of query_block, grain, keep, mass, guard, order, "
+    "dense_layers, dense_steps; got 'tiles'.",
+    "generate --method stridedkeys --set tiles": "`--set` must be FIELD=VALUE; got 'tiles'. "
+    "Example: --set dense_steps=0",
+    "generate --method merge+hilbert+merge": "`--method` must be one, or two: one that merges and one that reads; "
+    "got 'merge+hilbert+merge'.",
+    "generate --option colour=red": "`--option` must be NAME=VALUE with one of lora, first, batch, device, engine, "
+    "tries, workers, ray-address, minutes, compile, data, pixels; got 'colour=red'.",
+    "generate --option first": "`--option` must be NAME=VALUE with one of lora, first, batch, device, engine, "
+    "tries, workers, ray-address, minutes, compile, data, pixels; got 'first'.",
+    "generate --option batch=0": "`batch` must be an integer of at least 1; got '0'.",
+    "generate --option compile=yes": "`compile` must be true or false; got 'yes'.",
+    "generate --option compile=true": "`compile` must be given with a model of `nearfield train pixel` only; got True."
+    " Example: --weights run/model.safetensors",
+    "generate --method dense --set tiles=4": "`--set` must be left out with `--method dense`; got 'tiles=4'.",
     "generate --method dense --compare": "`--compare` must compare dense with another `--method`; got dense.",
     "generate --weights none.safetensors": "`--weights` must name a file that is there; got 'none.safetensors'.",
     "generate --model x": "`--prompt` must be given with `--model`, and only there; got None.",
-    "generate --model x --prompt y --first 3": "`--first` must be left out with `--model`; got 3. "
+    "generate --model x --prompt y --option first=3": "`first` must be left out with `--model`; got 3. "
     "Use another --seed.",
-    "generate --shared none --shared-tokens 4": '`shared_tokens` must be left out where `shared` is "none"; got 4.',
-    "generate --dense-layers x": "`--dense-layers` must be a number, or numbers between commas; got 'x'. "
-    "Example: 0,4,-1",
-    "generate --dense-steps -1": "`--dense-steps` must be a number of at least 0; got '-1'.",
-    "generate --device sofa": "`--device` must name a device; got 'sofa'. Example: --device cuda:1",
+    "generate --set shared=none --set shared-tokens=4": '`shared_tokens` must be left out where `shared` is "none"; '
+    "got 4.",
+    "generate --set dense_layers=x": "`dense_layers` must be an integer or numbers between commas; got 'x'.",
+    "generate --set dense_steps=-1": "`dense_steps` must be a share from 0 to 1 or a whole number of steps; got -1.",
+    "generate --option device=sofa": "`--device` must name a device; got 'sofa'. Example: --device cuda:1",
     "train demo --data . --out x": "`--steps` must be given, or `--minutes`; got None. Training has to end somewhere.",
     "train demo --data . --out x --minutes 0": "`--minutes` must be a number above 0; got '0'.",
     "train demo --data . --out x --steps 1 --start none": "`--start` must name a file that is there; got 'none'.",
@@ -72,8 +82,9 @@ BAD_CALLS = {
     "distill --out x": "`--data` must be given for the embedded model, or `--model` with `--prompts`; "
     "got both or none.",
     "distill --out x --data . --method dense": "`--method` must be sparse: dense needs no tuning; got dense.",
-    "distill --out x --data . --full --rank 4": "`--rank` must be left out with `--full`, which trains no LoRA; got 4.",
-    "distill --out x --model y --prompts z --full": "`--full` must be left out with `--model`; got y. "
+    "distill --out x --data . --option full=true --option rank=4": "`rank` must be left out with `full`, which trains "
+    "no LoRA; got 4.",
+    "distill --out x --model y --prompts z --option full=true": "`full` must be left out with `--model`; got y. "
     "Large models are tuned by a LoRA.",
     "distill --out x --model y": "`--prompts` must be given with `--model`, and only there; got None.",
 }
@@ -82,7 +93,7 @@ BAD_CALLS = {
 @pytest.mark.parametrize("call", BAD_CALLS)
 def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[str], weights: Path) -> None:
     words = call.split()
-    if words[-2] == "--device":  # which is looked at once there is a model
+    if words[-1] == "device=sofa":  # which is looked at once there is a model
         words += ["--weights", str(weights)]
     assert cli.main(words) == 2
     captured = capsys.readouterr()
@@ -91,7 +102,8 @@ def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "sample", "train", "train demo", "train pixel", "distill", "quality"]
+    "command",
+    ["generate", "train", "train demo", "train pixel", "distill", "quality", "tune", "rag", "studio"],
 )
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -105,26 +117,29 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_choices_are_those_of_the_library() -> None:
     assert get_args(Backend) == training.BACKENDS
     assert get_args(Packing) == training.PACKINGS
-    assert set(methods._FIELDS) | {"tile_size"} == {each.name for each in fields(Hilbert)}
 
 
 METHODS = {
     "": Hilbert(),
-    "--near tile --tiles 4 --share keys --cycle 2 --interleave": Hilbert(
+    "--set near=tile --set tiles=4 --set share=keys --set cycle=2 --set interleave=true": Hilbert(
         near="tile", tiles=4, share="keys", cycle=2, interleave=True
     ),
-    "--summary mean --tiles 4,16": Hilbert(summary="mean", tiles=(4, 16)),
-    "--text-reads summary": Hilbert(text_reads="summary"),
-    "--dense-layers 0,-1 --dense-steps 0.5": Hilbert(dense_layers=(0, -1), dense_steps=0.5),
-    "--dense-layers 2 --dense-steps 3": Hilbert(dense_layers=2, dense_steps=3),
-    "--dense-steps 1,0.1": Hilbert(dense_steps=(1, 0.1)),
-    "--dense-layers 2, --dense-steps 0": Hilbert(dense_layers=(2,), dense_steps=0),
-    "--far 0 --shared centre --shared-tokens 64": Hilbert(far=None, shared="centre", shared_tokens=64),
+    "--set summary=mean --set tiles=4,16": Hilbert(summary="mean", tiles=(4, 16)),
+    "--set text-reads=summary": Hilbert(text_reads="summary"),
+    "--set dense_layers=0,-1 --set dense_steps=0.5": Hilbert(dense_layers=(0, -1), dense_steps=0.5),
+    "--set dense_layers=2 --set dense_steps=3": Hilbert(dense_layers=2, dense_steps=3),
+    "--set dense_steps=1,0.1": Hilbert(dense_steps=(1, 0.1)),
+    "--set dense_layers=2, --set dense_steps=0": Hilbert(dense_layers=(2,), dense_steps=0),
+    "--set far=0 --set shared=centre --set shared-tokens=64": Hilbert(
+        far=None, shared="centre", shared_tokens=64
+    ),
+    "--set tiles=4 --set tiles=8": Hilbert(tiles=8),
     "--method dense": None,
     "--method loglinear": LogLinear(),
-    "--method fine": FineGrained(),
-    "--method blocks --dense-layers 2 --dense-steps 1": BlockTopK(dense_layers=2, dense_steps=1),
+    "--method finegrained --set threshold=0.2/N": FineGrained(threshold="0.2/N"),
+    "--method blocktopk --set dense_layers=2 --set dense_steps=1": BlockTopK(dense_layers=2, dense_steps=1),
     "--method merge": Merge(),
+    "--method merge+hilbert --set ratio=0.3 --set hilbert.tiles=4": Merge(0.3) | Hilbert(tiles=4),
 }
 
 
@@ -164,14 +179,14 @@ def test_generate_compares(capsys: pytest.CaptureFixture[str], weights: Path, tm
             3,
             "--num",
             3,
-            "--batch",
-            2,
+            "--option",
+            "batch=2",
         ),
         *(
-            "--tiles",
-            4,
-            "--dense-steps",
-            1,
+            "--set",
+            "tiles=4",
+            "--set",
+            "dense_steps=1",
             "--compare",
             "--out",
             sheet,
@@ -207,7 +222,11 @@ def test_unsteady_times_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("words", "alike"),
-    [("--num 3 --batch 4", True), ("--num 8 --batch 4", True), ("--num 5 --batch 4", False)],
+    [
+        ("--num 3 --option batch=4", True),
+        ("--num 8 --option batch=4", True),
+        ("--num 5 --option batch=4", False),
+    ],
 )
 def test_times_of_a_smaller_last_batch_are_no_sign(words: str, alike: bool) -> None:
     arguments = cli.parser(["generate"]).parse_args(["generate", "--compare", *words.split()])
@@ -222,7 +241,7 @@ def test_generate_dense_alone(capsys: pytest.CaptureFixture[str], weights: Path,
     assert printed.splitlines()[1:] == [f"wrote {tmp_path / 'b.png'}"]
 
 
-@pytest.mark.parametrize("method", ["blocks", "merge"])
+@pytest.mark.parametrize("method", ["blocktopk", "merge"])
 def test_generate_with_another_method(
     method: str, capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
 ) -> None:
@@ -242,7 +261,7 @@ def test_generate_with_another_method(
         ),
         *("--num", 1, "--out", tmp_path / "b.png", "--images", tmp_path / "images"),
     )
-    assert f"nearfield: {methods.OTHERS[method]}(" in printed
+    assert f"nearfield: {method_class(method).__name__}(" in printed
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted(["dense", method])
 
 
@@ -277,8 +296,8 @@ def test_the_whole_chain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         64,
         "--batch",
         4,
-        "--samples",
-        1,
+        "--option",
+        "samples=1",
     ]
     printed = run(capsys, *train, "--steps", 2)
     assert "parameters, 12 latents at 64 px" in printed
@@ -290,36 +309,36 @@ def test_the_whole_chain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert json.loads((tmp_path / "train.json").read_text())["steps_of_this_run"] == 1
 
     model, lora = out / "model.safetensors", tmp_path / "lora"
-    distill = ["distill", "--data", CATS, "--latents", out, "--weights", model, "--out", lora, "--tiles", 2]
+    distill = ["distill", "--data", CATS, "--option", f"latents={out}", "--weights", model, "--out", lora]
+    distill += ["--set", "tiles=2"]
     printed = run(capsys, *distill, "--steps", 2, "--batch", 2)
     assert "wrote " + str(lora / "pytorch_lora_weights.safetensors") in printed
     picture = tmp_path / "cats.png"
-    tuned = ["--lora", lora / "pytorch_lora_weights.safetensors", "--steps", 2, "--num", 1, "--out", picture]
+    learned = lora / "pytorch_lora_weights.safetensors"
+    tuned = ["--option", f"lora={learned}", "--steps", 2, "--num", 1, "--out", picture]
     words = [str(word) for word in ("generate", "--weights", model, *tuned)]
-    assert cli.main([*words, "--tiles", "2", "--compare"]) == 0
+    assert cli.main([*words, "--set", "tiles=2", "--compare"]) == 0
     printed = capsys.readouterr()
     assert "x as fast" in printed.out
     assert "was distilled for" not in printed.err
     assert picture.exists()
-    assert cli.main([*words, "--tiles", "2", "--near", "tile"]) == 0
-    assert f"note: {tuned[1]} was distilled for Hilbert(tiles=2, tile_size=None, near='around', " in (
+    assert cli.main([*words, "--set", "tiles=2", "--set", "near=tile"]) == 0
+    assert f"note: {learned} was distilled for Hilbert(tiles=2, tile_size=None, near='around', " in (
         capsys.readouterr().err
     )
-    tensors, facts = read_tensors(Path(str(tuned[1])))
+    tensors, facts = read_tensors(learned)
     recipe = facts["recipe"] | {"format": 99}
     write_tensors(tmp_path / "later.safetensors", tensors, facts | {"recipe": recipe})
-    words[words.index("--lora") + 1] = str(tmp_path / "later.safetensors")
+    words[words.index("--option") + 1] = f"lora={tmp_path / 'later.safetensors'}"
     assert cli.main(words) == 2
-    message = "`--lora` must be for a method that is known. `recipe` must be a nearfield recipe of format 2;"
+    message = "`lora` must be for a method that is known. `recipe` must be a nearfield recipe of format 2;"
     assert f"nearfield: error: {message}" in capsys.readouterr().err
 
 
 def test_a_training_that_ends_badly_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = (
-        f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --samples 0 --steps 2".split()
-    )
+    words = f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --option samples=0 --steps 2".split()
     for error, code, message in (
         (Diverged("the loss is nan"), 1, "the loss is nan"),
         (
@@ -338,10 +357,12 @@ def test_a_training_that_ends_badly_says_so(
 
 
 def test_a_terminated_training_exits_as_interrupted(tmp_path: Path) -> None:
-    words = f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --samples 0 --steps 100000"
+    words = f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --option samples=0 --steps 100000"
     program = [sys.executable, "-u", "-m", "nearfield_lab", *words.split()]
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "lab/src"))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'lab' / 'src'}",
+        "OMP_NUM_THREADS": "1",
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(program, env=environment, text=True, **pipes) as process:
         assert process.stderr is not None

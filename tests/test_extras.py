@@ -73,16 +73,16 @@ for line in lines:
         exec(line)
 """
 
-PICTURE = "--size 64 --steps 2 --num 1 --device cpu"
-TRAINING = f"--data {CATS} --size 32 --batch 2 --steps 2 --device cpu"
+PICTURE = "--size 64 --steps 2 --num 1 --option device=cpu"
+TRAINING = f"--data {CATS} --size 32 --batch 2 --steps 2 --option device=cpu"
 TRAINED = f"python -m nearfield_lab train demo --tiny {TRAINING}"
-COMPARED = f"{CATS} {CATS} --size 64 --metrics lpips,psnr,ssim --pairs --device cpu"
+COMPARED = f"{CATS} {CATS} --size 64 --metrics lpips,psnr,ssim --pairs --option device=cpu"
 LINES = {
     "nearfield": ["python -m nearfield doctor", "python -m nearfield explain flux-1024"],
     "nearfield[diffusers]": [f"{ROOT}/examples/own_method.py"],
     "nearfield[retrieval]": [f"{ROOT}/examples/retrieval.py"],
     "nearfield-lab": [
-        "python -m nearfield_lab show --grid 16x16 --out show.png",
+        "python -m nearfield_lab explain --grid 16x16 --plot show.png",
         f"python -m nearfield_lab generate --recipe cats-close {PICTURE} --out cats.png",
         f"python -m nearfield_lab generate --model flux --prompt cat {PICTURE} --out flux.png",
         f"{TRAINED} --out plain",

@@ -1,7 +1,6 @@
 """Numbers of tiles by layer: whose tiles a layer has, what is said of them, and what takes such a method."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,23 +119,34 @@ def test_numbers_for_more_layers_than_there_are(merge: Merge | None) -> None:
 
 
 @pytest.mark.parametrize("near", ["tile", "around"])
-def test_show_takes_numbers_by_layer(near: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = f"show --near {near} --grid 16x16 --text 0 --tiles 2,4,8 --layer 0..3 --json --out"
-    assert cli.main([*words.split(), str(tmp_path / "show.png")]) == 0
+def test_explain_takes_numbers_by_layer(near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"explain --set near={near} --grid 16x16 --text 0 --set tiles=2,4,8 --layer 0..3 --json"
+    assert cli.main(words.split()) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["method"]["tiles"] == [2, 4, 8]
-    numbers = [2, 4, 8, 8] if near == "tile" else [0] * 4
-    assert [len(layer["tiles"]) for layer in report["layers"]] == numbers
+    assert report["fields"]["tiles"] == "2,4,8"
     first, second, third, last = (layer["density"] for layer in report["layers"])
     assert first > second > third == last
+
+
+@pytest.mark.parametrize(("near", "numbers"), [("tile", [2, 4, 8, 8]), ("around", [8, 16, 16, 16])])
+def test_numbers_by_layer_are_drawn(near: Any, numbers: list[int]) -> None:
+    """Tiles, or blocks of queries: of 32 tokens where what is around them is 128, and of 16."""
+    views = [Hilbert(near=near, tiles=(2, 4, 8)).view(Geometry((16, 16)), layer) for layer in range(4)]
+    assert [len(view.group.unique()) for view in views] == numbers
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("show --tiles 4,,16", "`--tiles` must be an integer of at least 1; got ''."),
-        ("show --tiles 4,0", "`--tiles` must be an integer of at least 1; got '0'."),
-        ("generate --tiles 4,x", "`--tiles` must be an integer of at least 1; got 'x'."),
+        (
+            "explain --set tiles=4,,16",
+            "`tiles` must be an integer, numbers between commas or none; got '4,,16'.",
+        ),
+        ("explain --set tiles=4,0", "`tiles` must be at least 1; got 0."),
+        (
+            "generate --set tiles=4,x",
+            "`tiles` must be an integer, numbers between commas or none; got '4,x'.",
+        ),
         ("bench model --tiles 4,16", "`--tiles` must be an integer of at least 1; got '4,16'."),
     ],
 )

@@ -1,4 +1,4 @@
-"""`nearfield generate --engine process`: many pictures, resumed, tried again, interrupted."""
+"""`nearfield generate --option engine=process`: many pictures, resumed, tried again, interrupted."""
 
 import argparse
 import json
@@ -29,8 +29,17 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def words(weights: Path, tmp_path: Path) -> list[str]:
-    fields = "--tiles 4 --dense-steps 0 --steps 1 --size 32 --num 7 --first 2 --batch 3 --engine process --device cpu"
-    return ["generate", "--weights", str(weights), *fields.split(), "--images", str(tmp_path / "made")]
+    fields = "--set tiles=4 --set dense_steps=0 --steps 1 --size 32 --num 7 --option first=2 --option batch=3"
+    engine = "--option device=cpu --option engine=process"
+    return [
+        "generate",
+        "--weights",
+        str(weights),
+        *fields.split(),
+        *engine.split(),
+        "--images",
+        str(tmp_path / "made"),
+    ]
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -62,7 +71,8 @@ def nothing(_: range) -> None:
 
 def test_pictures_are_those_of_generate(words: list[str], tmp_path: Path) -> None:
     assert cli.main(words) == 0
-    plain = [word for word in words if word not in ("--engine", "process")]
+    place = words.index("engine=process")
+    plain = words[: place - 1] + words[place + 1 :]
     plain[plain.index("--images") + 1] = str(tmp_path / "plain")
     assert cli.main([*plain, "--out", str(tmp_path / "sheet.png")]) == 0
     expected = {path.name: path.read_bytes() for path in sorted((tmp_path / "plain" / "hilbert").iterdir())}
@@ -111,7 +121,7 @@ def test_failures_are_tried_again_and_reported(
             raise RuntimeError(f"out of memory at {numbers[0]}")
 
     seen = watch(monkeypatch, fail)
-    assert cli.main([*words, "--tries", "2", "--json", str(tmp_path / "a.json")]) == 1
+    assert cli.main([*words, "--option", "tries=2", "--json", str(tmp_path / "a.json")]) == 1
     captured = capsys.readouterr()
     assert [numbers[0] for numbers in seen] == [2, 5, 8, 2, 5]
     expected = "pictures 5 to 7 failed 2 times; the last: RuntimeError: out of memory at 5"
@@ -164,7 +174,7 @@ def test_what_never_works_ends_early(
 def test_fields_that_do_not_fit_are_told_at_once(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words += ["--curve", "hilbert-closed", "--size", "24"]
+    words += ["--set", "curve=hilbert-closed", "--size", "24"]
     seen = watch(monkeypatch, nothing)
     assert cli.main(words) == 2
     assert len(seen) == 1
@@ -212,9 +222,10 @@ def test_pictures_of_a_pipeline_are_named_by_their_seeds(
     monkeypatch.setattr(
         generate, "pipeline_sampler", lambda pipe, prompt, num, **rest: sampler(pipe, embeds, num, **rest)
     )
-    words = "generate --model x --prompt y --size 24x32 --steps 1 --tiles 2 --shared none --dense-steps 0"
-    common = [*words.split(), "--engine", "process", "--device", "cpu", "--images", str(tmp_path / "made")]
-    assert cli.main([*common, "--seed", "40", "--num", "3", "--batch", "2"]) == 0
+    words = "generate --model x --prompt y --size 24x32 --steps 1 --set tiles=2 --set shared=none --set dense_steps=0"
+    engine = "--option engine=process --option device=cpu --images"
+    common = [*words.split(), *engine.split(), str(tmp_path / "made")]
+    assert cli.main([*common, "--seed", "40", "--num", "3", "--option", "batch=2"]) == 0
     first = pictures(tmp_path)
     assert list(first) == ["000040.png", "000041.png", "000042.png"]
     assert len(set(first.values())) == 3
@@ -223,17 +234,17 @@ def test_pictures_of_a_pipeline_are_named_by_their_seeds(
 
 
 BAD_CALLS = {
-    "--engine process": "`--images` must name a folder with `--engine`; got None. Example: --images samples",
-    "--engine spark": "`--engine` must be one of process, ray; got 'spark'.",
-    "--engine process --images a --compare": "`--compare` must be left out with `--engine`; got True. "
+    "--option engine=process": "`--images` must name a folder with `engine`; got None. Example: --images samples",
+    "--option engine=spark": "`engine` must be one of process, ray; got 'spark'.",
+    "--option engine=process --images a --compare": "`--compare` must be left out with `engine`; got True. "
     "Run it once more with --method dense.",
-    "--engine process --images a --out b.png": "`--out` must be left out with `--engine`, which makes no sheet; "
+    "--option engine=process --images a --out b.png": "`--out` must be left out with `engine`, which makes no sheet; "
     "got b.png.",
-    "--engine process --images a --workers 2": "`--workers` must be given with `--engine ray` only; got 2.",
-    "--engine process --images a --ray-address auto": "`--ray-address` must be given with `--engine ray` only; "
-    "got auto.",
-    "--tries 2": "`--tries` must be given with `--engine` only; got 2.",
-    "--engine ray --images a --tries 0": "`--tries` must be an integer of at least 1; got '0'.",
+    "--option engine=process --images a --option workers=2": "`workers` must be given with `engine=ray` only; got 2.",
+    "--option engine=process --images a --option ray-address=auto": "`ray-address` must be given with `engine=ray` "
+    "only; got auto.",
+    "--option tries=2": "`tries` must be given with `engine` only; got 2.",
+    "--option engine=ray --images a --option tries=0": "`tries` must be an integer of at least 1; got '0'.",
 }
 
 
@@ -249,7 +260,7 @@ def test_ray_is_an_extra(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    words[words.index("--engine") + 1] = "ray"
+    words[words.index("engine=process")] = "engine=ray"
     assert cli.main(words) == 2
     assert "Install it with `pip install 'nearfield-lab[ray]'`." in capsys.readouterr().err
 

@@ -31,13 +31,13 @@ from nearfield_lab.embedded.storage import BadFile, write_tensors
 TINY = {"layers": 1, "heads": 2, "head_dim": 16, "size": 12}
 SPARSE: dict[str, dict[str, Any]] = {
     "loglinear": {"block": 4, "topk": 2},
-    "gated": {"block": 8, "topk": 2},
-    "linear": {"block": 8, "topk": 2},
+    "gatedblocks": {"block": 8, "topk": 2},
+    "sparselinear": {"block": 8, "topk": 2},
 }
 EVERYTHING: dict[str, dict[str, Any]] = {
     "loglinear": {"block": 4, "topk": 999, "levels": 1, "enrich": 0},
-    "gated": {"block": 8, "topk": 999},
-    "linear": {"block": 8, "topk": 999},
+    "gatedblocks": {"block": 8, "topk": 999},
+    "sparselinear": {"block": 8, "topk": 999},
 }
 
 
@@ -285,7 +285,7 @@ def test_sampling_follows_the_velocity_back() -> None:
 
 @pytest.mark.parametrize("packing", ["int8", "bf16", "none"])
 def test_files_give_back_the_model(packing: Any, tmp_path: Path) -> None:
-    model = lively("gated", SPARSE["gated"]).float()
+    model = lively("gatedblocks", SPARSE["gatedblocks"]).float()
     save_pixel_model(tmp_path / "model.safetensors", model, {"step": 3}, packing)
     loaded, facts = load_pixel_model(tmp_path / "model.safetensors")
     assert (loaded.config, facts["step"]) == (model.config, 3)
@@ -298,12 +298,14 @@ def test_files_give_back_the_model(packing: Any, tmp_path: Path) -> None:
 def test_another_attention_starts_from_the_same_weights(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_pixel_model(path, lively().float(), packing="none")
-    wanted = PixelConfig(attention="linear", fields=EVERYTHING["linear"], **(TINY | {"size": 24}))
+    wanted = PixelConfig(attention="sparselinear", fields=EVERYTHING["sparselinear"], **(TINY | {"size": 24}))
     model, _ = load_pixel_model(path, wanted)
     images, level = (x.float() for x in call())
     torch.testing.assert_close(model(images, level), lively().float()(images, level), rtol=1e-4, atol=1e-4)
     save_pixel_model(path, model)
-    with pytest.raises(BadFile, match="was trained with attention 'linear', whose own weights 'full' has no"):
+    with pytest.raises(
+        BadFile, match="was trained with attention 'sparselinear', whose own weights 'full' has no"
+    ):
         load_pixel_model(path, PixelConfig(**TINY))
     with pytest.raises(BadFile, match="has layers = 1, not 2"):
         load_pixel_model(path, PixelConfig(**(TINY | {"layers": 2})))
@@ -315,16 +317,16 @@ def test_another_attention_starts_from_the_same_weights(tmp_path: Path) -> None:
 def test_configurations_name_their_method() -> None:
     assert PixelConfig().method() is None
     assert PixelConfig(attention="loglinear", fields={"topk": 4}).method() == LogLinear(topk=4)
-    assert PixelConfig(attention="gated", fields={"dense_layers": [0, 2]}).method() == GatedBlocks(
+    assert PixelConfig(attention="gatedblocks", fields={"dense_layers": [0, 2]}).method() == GatedBlocks(
         dense_layers=(0, 2)
     )
-    assert PixelConfig(attention="linear").method() == SparseLinear()
+    assert PixelConfig(attention="sparselinear").method() == SparseLinear()
 
 
 BAD_CALLS: list[tuple[Any, str]] = [
     (
         lambda: PixelConfig(attention="fast"),
-        "`attention` must be one of 'full', 'loglinear', 'gated', 'linear'; ",
+        "`method` must be one of ",
     ),
     (
         lambda: PixelConfig(head_dim=6),
@@ -334,7 +336,7 @@ BAD_CALLS: list[tuple[Any, str]] = [
         lambda: PixelConfig(fields={"topk": 3}),
         "`fields` must be empty where attention is full; got {'topk': 3}.",
     ),
-    (lambda: PixelConfig(attention="gated", fields={"topk": 0}), "`topk` must be at least 1; got 0."),
+    (lambda: PixelConfig(attention="gatedblocks", fields={"topk": 0}), "`topk` must be at least 1; got 0."),
     (
         lambda: lively()(torch.zeros(3, 4, 4), torch.zeros(1)),
         "`images` must have 4 dimensions; got shape [3, 4, 4].",

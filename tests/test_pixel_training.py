@@ -12,8 +12,9 @@ from tests import command_line as cli
 from tests.cats import CATS
 from torch import Tensor
 
-from nearfield_lab.embedded.pixel import PixelConfig, PixelTransformer, load_pixel_model
-from nearfield_lab.embedded.pixel_cases import ATTENTION
+from nearfield import LogLinear
+from nearfield.methods import GatedBlocks, method_classes
+from nearfield_lab.embedded.pixel import PixelConfig, PixelTransformer, load_pixel_model, save_pixel_model
 from nearfield_lab.embedded.storage import BadFile, write_tensors
 from nearfield_lab.training.data import Pixels, pictures, read_pixels
 from nearfield_lab.training.loop import LOG, Diverged, Draws, Schedule
@@ -24,8 +25,8 @@ SIZE = 16
 FIELDS: dict[str, dict[str, Any]] = {
     "full": {},
     "loglinear": {"block": 4, "topk": 2},
-    "gated": {"block": 16, "topk": 2},
-    "linear": {"block": 16, "topk": 2},
+    "gatedblocks": {"block": 16, "topk": 2},
+    "sparselinear": {"block": 16, "topk": 2},
 }
 
 
@@ -154,7 +155,7 @@ def test_other_settings_are_refused(pixels: Pixels, tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="was made with batch = 4, not 2; resume with the same settings"):
         training(pixels, tmp_path, 2, batch=2).resume()
     with pytest.raises(BadFile, match="was made with model = "):
-        training(pixels, tmp_path, 2, "gated").resume()
+        training(pixels, tmp_path, 2, "gatedblocks").resume()
     in_thirds = Schedule(steps=1, parts=3)
     with pytest.raises(ValueError, match="`batch` must be a multiple of `parts`"):
         PixelTraining(pixels, tmp_path, PixelRecipe(config(), batch=4), in_thirds)
@@ -166,7 +167,7 @@ def test_another_size_and_attention_start_from_a_model(pixels: Pixels, tmp_path:
     training(pixels, tmp_path / "small", 3, packing="none").run()
     larger = read_pixels(pictures(CATS), tmp_path, 2 * SIZE)
     start = tmp_path / "small" / MODEL
-    run = training(larger, tmp_path / "large", 2, "linear", start=start)
+    run = training(larger, tmp_path / "large", 2, "sparselinear", start=start)
     assert torch.equal(run.model.body.entrance.weight, load_pixel_model(start)[0].body.entrance.weight)
     assert run.run().step == 2
 
@@ -212,7 +213,8 @@ def test_train_and_sample(
         "--batch",
         2,
     ]
-    train += ["--samples", 0, "--attention", "loglinear", "--block", 4, "--topk", 2, "--pixels", tmp_path]
+    train += ["--method", "loglinear", "--set", "block=4", "--set", "topk=2"]
+    train += ["--option", "samples=0", "--option", f"pixels={tmp_path}"]
     printed = run(capsys, *train, "--steps", 1)
     assert "12 pictures of 256 tokens, 16x16: 256 tokens in hilbert order" in printed
     assert "tokens/s without pauses" in printed
@@ -221,17 +223,17 @@ def test_train_and_sample(
     assert json.loads((tmp_path / "train.json").read_text())["tokens_per_second"] > 0
 
     sample = [
-        "sample",
+        "generate",
         "--weights",
         tmp_path / "a" / MODEL,
-        "--out",
+        "--images",
         tmp_path / "s",
         "--steps",
         2,
         "--num",
         5,
     ]
-    printed = run(capsys, *sample, "--batch", 2)
+    printed = run(capsys, *sample, "--option", "batch=2")
     assert "wrote 5 pictures" in printed
     files = sorted((tmp_path / "s").glob("*.png"))
     assert len(files) == 5
@@ -244,7 +246,9 @@ def test_train_and_sample(
     assert files[3].read_bytes() == kept
     assert json.loads((tmp_path / "sample.json").read_text())["pictures_of_this_run"] == 2
 
-    measure = [*sample, "--compile", "--data", CATS, "--pixels", tmp_path, "--json", tmp_path / "loss.json"]
+    measure = [*sample, "--json", tmp_path / "loss.json"]
+    for option in ("compile=true", f"data={CATS}", f"pixels={tmp_path}"):
+        measure += ["--option", option]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     files[0].unlink()
@@ -256,27 +260,24 @@ def test_train_and_sample(
     known = read_pixels(pictures(CATS), tmp_path, SIZE)
     assert loss == pytest.approx(evaluated_loss(model, known, 12, batch=5), rel=1e-5)
     error = run(capsys, *sample, "--seed", 1, code=2)
-    assert "`--out` must hold pictures of the same settings, or none; got" in error
+    assert "`--images` must hold pictures of the same settings, or none; got" in error
     assert "made with seed = 0 instead of 1. Name another folder." in error
 
 
 BAD_CALLS = {
     "train pixel --data . --out x": "`--steps` must be given, or `--minutes`; got None. Training has to end somewhere.",
-    "train pixel --data . --out x --steps 1 --topk 3": "`--topk` must be left out with `--attention full`; got 3.",
-    "train pixel --data . --out x --steps 1 --unweighted": (
-        "`--unweighted` must be left out with `--attention full`; got False."
-    ),
-    "train pixel --data . --out x --steps 1 --attention gated --levels 2": "`--levels` must be left out with "
-    "`--attention gated`; got 2.",
-    "train pixel --data . --out x --steps 1 --attention fast": "`--attention` must be one of full, loglinear, gated, "
-    "linear; got 'fast'.",
-    "train pixel --data . --out x --steps 1 --attention linear --block 3": "`block` must be one of 1, 2, 4, 8, 16, 32, "
-    "64, 128, 192; got 3.",
-    "train pixel --data . --out x --steps 1 --attention loglinear --levels 9": "`levels` must be at most 3 for 4096 "
+    "train pixel --data . --out x --steps 1 --set topk=3": "`--set` must be left out with `--method dense`; "
+    "got 'topk=3'.",
+    "train pixel --data . --out x --steps 1 --method gatedblocks --set levels=2": "`--set` must be one of block, topk, "
+    "order, dense_layers, dense_steps; got 'levels'.",
+    "train pixel --data . --out x --steps 1 --method fast": "`--method` must be one of "
+    f"{', '.join(method_classes())}; got 'fast'.",
+    "train pixel --data . --out x --steps 1 --method sparselinear --set block=3": "`block` must be one of 1, 2, 4, 8, "
+    "16, 32, 64, 128, 192; got 3.",
+    "train pixel --data . --out x --steps 1 --method loglinear --set levels=9": "`levels` must be at most 3 for 4096 "
     "tokens in blocks of 16; got 9.",
     "train pixel --data . --out x --steps 1 --init none": "`--init` must name a file that is there; got 'none'.",
-    "sample --weights none --out x": "`--weights` must name a file that is there; got 'none'.",
-    "sample --weights none --out x --minutes 0": "`--minutes` must be a number above 0; got '0'.",
+    "generate --weights none --option minutes=0": "`minutes` must be a number above 0; got '0'.",
 }
 
 
@@ -288,7 +289,9 @@ def test_wrong_usage_is_one_line(words: str, capsys: pytest.CaptureFixture[str])
 def test_a_training_that_ends_badly_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = f"train pixel --data {CATS} --out {tmp_path} --tiny --size 8 --batch 2 --samples 0 --steps 2"
+    words = (
+        f"train pixel --data {CATS} --out {tmp_path} --tiny --size 8 --batch 2 --option samples=0 --steps 2"
+    )
     for error, code, message in (
         (Diverged("the loss is nan"), 1, "the loss is nan"),
         (
@@ -305,7 +308,30 @@ def test_a_training_that_ends_badly_says_so(
         assert f"nearfield: error: {message}" in run(capsys, *words.split(), code=code)
 
 
-def test_fields_on_the_command_line_are_the_methods() -> None:
-    for attention, fields in ATTENTION.items():
-        method = PixelConfig(attention=attention).method()  # type: ignore[arg-type]
-        assert all(hasattr(method, field) for field in fields)
+def test_a_config_holds_every_field_of_its_method() -> None:
+    for method in (None, LogLinear(topk=4, dense_layers=(0,)), GatedBlocks(block=16)):
+        config = PixelConfig.of(method, size=16)
+        assert config.method() == method
+        stored = json.loads(json.dumps(dict(config.fields)))
+        assert PixelConfig(attention=config.attention, fields=stored).method() == method
+
+
+FOREIGN = {
+    "--set topk=3": "`--method` must be left out with a model on pixels, which brings its own; got ['topk=3'].",
+    "--method loglinear": "`--method` must be left out with a model on pixels, which brings its own; got loglinear.",
+    "--compare": "`--compare` must be left out with a model on pixels; got True.",
+    "--option lora=none": "`lora` must be left out with a model on pixels; got none.",
+    "--recipe cats-close": "`--recipe` must be left out with a model on pixels; got cats-close.",
+    "--size 16x24 --images a": "`--size` must be one number: pictures of a model on pixels are square; got 16x24.",
+    "": "`--images` must name a folder for the pictures of a model on pixels; got None. Example: --images samples",
+}
+
+
+@pytest.mark.parametrize("words", FOREIGN)
+def test_what_a_model_on_pixels_does_not_have_is_refused(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = tmp_path / "model.safetensors"
+    save_pixel_model(model, PixelTransformer(PixelConfig(layers=1, heads=1, head_dim=8, size=16)))
+    error = run(capsys, "generate", "--weights", model, *words.split(), code=2)
+    assert error == f"nearfield: error: {FOREIGN[words]}\n"

@@ -87,8 +87,8 @@ def test_everything_at_once(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "quality.json"
-    method = "tiles=4,shared=none,text=8,pixels=4"
-    assert quality(*folders, "--size", "64", "--pairs", "--seam-method", method, "--json", out) == 0
+    method = "--seam-method hilbert --set tiles=4 --set shared=none --text 8 --pixels 4"
+    assert quality(*folders, "--size", "64", "--pairs", *method.split(), "--json", out) == 0
     printed = capsys.readouterr()
     for word in (
         "FID",
@@ -107,7 +107,7 @@ def test_everything_at_once(
     assert document["machine"] == {"cpu": "a test"}
     (note,) = document["notes"]
     assert note.startswith("16 images are few")
-    assert document["seam_method"] == method
+    assert document["seam_method"] == "hilbert tiles=4 shared=none"
     record = document["figures"]
     assert record["images"] == record["references"] == 16
     # All features move by at most 0.8; the seams are as they were where nothing was clipped.
@@ -183,16 +183,28 @@ WRONG = {
         "`--metrics` must name one of fid, kid, precision for `--save`",
     ),
     "no such field": (
-        ["B", "--seam-method", "tile=4"],
-        "`--seam-method` must be field=value with fields among tiles",
+        ["B", "--seam-method", "hilbert", "--set", "tile=4"],
+        "`--seam-method` cannot be used: `field` must be one of tiles, ",
     ),
     "bad field": (
-        ["B", "--seam-method", "tiles=0"],
+        ["B", "--seam-method", "hilbert", "--set", "tiles=0"],
         "`--seam-method` cannot be used: `tiles` must be at least 1",
     ),
     "bad pixels": (
-        ["B", "--seam-method", "pixels=7"],
-        "`--seam-method` must have `pixels` that divide the size (64); got 7.",
+        ["B", "--seam-method", "hilbert", "--pixels", "7"],
+        "`--pixels` must divide the size (64); got 7.",
+    ),
+    "no such method": (
+        ["B", "--seam-method", "fast"],
+        "`--seam-method` cannot be used: `method` must be one of bipartitemerge, ",
+    ),
+    "no borders": (
+        ["B", "--seam-method", "loglinear"],
+        "`--seam-method` must part neighbours by the geometry, not by content; got LogLinear().",
+    ),
+    "fields of nothing": (
+        ["B", "--set", "tiles=4"],
+        "`--set` must be given with `--seam-method` only; got ['tiles=4'].",
     ),
     "size": (["B", "--size", "big"], "`--size` must be an integer of at least 32; got 'big'."),
     "number": (["B", "--num", "1"], "`--num` must be an integer of at least 2; got '1'."),
@@ -242,7 +254,7 @@ def test_statistics_do_for_features_only(
     for words, message in (
         ((saved, "--pairs"), "`--pairs` must compare images, not statistics"),
         (
-            (saved, "--seam-method", "pixels=4"),
+            (saved, "--seam-method", "hilbert", "--pixels", "4"),
             "holds statistics and no images: pairs and seams need images.",
         ),
         ((tmp_path / "bare.safetensors",), "holds no features: leave `kid` and `precision` out."),
@@ -256,7 +268,7 @@ def test_statistics_do_for_features_only(
 def test_seams_are_not_looked_for_in_scaled_images(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--size", "32", "--metrics", "seams", "--seam-method", "pixels=4,shared=none")
+    words = ("--size", "32", "--metrics", "seams", "--seam-method", "hilbert", "--pixels", "4")
     assert quality(*folders, *words) == 2
     message = "`--size` must be that of the images where seams are measured; got 32 for 64 x 64 pixels."
     assert message in capsys.readouterr().err
@@ -279,7 +291,7 @@ def test_without_the_network_what_needs_none_is_measured(
 ) -> None:
     monkeypatch.setattr(inception, "packaged_file", lambda: None)
     monkeypatch.setattr(measure, "load_inception", inception.load_inception)
-    words = ("--size", "64", "--pairs", "--seam-method", "pixels=4,near=tile,shared=none")
+    words = ("--size", "64", "--pairs", "--pixels", "4", "--seam-method", "hilbert", "--set", "near=tile")
     assert quality(*folders, *words, "--json", tmp_path / "x.json") == 0
     found = figures(tmp_path / "x.json")["figures"]
     assert found["psnr"] > 20

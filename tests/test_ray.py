@@ -40,7 +40,9 @@ def test_a_cluster_whose_worker_dies_makes_every_picture(
     ray = pytest.importorskip("ray")
     mark, report = tmp_path / "died", tmp_path / "ray.json"
     monkeypatch.setattr(many, "_Job", painting(mark))
-    words = ["generate", "--num", "5", "--batch", "2", "--engine", "ray", "--workers", "1", "--device", "cpu"]
+    words = ["generate", "--num", "5"]
+    for option in ("batch=2", "engine=ray", "workers=1", "device=cpu"):
+        words += ["--option", option]
     code = cli.main([*words, "--images", str(tmp_path), "--json", str(report)])
     assert code == 0, capsys.readouterr().err
     assert mark.exists()

@@ -1,10 +1,11 @@
-"""`nearfield show`: tiles that are those of the plan, pictures that are drawn, and what is said when they cannot be."""
+"""What `nearfield explain --plot` draws: tiles that are those of the plan, what blocks read, and the command."""
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from tests import command_line as cli
 from tests.tiles import paper
 
-from nearfield import Geometry, Hilbert
-from nearfield.cli import arguments as choices
-from nearfield.layout.tiling import Curve, Shared
-from nearfield.methods.hilbert import Near, Share, Summary, TextReads
+import nearfield.cli
+from nearfield import Geometry, Hilbert, LogLinear, Merge, Plan, PlanMethod, planning
+from nearfield.cli import drawing
+from nearfield.methods import registry
+from nearfield.methods.fields import texts_of
 from nearfield_lab.plots import show
 from nearfield_lab.plots.cells import canvas_of, draw_curve_lines
 from nearfield_lab.plots.method import draw_layer
@@ -23,19 +25,10 @@ from nearfield_lab.plots.style import SHARED, SHARED_KEYS, rgb
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = cli.main(["show", *arguments])
+    code = cli.main(["explain", *arguments])
     captured = capsys.readouterr()
     assert code == 0, captured.err
     return captured.out
-
-
-def test_choices_are_those_of_the_method() -> None:
-    assert get_args(Near) == choices.NEAR
-    assert get_args(Share) == choices.SHARES
-    assert get_args(Shared) == choices.SHARED
-    assert get_args(Summary) == choices.SUMMARIES
-    assert get_args(TextReads) == choices.TEXT_READS
-    assert get_args(Curve) == choices.CURVES
 
 
 # -- what is drawn -----------------------------------------------------------------------------------------------------
@@ -57,15 +50,16 @@ def test_tiles_that_are_shown_are_those_of_the_plan(
     """Two tokens of the ring read each other if and only if they are shown in one tile."""
     geometry, method = Geometry(grid, text=16), paper(**fields)
     shown = show.examine(geometry, method, [layer])
-    start, stop = shown.segment.ring
+    drawn = show.picture(shown)
+    num_shared = int(drawn.is_shared.sum())
+    assert num_shared == sum(method.pieces(geometry)[0][:-1])
+    start, stop = shown.start + num_shared, geometry.num_tokens
     reads = shown.layers[layer].near.to_mask()[0, 0, start:stop, start:stop]
-    tile = shown.tile_of_cell(layer)[shown.segment.order[shown.segment.num_shared :]]
+    tile = shown.views[layer].group[drawn.sequence[num_shared:]]
     same = tile[:, None] == tile[None]
     assert reads[same].all()
     # A block of keys at a cut is read by both sides; no more than that.
     assert (reads & ~same).sum(dim=1).max() < 2 * 16
-    drawn = show.picture(shown)
-    assert drawn.is_shared.sum() == shown.segment.num_shared
     assert torch.equal(drawn.sequence, method.ordering(geometry).order)
 
 
@@ -128,7 +122,7 @@ def test_what_is_shown_around_blocks_is_what_is_read(
             assert bool((counted ^ reading.exactly).all()), "every token once"
         assert not bool((counted & reading.exactly).any())
     # Every colour is of one block of queries.
-    block = shown.tile_of_cell(2)[method.ordering(geometry).order]
+    block = shown.views[2].group[method.ordering(geometry).order]
     places = torch.arange(len(block)) + geometry.image_spans[0][0]
     assert torch.equal(block, places // drawn.q_block - int(places[0]) // drawn.q_block)
     assert int(block.max()) < drawn.num_tiles
@@ -224,37 +218,108 @@ def test_masks_have_the_colours_of_text_shared_tokens_and_tiles() -> None:
     assert (far[:4] == 1).all()
 
 
+# -- other methods -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bands() -> Iterator[type[PlanMethod]]:
+    """A method that says nothing but its plan."""
+
+    @dataclass(frozen=True)
+    class Bands(PlanMethod):
+        """Everyone reads a band.
+
+        Args:
+            width: tokens to either side.
+        """
+
+        name: ClassVar[str] = "bandsofshow"
+        width: int = 16
+        dense_layers: int | tuple[int, ...] = 0
+        dense_steps: int | float = 0
+
+        def plan(self, geometry: Geometry, layer: int, *, q_block: int, k_block: int) -> Plan:
+            tokens = geometry.num_tokens
+            begins = torch.arange(0, tokens, q_block)[:, None]
+            starts, stops = (
+                (begins - self.width).clamp(min=0),
+                (begins + q_block + self.width).clamp(max=tokens),
+            )
+            sizes = {"q_block": q_block, "k_block": k_block, "num_queries": tokens, "num_keys": tokens}
+            return planning.from_spans(starts, stops, **sizes)
+
+    yield Bands
+    del registry._CLASSES[Bands.name]
+
+
+def test_a_method_that_is_its_plan_alone_is_explained_and_drawn(
+    bands: type[PlanMethod], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "bands.png"
+    words = f"--method bandsofshow --set width=32 --grid 16x20 --text 16 --plot {path}"
+    text = run(capsys, *words.split())
+    assert "Bands(width=32)" in text
+    assert "  width=16: tokens to either side." in text, "fields are listed with their defaults"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    geometry = Geometry((16, 20), text=16)
+    shown = show.examine(geometry, bands(32), [0])  # type: ignore[call-arg]
+    drawn = show.picture(shown)
+    assert drawn.tile_name == "Blocks of queries"
+    assert not drawn.is_shared.any()
+    near = bands(32).layer(geometry).near  # type: ignore[call-arg]
+    assert shown.density[0] == near.density
+    assert torch.equal(drawn.layers[0].reads, near.block_counts()[0, 0] > 0)
+    order = bands().ordering(geometry).order
+    assert torch.equal(drawn.layers[0].tile[order], (torch.arange(320) + 16) // near.q_block - 1)
+
+
+@pytest.mark.parametrize(
+    "method", [LogLinear(), Merge(0.5), Merge(0.5) | Hilbert()], ids=lambda each: each.label
+)
+def test_what_content_decides_cannot_be_drawn(method: Any) -> None:
+    geometry = Geometry((16, 16))
+    assert not show.can_be_drawn(method)
+    with pytest.raises(ValueError, match="`method` must decide by the geometry to be drawn; got "):
+        show.examine(geometry, method, [0])
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
 def test_picture_and_description(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "new" / "show.png"
-    arguments = "--grid 16x20 --near tile --tiles 4 --layer 0,2 --text 16 --out"
+    arguments = "--grid 16x20 --set near=tile --set tiles=4 --layer 0,2 --text 16 --plot"
     text = run(capsys, *arguments.split(), str(path))
-    described = Hilbert(near="tile", tiles=4).describe(Geometry((16, 20), text=16), q_block=16)
+    described = Hilbert(near="tile", tiles=4).describe(Geometry((16, 20), text=16))
     assert "tiles: 4 of" in described
-    assert text == f"{described}\nwrote {path}\n"
+    assert all(line in text for line in described.splitlines())
+    assert text.endswith(f"\nwrote {path}\n")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [entry.name for entry in path.parent.iterdir()] == ["show.png"]
 
 
 @pytest.mark.parametrize(
     ("fields", "layers"),
-    [("", [0]), ("--near tile", [0, 1, 2, 3]), ("--tiles 2,4", [0, 1, 2, 3]), ("--layer 2,5", [2, 5])],
+    [
+        ("", [0]),
+        ("--set near=tile", [0, 1, 2, 3]),
+        ("--set tiles=2,4", [0, 1, 2, 3]),
+        ("--layer 2,5", [2, 5]),
+    ],
 )
-def test_layers_that_read_alike_are_drawn_once(
+def test_layers_that_read_alike_are_told_once(
     fields: str, layers: list[int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    arguments = f"--grid 16x16 --text 0 --json {fields} --out {tmp_path / 'show.png'}"
+    arguments = f"--grid 16x16 --text 0 --json {fields} --plot {tmp_path / 'show.png'}"
     report = json.loads(run(capsys, *arguments.split()))
     assert [layer["layer"] for layer in report["layers"]] == layers
 
 
 def test_picture_and_description_of_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "show.png"
-    text = run(capsys, "--grid", "32x32", "--text", "16", "--out", str(path))
+    text = run(capsys, "--grid", "32x32", "--text", "16", "--plot", str(path))
     described = Hilbert().describe(Geometry((32, 32), text=16))
-    assert text == f"{described}\nwrote {path}\n"
+    assert all(line in text for line in described.splitlines())
     assert "around: 256 tokens, those nearest to each block of 64" in text
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -262,15 +327,17 @@ def test_picture_and_description_of_the_default(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--grid 9x13 --shared none --curve morton --text 0",
-        "--grid 9x13 --shared none --curve morton --text 0 --near tile",
-        "--grid 12x16 --share keys --shared distributed --interleave --layer 5 --near tile",
-        "--grid 12x16 --share keys --shared distributed --layer 5 --far 0",
-        "--grid 5x6x8 --far 16 --layer 1..2 --shared centre --shared-tokens 32",
-        "--grid 5x6x8 --far 16 --layer 1..2 --shared centre --shared-tokens 32 --near tile",
-        "--grid 3x2 --tiles 2 --text 1 --q-block 32",
-        "--grid 3x2 --tiles 2 --text 1 --q-block 32 --near tile",
-        "--grid 3x3 --text 5 --shared centre",
+        "--grid 9x13 --set shared=none --set curve=morton --text 0",
+        "--grid 9x13 --set shared=none --set curve=morton --text 0 --set near=tile",
+        "--grid 12x16 --set share=keys --set shared=distributed --set interleave=true --layer 5 --set near=tile",
+        "--grid 12x16 --set share=keys --set shared=distributed --layer 5 --set far=0",
+        "--grid 5x6x8 --set far=16 --layer 1..2 --set shared=centre --set shared-tokens=32",
+        "--grid 5x6x8 --set far=16 --layer 1..2 --set shared=centre --set shared-tokens=32 --set near=tile",
+        "--grid 3x2 --set tiles=2 --text 1",
+        "--grid 3x2 --set tiles=2 --text 1 --set near=tile",
+        "--grid 16x16 --set tiles=5000 --text 0 --set near=tile",
+        "--grid 160x160 --set near=tile --layer 1",
+        "--grid 3x3 --text 5 --set shared=centre",
     ],
 )
 def test_everything_can_be_drawn_and_twice_alike(
@@ -278,33 +345,39 @@ def test_everything_can_be_drawn_and_twice_alike(
 ) -> None:
     paths = tmp_path / "one.svg", tmp_path / "two.svg"
     for path in paths:
-        run(capsys, *arguments.split(), "--out", str(path))
+        run(capsys, *arguments.split(), "--plot", str(path))
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert ElementTree.parse(paths[0]).getroot().tag.endswith("svg")
 
 
 def test_json_has_the_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "show.png"
-    arguments = "--near tile --grid 16x16 --tiles 4 --layer 0..3 --share keys --json --text 32 --out"
-    report = json.loads(run(capsys, *arguments.split(), str(path)))
+    fields = "--set near=tile --set tiles=4 --set share=keys --grid 16x16"
+    report = json.loads(
+        run(capsys, *fields.split(), *["--layer", "0..3", "--json", "--text", "32", "--plot"], str(path))
+    )
     assert report["picture"] == str(path)
-    assert report["method"]["share"] == "keys"
+    assert report["fields"]["share"] == "keys"
     assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2, 3]
-    for layer in report["layers"]:
-        assert sum(layer["tiles"]) + report["shared_tokens"] == 256
-        assert 0 < layer["density"] < 1
-    assert len({layer["shift"] for layer in report["layers"]}) == 4
+    assert all(0 < layer["density"] < 1 for layer in report["layers"])
+    method = Hilbert(near="tile", tiles=4, share="keys")
+    shown = show.examine(Geometry((16, 16), text=32), method, range(4))
+    assert [layer["density"] for layer in report["layers"]] == list(shown.density.values())
+    for view in shown.views.values():
+        assert int((view.group.bincount(minlength=4) > 0).sum()) <= 5
+        assert len(view.group) == 256
+    assert len({view.subtitle for view in shown.views.values()}) == 4
 
 
 def test_json_of_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """No tiles, nothing that slides, and the pairs that the method reads."""
-    arguments = "--grid 32x32 --text 16 --layer 0..1 --json --out"
+    arguments = "--grid 32x32 --text 16 --layer 0..1 --json --plot"
     report = json.loads(run(capsys, *arguments.split(), str(tmp_path / "show.svg")))
-    assert report["method"] == asdict(Hilbert())
+    assert report["fields"] == texts_of(Hilbert())
     reader = Hilbert().layer(Geometry((32, 32), text=16))
-    assert report["q_block"] == reader.near.q_block == 64
+    assert report["plans"][0]["q_block"] == reader.near.q_block == 64
     density = reader.num_pairs / 1040**2
-    alike = {"shift": 0, "tiles": [], "density": density, "bound_over_dense": 1 / density}
+    alike = {"dense": None, "density": density, "bound_over_dense": 1 / density}
     assert report["layers"] == [{"layer": layer} | alike for layer in (0, 1)]
 
 
@@ -312,32 +385,40 @@ def test_without_matplotlib_the_extra_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["show", "--out", "show.png"]) == 2
+    assert cli.main(["explain", "--plot", "show.png"]) == 2
     assert "Install it with `pip install nearfield-lab`." in capsys.readouterr().err
 
 
+def test_without_the_lab_its_package_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "_drawers", [])
+    monkeypatch.setattr(sys.modules["nearfield.cli.main"], "entry_points", lambda group: [])
+    assert nearfield.cli.main(["explain", "cpu-small", "--plot", "show.png"]) == 2
+    told = "`--plot` needs nearfield-lab, which draws. Run `pip install nearfield-lab`."
+    assert capsys.readouterr().err == f"nearfield: error: {told}\n"
+
+
 BAD_CALLS = {
-    "--grid 64": "`--grid` must have two or three sides to be drawn; got 64. Example: --grid 64x64",
-    "--grid 300x300": "`--grid` must hold at most 65,536 tokens to be drawn; got 90,000.",
-    "--layer 0..8": "`--layer` must name at most 8 layers to be drawn; got 9.",
-    "--tiles 5000": "`--tiles` must be at most 4,096; got 5,000.",
-    "--shared corner": "`--shared` must be one of centre, distributed, none; got 'corner'.",
-    "--curve peano": "`--curve` must be one of auto, hilbert, hilbert-closed, morton, raster; got 'peano'.",
-    "--out show.jpg": "`--out` must end in .png or .svg; got 'show.jpg'. Example: --out results.png",
-    "--interleave": '`interleave` must be False where `near` is "around"; got True. Nothing slides there; tiles do:'
-    ' near="tile".',
-    "--shared none --shared-tokens 8": '`shared_tokens` must be left out where `shared` is "none"; got 8.',
+    "--grid 64 --plot a.png": "`grid` must have two or three sides to be drawn; got 64.",
+    "--grid 300x300 --plot a.png": "`grid` must hold at most 65,536 tokens to be drawn; got 90,000.",
+    "--layer 0..8 --plot a.png": "`layer` must name at most 8 layers to be drawn; got 9.",
+    "--layer 57": "`--layer` must be below the 57 layers of flux-1024; got 57.",
+    "--set shared=corner": "`shared` must be one of centre, distributed, none; got 'corner'.",
+    "--plot show.jpg": "`--plot` must end in .png or .svg; got 'show.jpg'. Example: --plot results.png",
+    "--method loglinear --grid 16x16 --plot a.png": "`method` must decide by the geometry to be drawn; "
+    "got LogLinear().",
 }
 
 
 @pytest.mark.parametrize("call", BAD_CALLS)
 def test_bad_calls_say_what_is_wrong(call: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", *call.split()]) == 2
+    assert cli.main(["explain", *call.split()]) == 2
     captured = capsys.readouterr()
     assert captured.err == f"nearfield: error: {BAD_CALLS[call]}\n"
     assert captured.out == ""
 
 
 def test_a_curve_that_does_not_fit_the_grid_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", "--grid", "5x7", "--curve", "hilbert-closed"]) == 2
+    assert cli.main(["explain", "--grid", "5x7", "--set", "curve=hilbert-closed"]) == 2
     assert "A closed curve needs an even number of tokens" in capsys.readouterr().err

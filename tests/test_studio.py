@@ -4,7 +4,6 @@ import dataclasses
 import json
 import socket
 import threading
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from tests import tiny_models
 from tests.cats import SIZE, lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield import FineGrained, Geometry, Hilbert, Merge, recipes
+from nearfield import FineGrained, Geometry, Hilbert, Merge, PlanMethod, recipes
 from nearfield.cli.arguments import UsageError
-from nearfield.methods import BlockTopK, Composition
+from nearfield.methods import DEFAULT, BlockTopK, GatedBlocks, method_class, method_classes
 from nearfield.methods.recipes import Recipe
 from nearfield_lab import quality
 from nearfield_lab.embedded import generate
@@ -50,27 +49,27 @@ def model(weights: Path) -> PictureModel:
 
 
 @pytest.mark.parametrize("name", fields.METHODS)
-def test_offered_fields_and_choices_are_the_methods(name: str) -> None:
-    maker, offered = fields.METHODS[name]
-    kinds = typing.get_type_hints(maker)
-    known = {field.name: field.default for field in dataclasses.fields(maker)}
-    for field in offered:
-        assert field.name in known
-        assert field.kind != "optional" or (field.value, known[field.name]) == ("", None)
-        if field.kind == "choice":
-            assert field.choices == typing.get_args(kinds[field.name])
-            assert field.value == known[field.name]
-    dense = {field.name: field.value for field in offered if field.name.startswith("dense")}
-    assert {key: float(value) for key, value in dense.items()} == {key: known[key] for key in dense}
+def test_every_field_of_a_method_is_offered(name: str) -> None:
+    kind = method_class(name)
+    found = fields.boxes(name)
+    assert [box.field.name for box in found] == [field.name for field in dataclasses.fields(kind)]
+    assert fields.method_of(name, {box.field.name: box.value for box in found}) == kind()
+    assert fields.method_of(name, dict.fromkeys(box.field.name for box in found)) == kind()
+
+
+def test_every_method_that_pictures_can_have_is_offered() -> None:
+    """Their sequences hold text."""
+    assert set(fields.METHODS) == {name for name, kind in method_classes().items() if kind.takes_text}
+    assert next(iter(fields.METHODS)) == DEFAULT.name
 
 
 def test_fields_make_the_method() -> None:
-    values = {field.name: field.value for field in fields.METHODS["hilbert"][1]}
+    values = {box.field.name: box.value for box in fields.boxes("hilbert")}
     assert fields.method_of("hilbert", values) == Hilbert()
-    values |= {"tiles": " 9 ", "far": 64.0, "share": "keys", "dense_layers": "0,-1", "dense_steps": "2"}
+    values |= {"tiles": " 9 ", "far": "64", "share": "keys", "dense_layers": "0,-1", "dense_steps": "2"}
     wanted = Hilbert(tiles=9, far=64, share="keys", dense_layers=(0, -1), dense_steps=2)
     assert fields.method_of("hilbert", values) == wanted
-    values |= {"tiles": "", "near": "tile", "summary": "mean", "interleave": True}
+    values |= {"tiles": "", "near": "tile", "summary": "mean", "interleave": True, "cycle": 4.0}
     wanted = dataclasses.replace(wanted, tiles=None, near="tile", summary="mean", interleave=True)
     assert fields.method_of("hilbert", values) == wanted
 
@@ -79,7 +78,7 @@ def test_fields_make_the_method() -> None:
 def test_recipes_that_ship_fill_in_the_fields(name: str) -> None:
     recipe = recipes.read(name)
     method, values = fields.filled_in(recipe.method)
-    assert set(values) == {field.name for field in fields.METHODS[method][1]}
+    assert set(values) == {field.name for field in fields.METHODS[method]}
     assert fields.method_of(method, values) == recipe.method
     words = page.recipe_words(recipe)
     dense = {"cats-close": "22.2", "cats-fast": "19.4"}[name]
@@ -97,40 +96,46 @@ def test_recipes_that_ship_fill_in_the_fields(name: str) -> None:
         Hilbert(near="tile", summary="mean"),
         Hilbert(),
         Hilbert(dense_steps=(1, 0.1)),
+        Hilbert(tile_size=64),
+        Hilbert(tiles=(4, 16)),
         FineGrained(mass=0.8),
+        Merge(0.25, refresh=(3, 1)),
     ],
 )
 def test_fields_of_a_method_are_filled_in(method: Any) -> None:
     assert fields.method_of(*fields.filled_in(method)) == method
 
 
-@pytest.mark.parametrize("method", [Hilbert(tile_size=64), Hilbert(tiles=(4, 16)), Composition(Merge(0.5))])
+@pytest.mark.parametrize("method", [GatedBlocks(), Merge(0.5) | Hilbert()])
 def test_methods_that_the_page_cannot_show_are_refused(method: Any) -> None:
     with pytest.raises(ValueError) as caught:
         fields.filled_in(method)
     assert str(caught.value) == (
-        f"`recipe` must have a method and fields that the page offers; got {method}. "
-        "It offers Hilbert, BlockTopK, FineGrained, LogLinear, and most of their fields."
+        f"`recipe` must have a method that the page offers; got {method.label}. "
+        "It offers Hilbert, BipartiteMerge, BlockTopK, FineGrained, LogLinear, Merge, StridedKeys."
     )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tiles": "0"}, "`tiles` must be an integer of at least 1; got '0'"),
+        ({"tiles": "0"}, "`tiles` must be at least 1; got 0"),
         ({"interleave": True}, '`interleave` must be False where `near` is "around"; got True.'),
-        ({"far": 1}, "`far` must be at least 2; got 1"),
+        ({"far": "1"}, "`far` must be at least 2; got 1"),
         (
             {"shared": "centre", "shared_tokens": "many"},
-            "`shared_tokens` must be an integer of at least 1; got",
+            "`shared_tokens` must be an integer or none; got 'many'",
         ),
-        ({"dense_layers": "a"}, "`dense_layers` must be a number, or numbers between commas; got 'a'"),
-        ({"dense_steps": "-1"}, "`dense_steps` must be a number of at least 0; got '-1'"),
+        ({"dense_layers": "a"}, "`dense_layers` must be an integer or numbers between commas; got 'a'"),
+        (
+            {"dense_steps": "-1"},
+            "`dense_steps` must be a share from 0 to 1 or a whole number of steps; got -1",
+        ),
         ({"curve": "spiral"}, "`curve` must be one of"),
     ],
 )
 def test_wrong_fields_are_one_message(change: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, UsageError)) as caught:
+    with pytest.raises(ValueError) as caught:
         fields.method_of("hilbert", change)
     assert str(caught.value).startswith(message)
 
@@ -158,10 +163,16 @@ def test_picture_follows_fields_and_layer() -> None:
 
 
 def test_too_much_to_draw_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`size` must hold at most 65,536 tokens to be drawn"):
+    with pytest.raises(ValueError, match=r"`grid` must hold at most 65,536 tokens to be drawn"):
         drawing.method_picture(Geometry((512, 512), text=0), Hilbert(), 0, CPU)
-    with pytest.raises(ValueError, match=r"`tiles` must be at most 4,096 to be drawn; got 5000"):
-        drawing.method_picture(Geometry((16, 16), text=0), Hilbert(tiles=5000), 0, CPU)
+
+
+@pytest.mark.parametrize("name", fields.METHODS)
+def test_what_content_decides_is_told_without_a_picture(name: str) -> None:
+    method = fields.method_of(name, {})
+    drawn, words = drawing.method_picture(Geometry((16, 16), text=16), method, 0, CPU)
+    assert words == method.describe(Geometry((16, 16), text=16))
+    assert (drawn is not None) == isinstance(method, PlanMethod)
 
 
 def test_gradient_difference_is_between_pixels() -> None:
@@ -226,11 +237,14 @@ def test_figures_are_of_both(few: Hilbert, model: PictureModel) -> None:
 
 @pytest.mark.parametrize("name", [name for name in fields.METHODS if name != "hilbert"])
 def test_every_method_makes_a_picture(name: str, model: PictureModel) -> None:
-    method = fields.method_of(name, {field.name: field.value for field in fields.METHODS[name][1]})
+    method = fields.method_of(name, {box.field.name: box.value for box in fields.boxes(name)})
     made = jobs.make(model, jobs.Request(64, 64, 2, 0, method))
     assert made.sparse.shape == (64, 64, 3)
     assert type(method).__name__ in made.summary
-    assert made.rows[1][-1] == "-", "no tiles, no borders"
+    borders = method.borders(model.geometry(64, 64))
+    is_cut = borders is not None and bool((borders.right.sum() + borders.below.sum()) > 0)
+    assert (made.rows[1][-1] != "-") == is_cut, "without tiles or regions no borders"
+    assert made.summary.startswith("note: ") == (method.warning is not None)
     assert made.summary.startswith("note: LogLinear is made for models that") == (name == "loglinear")
 
 

@@ -13,11 +13,22 @@ from tests.command_line import main
 from tests.tiles import paper
 
 from nearfield import Hilbert, LogLinear, Merge, apply, recipes
+from nearfield.methods import method_classes
 from nearfield.methods.recipes import Recipe
 from nearfield_lab import tuning
 from nearfield_lab.embedded.model import save_model
 from nearfield_lab.embedded.sampler import DemoPipeline
-from nearfield_lab.tuning import FIXED, LADDERS, Figures, Search, Trial, as_records, from_records, front
+from nearfield_lab.tuning import (
+    LADDERS,
+    Figures,
+    Search,
+    Trial,
+    as_records,
+    changed,
+    from_records,
+    front,
+    ladders_of,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 12
@@ -36,7 +47,7 @@ def bold(method: Hilbert) -> Figures:
 
 def searched(limit: float, known: list[Trial] | None = None) -> tuple[Search, list[Trial]]:
     new: list[Trial] = []
-    search = Search(bold, LAYERS, 1.0, limit, known=known or (), on_trial=new.append)
+    search = Search(Hilbert(), bold, LAYERS, 1.0, limit, known=known or (), on_trial=new.append)
     assert search.run()
     return search, new
 
@@ -73,7 +84,7 @@ def test_a_wider_limit_leaves_less_to_read() -> None:
 
 
 def test_nothing_is_found_where_nothing_is_good_enough() -> None:
-    search = Search(lambda method: Figures(0.5, 0.1, 1.0), LAYERS, 1.0, 0.1)
+    search = Search(Hilbert(), lambda method: Figures(0.5, 0.1, 1.0), LAYERS, 1.0, 0.1)
     assert search.run()
     assert search.best is None
 
@@ -86,7 +97,7 @@ def test_a_search_that_was_stopped_goes_on() -> None:
     def has_time() -> bool:
         return len(new) < left
 
-    first = Search(bold, LAYERS, 1.0, 0.03, on_trial=new.append)
+    first = Search(Hilbert(), bold, LAYERS, 1.0, 0.03, on_trial=new.append)
     assert not first.run(has_time)
     written = json.loads(json.dumps(as_records(first.trials)))
     second, more = searched(0.03, from_records(written))
@@ -95,23 +106,36 @@ def test_a_search_that_was_stopped_goes_on() -> None:
     assert as_records(more) == as_records(whole[len(first.trials) :])
 
 
-def test_trials_that_do_not_say_what_is_near_are_of_tiles() -> None:
-    """They were made when nothing else was tried: not known for what is tried now, and no other method's."""
-    older = [
-        record | {"fields": {key: value for key, value in record["fields"].items() if key not in FIXED}}
-        for record in as_records(searched(0.03)[1])
-    ]
-    known = from_records(json.loads(json.dumps(older)))
-    assert all((trial.fields["near"], trial.fields["summary"]) == ("tile", "mean") for trial in known)
-    _, again = searched(0.03, known)
-    assert len(again) == len(known)
-    assert all(trial.fields.items() >= FIXED.items() for trial in again)
-    assert {"near": Hilbert().near, "summary": Hilbert().summary} == FIXED
+def test_trials_name_every_field() -> None:
+    """So that a file of them means the same where a default has changed: what was tried of tiles is not known here."""
+    _, trials = searched(0.03)
+    assert all(set(trial.fields) == {field.name for field in fields(Hilbert)} for trial in trials)
+    tiles = [replace(trial, fields={**trial.fields, "near": "tile"}) for trial in trials]
+    _, again = searched(0.03, tiles)
+    assert len(again) == len(trials)
+    assert [trial.fields["near"] for trial in again] == ["around"] * len(again)
+
+
+def test_fields_that_are_held_are_not_tried() -> None:
+    base = Hilbert(far=64, dense_layers=(3,))
+    ladders = ladders_of(base, held=("far", "dense_layers"))
+    assert set(ladders) == {"tiles", "text_reads", "dense_steps"}
+    new: list[Trial] = []
+    search = Search(base, bold, LAYERS, 1.0, 10.0, ladders=ladders, on_trial=new.append)
+    assert search.run()
+    assert {trial.fields["far"] for trial in new} == {64}
+    assert {trial.fields["dense_layers"] for trial in new if trial.purpose == "search"} == {(3,)}
+
+
+def test_methods_that_do_not_say_what_to_try_are_refused() -> None:
+    with pytest.raises(ValueError) as raised:
+        Search(LogLinear(), bold, LAYERS, 1.0, 0.1)
+    assert str(raised.value) == "`method` must say in `ladders` what to try (hilbert); got LogLinear."
 
 
 @pytest.mark.parametrize(("layers", "number"), [(1, 1), (12, 12), (13, 7), (57, 12)])
 def test_groups_hold_every_layer_once(layers: int, number: int) -> None:
-    groups = Search(bold, layers, 1.0, 0.1).groups()
+    groups = Search(Hilbert(), bold, layers, 1.0, 0.1).groups()
     assert len(groups) == number
     assert [layer for group in groups for layer in group] == list(range(layers))
 
@@ -124,11 +148,12 @@ def test_the_front_has_what_nothing_beats() -> None:
     assert [trial.fields["tiles"] for trial in front(trials)] == [2, 0, 3]
 
 
-def test_ladders_are_fields_of_the_method() -> None:
-    for name, values in LADDERS.items():
+@pytest.mark.parametrize("kind", [kind for kind in method_classes().values() if kind.ladders])
+def test_ladders_are_fields_of_the_method(kind: Any) -> None:
+    for name, values in ladders_of(kind()).items():
         if name != "dense":
             for value in values:
-                assert getattr(Hilbert(**FIXED | {name: value}), name) == value
+                assert getattr(changed(kind(), {name: value}), name) == value
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------
@@ -320,6 +345,7 @@ def test_command_writes_a_recipe_that_apply_takes(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "LADDERS", {name: values[:2] for name, values in LADDERS.items()})
+    monkeypatch.setattr(Hilbert, "ladders", {name: values[:2] for name, values in Hilbert.ladders.items()})
     out, picture = tmp_path / "recipe.json", tmp_path / "front.png"
     command = [
         "tune",
@@ -398,7 +424,18 @@ def test_generate_takes_a_recipe(weights: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_generate_takes_a_recipe_with_an_engine(weights: Path, tmp_path: Path) -> None:
-    few = ["--weights", str(weights), "--steps", "1", "--num", "1", "--size", "32", "--engine", "process"]
+    few = [
+        "--weights",
+        str(weights),
+        "--steps",
+        "1",
+        "--num",
+        "1",
+        "--size",
+        "32",
+        "--option",
+        "engine=process",
+    ]
     assert main(["generate", *few, "--recipe", "cats-close", "--images", str(tmp_path / "images")]) == 0
     folder = tmp_path / "images" / "cats-close"
     settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
@@ -409,10 +446,10 @@ def test_generate_takes_a_recipe_with_an_engine(weights: Path, tmp_path: Path) -
 BAD_RECIPES = {
     "--recipe cats-fats": "`--recipe` must name a file that can be read, or one that ships (cats-close, cats-fast); "
     "got 'cats-fats' (No such file or directory).",
-    "--recipe cats-close --tiles 4": "`--tiles` must be left out with `--recipe`; got 4.",
+    "--recipe cats-close --set tiles=4": "`--set` must be left out with `--recipe`; got 'tiles=4'.",
     "--recipe cats-close --method dense": "`--method` must be left out with `--recipe`; got dense.",
     "--recipe cats-fast": "`--recipe` must be used with the embedded model, whose LoRA it was measured with; "
-    "got cats-fast. Add `--lora none` for its fields alone.",
+    "got cats-fast. Add `--option lora=none` for its fields alone.",
 }
 
 

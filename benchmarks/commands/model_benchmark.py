@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.commands.fields import METHOD_FIELDS, PLACEMENTS, add_method_fields, given
 from nearfield.cli import model_cases
 from nearfield.cli.arguments import (
     FAILED,
     GRAINS,
     INTERRUPTED,
-    PLACEMENTS,
     QUERY_BLOCKS,
     UsageError,
     block_counts,
@@ -20,7 +20,7 @@ from nearfield.cli.arguments import (
     share,
     wrong,
 )
-from nearfield.cli.options import METHOD_FIELDS, add_impl, add_integer, add_json, add_method_fields, given
+from nearfield.cli.options import add_impl, add_integer, add_json
 from nearfield.cli.reports import collect, verdict, write_reports
 
 if TYPE_CHECKING:

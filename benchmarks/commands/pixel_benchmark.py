@@ -3,12 +3,12 @@
 import argparse
 from typing import Any
 
+from benchmarks import pixel_cases
 from nearfield.cli.arguments import OK, UsageError, comma_list, command, member
 from nearfield.cli.options import add_device, add_integer, add_json
 from nearfield.cli.reports import note_load, verdict, write_reports
 from nearfield_lab.commands.generating import chosen_device, missing_extras_told
 from nearfield_lab.commands.training import BACKENDS, TINY_PIXEL
-from nearfield_lab.embedded import pixel_cases
 
 
 def add_command(benchmarks: Any) -> None:
@@ -19,7 +19,7 @@ def add_command(benchmarks: Any) -> None:
         "time whole training steps on pixels, for every attention in turns",
         "  python -m benchmarks pixel --tiny --size 32 --batch 2\n"
         "  python -m benchmarks pixel --size 128 --batch 16 --compile --json pixel128.json\n"
-        "  python -m benchmarks pixel --size 256 --batch 4 --attention full,loglinear:levels=2,gated:topk=32 --compile",
+        "  python -m benchmarks pixel --size 256 --batch 4 --attention full,loglinear:levels=2 --compile",
     )
     parser.add_argument(
         "--attention",

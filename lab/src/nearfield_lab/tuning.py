@@ -7,28 +7,23 @@ change the result; times are measured, too, and told. Everything that was tried 
 on.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from nearfield.methods import Hilbert
+from nearfield._checks import wrong_value
+from nearfield.methods import Method, method_classes
+from nearfield.methods.fields import as_document
 
 Fields = dict[str, Any]
 
-LADDERS: dict[str, tuple[Any, ...]] = {
-    "tiles": (4, 8, 16, 32, 64),
-    "far": (8, 16, 32, 64),
-    "text_reads": ("all", "summary"),
+_DENSE = "dense"
+LADDERS: Mapping[str, tuple[Any, ...]] = {
     "dense_steps": (0.3, 0.2, 0.1, 0),
-    "dense": (0.5, 0.25, 0.125, 0.0),
+    _DENSE: (0.5, 0.25, 0.125, 0.0),
 }
-"""Values of each field from gentle to bold. "dense" is the share of layers that stay dense, the touchiest first."""
-
-FIXED: Fields = {"near": "around", "summary": "weighted"}
-"""Of every trial: a file of trials says it, whatever the defaults are when it is read."""
-
-_BEFORE_FIXED: Fields = {"near": "tile", "summary": "mean"}
-"""Of trials that do not say it: nothing else was tried then."""
+"""What is tried of every method, from gentle to bold, behind what its own `ladders` say. "dense" is the share of layers
+that stay dense, the touchiest first."""
 
 MOST_GROUPS = 12
 
@@ -49,7 +44,12 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting and its figures. `speed_up` is over the dense model in the same run."""
+    """One setting and its figures.
+
+    Args:
+        fields: all of the method's, so that a file of trials means the same when a default has changed.
+        speed_up: over the dense model in the same run.
+    """
 
     fields: Mapping[str, Any]
     lpips: float
@@ -59,31 +59,36 @@ class Trial:
     purpose: str = "search"
 
 
-Evaluate = Callable[[Hilbert], Figures]
+Evaluate = Callable[[Method], Figures]
 
 
 class Search:
     """One search.
 
     Args:
+        method: whose fields are sought. Those that are not on its ladders stay as they are.
         evaluate: makes pictures with a method and measures them.
         num_layers: of the model.
         dense_seconds: per step of the dense model.
         max_lpips: what the result may not exceed.
+        ladders: by default `ladders_of(method)`.
         known: trials of an earlier run.
         on_trial: called with every new trial, before the next begins.
     """
 
     def __init__(
         self,
+        method: Method,
         evaluate: Evaluate,
         num_layers: int,
         dense_seconds: float,
         max_lpips: float,
         *,
+        ladders: Mapping[str, tuple[Any, ...]] | None = None,
         known: Iterable[Trial] = (),
         on_trial: Callable[[Trial], None] = lambda trial: None,
     ) -> None:
+        self.method, self.ladders = method, ladders_of(method) if ladders is None else ladders
         self.num_layers, self.dense_seconds, self.max_lpips = num_layers, dense_seconds, max_lpips
         self.trials = list(known)
         self._evaluate, self._on_trial = evaluate, on_trial
@@ -95,7 +100,7 @@ class Search:
         if ranking is None:
             return False
         self._touchiest = ranking
-        places = dict.fromkeys(LADDERS, 0)
+        places = dict.fromkeys(self.ladders, 0)
         current = self._trial(self._fields(places))
         while current.lpips <= self.max_lpips:
             if not has_time():
@@ -123,11 +128,16 @@ class Search:
     def _rank_layers(self, has_time: Callable[[], bool]) -> list[int] | None:
         """Layers, those first whose sparsity moves the pictures most; None if time was up."""
         distances = []
+        middle = {
+            name: values[(len(values) - 1) // 2]
+            for name, values in self.ladders.items()
+            if name in self.method.ladders
+        }
         for group in self.groups():
             if not has_time():
                 return None
             others = tuple(layer for layer in range(self.num_layers) if layer not in group)
-            fields = FIXED | {"tiles": 16, "dense_steps": 0, "dense_layers": others}
+            fields = middle | {"dense_steps": 0, "dense_layers": others}
             distances.append((self._trial(fields, purpose="layers").lpips, group))
         ranked = sorted(distances, key=lambda item: (-item[0], item[1]))
         return [layer for _, group in ranked for layer in group]
@@ -135,7 +145,7 @@ class Search:
     def _bolder(self, places: dict[str, int], current: Trial) -> tuple[dict[str, int], Trial] | None:
         """The setting within the limit that reads least, of those that are one value bolder than this one."""
         found = []
-        for name, ladder in LADDERS.items():
+        for name, ladder in self.ladders.items():
             if places[name] + 1 < len(ladder):
                 moved = places | {name: places[name] + 1}
                 trial = self._trial(self._fields(moved))
@@ -145,19 +155,39 @@ class Search:
         return min(found, key=lambda item: _boldest(item[1]), default=None)
 
     def _fields(self, places: Mapping[str, int]) -> Fields:
-        chosen = {name: LADDERS[name][place] for name, place in places.items()}
-        num_dense = round(chosen.pop("dense") * self.num_layers)
-        return FIXED | chosen | {"dense_layers": tuple(sorted(self._touchiest[:num_dense]))}
+        chosen = {name: self.ladders[name][place] for name, place in places.items()}
+        if _DENSE not in chosen:
+            return chosen
+        num_dense = round(chosen.pop(_DENSE) * self.num_layers)
+        return chosen | {"dense_layers": tuple(sorted(self._touchiest[:num_dense]))}
 
     def _trial(self, fields: Fields, purpose: str = "search") -> Trial:
+        method = changed(self.method, fields)
+        every: Fields = as_document(method)["fields"]
         for trial in self.trials:
-            if _plain(trial.fields) == _plain(fields) and trial.purpose == purpose:
+            if _plain(trial.fields) == _plain(every) and trial.purpose == purpose:
                 return trial
-        figures = self._evaluate(Hilbert(**fields))
-        trial = Trial(fields, *figures, self.dense_seconds / figures.seconds_per_step, purpose)
+        figures = self._evaluate(method)
+        trial = Trial(every, *figures, self.dense_seconds / figures.seconds_per_step, purpose)
         self.trials.append(trial)
         self._on_trial(trial)
         return trial
+
+
+def ladders_of(method: Method, held: Collection[str] = ()) -> dict[str, tuple[Any, ...]]:
+    """What is tried of a method, but for the fields that are held; refuses methods that do not say what to try."""
+    if not method.ladders:
+        named = ", ".join(name for name, kind in method_classes().items() if kind.ladders)
+        wrong_value("method", f"say in `ladders` what to try ({named})", type(method).__name__)
+    names = {_DENSE if name == "dense_layers" else name for name in held}
+    return {name: values for name, values in {**method.ladders, **LADDERS}.items() if name not in names}
+
+
+def changed(method: Any, fields: Mapping[str, Any]) -> Method:
+    """The method with other fields; lists, as JSON returns them, are tuples there."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    found: Method = replace(method, **values)
+    return found
 
 
 def _boldest(trial: Trial) -> tuple[float, float]:
@@ -179,7 +209,7 @@ def as_records(trials: Iterable[Trial]) -> list[dict[str, Any]]:
 
 
 def from_records(records: Iterable[Mapping[str, Any]]) -> list[Trial]:
-    return [Trial(**{**record, "fields": _BEFORE_FIXED | record["fields"]}) for record in records]
+    return [Trial(**record) for record in records]
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

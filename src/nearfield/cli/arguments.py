@@ -7,6 +7,7 @@ import argparse
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,14 +20,6 @@ CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 int
 # The library's, written out so that reading arguments needs nothing; a test holds them to the originals.
 QUERY_BLOCKS = (16, 32, 64, 128, 192)
 GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
-NEAR = ("tile", "around")
-SHARES = ("two-way", "keys")
-SUMMARIES = ("mean", "weighted")
-TEXT_READS = ("all", "summary")
-SHARED = ("centre", "distributed", "none")
-CURVES = ("auto", "hilbert", "hilbert-closed", "morton", "raster")
-ORDERS = ("hilbert", "morton", "raster")
-PLACEMENTS = ("block", "module")
 IMPLS = ("auto", "gluon", "triton", "grouped", "reference")
 
 
@@ -42,6 +35,13 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file or sys.stderr)  # argparse's own passes over what cannot be written
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Names with a hyphen stay in one piece."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str
 ) -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def command(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         epilog=f"examples:\n{examples}\n\n{CODES}",
     )
     added.set_defaults(run=run)
@@ -74,8 +74,8 @@ def grid_sides(text: str) -> tuple[int, ...]:
     if not 1 <= len(sides) <= 3 or not all(side.isdecimal() and int(side) >= 1 for side in sides):
         wrong("--grid", "be one to three positive sides joined by x", repr(text), "Example: --grid 90x160")
     grid = tuple(map(int, sides))
-    if math.prod(grid) > 2**20:
-        wrong("--grid", "hold at most 1,048,576 tokens", f"{math.prod(grid):,}")
+    if math.prod(grid) > 2**18:
+        wrong("--grid", "hold at most 262,144 tokens", f"{math.prod(grid):,}")
     return grid
 
 

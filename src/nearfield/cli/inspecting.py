@@ -1,30 +1,36 @@
-"""`nearfield doctor` and `explain`: what there is, without measuring it."""
+"""`nearfield doctor`, `explain` and `bench`: what there is, what a method comes to, and how fast one call of it is."""
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nearfield.cli import presets
+from nearfield.cli import methods, presets
 from nearfield.cli.arguments import (
     FAILED,
-    GRAINS,
     OK,
-    QUERY_BLOCKS,
+    UsageError,
     command,
     grid_sides,
-    member,
+    layer_numbers,
     preset_name,
     wrong,
 )
-from nearfield.cli.options import add_integer
+from nearfield.cli.options import add_device, add_impl, add_integer, add_json, add_plot, device_of
+from nearfield.cli.reports import note_load, write_reports
+from nearfield.methods import Composition
 
-# What `explain` builds at most: a preview counts every block, and the figures take some forty bytes per listed id.
-_MOST_BLOCKS, _MOST_IDS = 2**29, 2**26
+if TYPE_CHECKING:
+    from nearfield import Method
+    from nearfield.cli.explain import Explained
+
+_DEFAULT = "flux-1024"
+"""The preset whose numbers of heads, layers and text tokens count where none is named."""
 
 
 def add_commands(commands: Any) -> None:
     _add_doctor(commands)
     _add_explain(commands)
+    _add_bench(commands)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -36,30 +42,92 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    preset = presets.PRESETS[arguments.preset].changed(arguments.grid, arguments.text, arguments.heads)
-    _require_fit(preset, arguments.tiles, arguments.q_block, arguments.k_block)
     from nearfield.cli import explain
 
-    report, plan = explain.examine(
-        preset, arguments.tiles, arguments.layer, arguments.q_block, arguments.k_block
-    )
-    print(json.dumps(report, indent=1) if arguments.json else explain.text(report, plan))
+    if not _asks(arguments):
+        found = explain.overview()
+        print(json.dumps(found, indent=1) if arguments.json else explain.overview_text(found))
+        return OK
+    method = _method(arguments)
+    preset = _preset(arguments, method, arguments.preset or _DEFAULT)
+    for layer in arguments.layer or ():
+        if layer >= preset.layers:
+            wrong("--layer", f"be below the {preset.layers} layers of {preset.name}", layer)
+    try:
+        shown = explain.Explained(preset, method, arguments.layer, device_of(arguments.device))
+        report = explain.record(shown)
+    except ValueError as error:  # fields that do not go together, or not with this grid
+        raise UsageError(str(error)) from None
+    if arguments.plot:
+        _draw(arguments, shown)
+    if arguments.json:
+        print(json.dumps(report | {"picture": str(arguments.plot) if arguments.plot else None}, indent=1))
+        return OK
+    print(explain.text(shown, report))
+    if arguments.preset is None and arguments.recipe is None:
+        print(f"\nfields of {arguments.method}:", *methods.field_lines(arguments.method), sep="\n")
+    if arguments.plot:
+        print(f"wrote {arguments.plot}")
     return OK
 
 
-def _require_fit(preset: presets.Preset, tiles: int, q_block: int, k_block: int) -> None:
-    rows, columns = -(-preset.tokens // q_block), -(-preset.tokens // k_block)
-    text_rows = -(-preset.text // q_block)
-    read = preset.text + -(-preset.image // tiles) + q_block
-    ids = text_rows * columns + (rows - text_rows) * min(columns, -(-read // k_block))
-    for size, most, what in ((rows * columns, _MOST_BLOCKS, "blocks"), (ids, _MOST_IDS, "listed ids")):
-        if size > most:
-            wrong(
-                "--grid",
-                f"with `--text` make a plan of at most {most:,} {what}",
-                f"about {size:,} ({preset.tokens:,} tokens in blocks of {q_block} x {k_block})",
-                "Use larger --q-block and --k-block, or a smaller --grid or --text.",
-            )
+def _asks(arguments: argparse.Namespace) -> bool:
+    """Whether more than the names of what there is was asked for."""
+    return bool(
+        arguments.preset
+        or arguments.grid
+        or arguments.recipe
+        or arguments.settings
+        or arguments.layer
+        or arguments.plot
+        or arguments.is_method_given
+    )
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from nearfield.cli import bench
+    from nearfield.cli.timing import Effort
+
+    method, device = _method(arguments), device_of(arguments.device)
+    if Composition.of(method).merge is not None:
+        hint = "What merging saves shows in a whole step: `nearfield generate --compare`."
+        wrong("--method", "be one that says who reads whom", repr(arguments.method), hint)
+    quick = presets.QUICK_ON_CUDA if device.type == "cuda" else presets.QUICK_ON_CPU
+    usual = presets.ON_CUDA if device.type == "cuda" else presets.ON_CPU
+    preset = _preset(arguments, method, arguments.preset or (quick if arguments.quick else usual)[0])
+    note_load(device.type)
+    try:
+        made = bench.Bench(preset, method, arguments.layer, device, arguments.impl)
+        measured = made.run(Effort.of(device, arguments.quick))
+    except (
+        ValueError,
+        NotImplementedError,
+    ) as error:  # fields that do not fit the size, or an implementation
+        raise UsageError(str(error)) from None
+    print(bench.text(made, measured))
+    written = write_reports(bench.document(made, measured), arguments.json)
+    return OK if measured.passed and written else FAILED
+
+
+def _method(arguments: argparse.Namespace) -> "Method":
+    recipe = methods.recipe_of(arguments)
+    if recipe is None:
+        wrong("--method", "be sparse", methods.DENSE)
+    return recipe.method
+
+
+def _preset(arguments: argparse.Namespace, method: "Method", name: str) -> presets.Preset:
+    """What was named, with what was changed. Without a name, a method that takes no text is shown without."""
+    text = arguments.text
+    if arguments.preset is None and text is None and not method.takes_text:
+        text = 0
+    return presets.PRESETS[name].changed(arguments.grid, text, arguments.heads)
+
+
+def _draw(arguments: argparse.Namespace, shown: "Explained") -> None:
+    from nearfield.cli.drawing import drawer
+
+    drawer()(arguments.plot, shown.geometry, shown.method, shown.layers)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -73,32 +141,64 @@ def _add_explain(commands: Any) -> None:
         commands,
         "explain",
         _explain,
-        "the curve, the plan, its cost and the implementation for one attention call",
-        "  nearfield explain flux-1024\n  nearfield explain flux-2048 --tiles 4 --layer 3\n"
+        "who reads whom with a method, what that saves at most, and what would run it; alone: what there is",
+        "  nearfield explain\n  nearfield explain flux-2048\n"
+        "  nearfield explain flux-1024 --set near=tile --set shared=centre --layer 0..3 --plot tiles.png\n"
+        "  nearfield explain --method NAME --grid 90x160 --text 0\n"
         "  nearfield explain wan-480p --grid 21x45x80 --json",
     )
     parser.add_argument(
-        "preset", metavar="PRESET", type=preset_name("PRESET"), help=f"one of {', '.join(presets.PRESETS)}"
+        "preset",
+        metavar="PRESET",
+        nargs="?",
+        type=preset_name("PRESET"),
+        help=f"the call of a model: {', '.join(presets.PRESETS)} (default: heads and text of {_DEFAULT})",
     )
+    methods.add_method(parser)
+    _add_shape(parser)
+    parser.add_argument(
+        "--layer",
+        type=layer_numbers("--layer"),
+        metavar="N..N",
+        help="layers: 2, 0,2 or 0..3 (default 0..3, or 0 where these read alike)",
+    )
+    add_device(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_plot(parser, "draw the method on the image, with nearfield-lab", ".png", ".svg")
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    """What of a preset may be said otherwise."""
     parser.add_argument(
         "--grid", type=grid_sides, metavar="HxW", help="image tokens per side, or frames x height x width"
     )
-    add_integer(parser, "--tiles", 16, "tiles along the curve")
-    add_integer(parser, "--text", None, "text tokens (default: the preset's)", least=0)
+    add_integer(parser, "--text", None, "text tokens (default: the preset's)", least=0, most=2**13)
     add_integer(parser, "--heads", None, "heads (default: the preset's)", most=2**16)
-    add_integer(parser, "--layer", 0, "layer, which slides the tiles", least=0)
-    parser.add_argument(
-        "--q-block",
-        type=member("--q-block", QUERY_BLOCKS),
-        default=128,
-        metavar="N",
-        help="queries per list (default 128)",
+
+
+def _add_bench(commands: Any) -> None:
+    parser = command(
+        commands,
+        "bench",
+        _bench,
+        "time one attention call of a method beside dense attention on this machine; a wrong answer gets no figure",
+        "  nearfield bench --quick\n  nearfield bench flux-2048 --set tiles=32 --json bench.json\n"
+        "  nearfield bench --method NAME --grid 90x160 --text 256",
     )
     parser.add_argument(
-        "--k-block",
-        type=member("--k-block", GRAINS),
-        default=64,
-        metavar="N",
-        help="keys per id (default 64)",
+        "preset",
+        metavar="PRESET",
+        nargs="?",
+        type=preset_name("PRESET"),
+        help=f"the shape of the call: {', '.join(presets.PRESETS)} (default {presets.ON_CUDA[0]}; without a GPU"
+        f" {presets.ON_CPU[0]})",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    methods.add_method(parser)
+    _add_shape(parser)
+    add_integer(parser, "--layer", 0, "which layer of the model it is", least=0, most=2**16)
+    add_impl(parser)
+    add_device(parser)
+    parser.add_argument(
+        "--quick", action="store_true", help="a small shape where there is no GPU, few repetitions"
+    )
+    add_json(parser)

@@ -24,21 +24,22 @@ from nearfield.cli.arguments import (
     UsageError,
     show_help_without_command,
 )
+from nearfield.methods import DEFAULT
 
 ENTRY_POINTS = "nearfield.commands"
 AddCommands = Callable[[Any], None]
 
-LAB = ("demo", "distill", "generate", "quality", "rag", "sample", "show", "studio", "train", "tune")
+LAB = ("distill", "generate", "quality", "rag", "studio", "train", "tune")
 """Commands of nearfield-lab, for who does not have it."""
 
-_FIRST = """\
+_FIRST = f"""\
 examples:
   nearfield doctor                     is all in place here, and what will run
-  nearfield explain flux-2048          what FLUX at 2048 px would read
+  nearfield explain flux-2048          what FLUX at 2048 px would read, how much faster that can be, and why
 
 in Python, with a diffusers pipeline:
-  from nearfield import Hilbert, apply
-  with apply(pipe, Hilbert()) as handle:
+  from nearfield import {type(DEFAULT).__name__}, apply
+  with apply(pipe, {DEFAULT.label}) as handle:
       image = pipe("a cat", height=2048, width=2048).images[0]
       print(handle.summary())"""
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None, others: Sequence[AddCommands] = ()) 
     Args:
         others: add further commands, beside those of installed packages.
     """
-    return _guarded(lambda words: _parser(words, others), argv)
+    return _guarded(lambda words: parser_of(others, words), argv)
 
 
 def run_family(
@@ -116,7 +117,13 @@ def _drop_unwritten() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser(words: Sequence[str], others: Sequence[AddCommands]) -> argparse.ArgumentParser:
+def parser_of(others: Sequence[AddCommands] = (), words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        others: add further commands, beside those of installed packages.
+        words: what is to be read; a command that is not installed is refused by what brings it.
+    """
     parser = Parser(
         prog="nearfield",
         description="Sparse attention for diffusion transformers: who reads whom, how fast, and why.",

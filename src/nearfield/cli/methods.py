@@ -1,105 +1,112 @@
-"""Fields of a method on the command line, and the method they make."""
+"""`--method`, `--set` and `--recipe`: who reads whom, the same for every command."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import UsageError, integer, member, number, wrong
-from nearfield.cli.options import METHOD_FIELDS, add_method_fields, given
+from nearfield.cli.arguments import UsageError, wrong
+from nearfield.methods import DEFAULT, Method, fields, method_classes
 
 if TYPE_CHECKING:
-    from nearfield.methods import DenseSteps, Recipe
+    from nearfield.methods import Recipe
 
-METHODS = ("hilbert", "dense")
-OTHERS = {"loglinear": "LogLinear", "fine": "FineGrained", "blocks": "BlockTopK", "merge": "Merge"}
-"""Further methods, by their public names."""
-
-_FIELDS = (*METHOD_FIELDS, "cycle", "dense_layers", "dense_steps")
+DENSE = "dense"
+"""What stands for no method: everyone reads everyone."""
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """`--recipe`, in the place of a method and its fields."""
-    from nearfield.methods import recipes
-
-    parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help=f"method and fields from a recipe: one that ships ({', '.join(recipes.names())}), or a file"
-        " of `nearfield tune`",
-    )
-
-
-def add_method(parser: argparse.ArgumentParser, default: str, *, others: bool = False) -> None:
-    """`--method`, and all fields of the Hilbert method.
-
-    Args:
-        others: take further methods, too. Of the fields these have dense layers and steps; a recipe says the rest.
-    """
-    names = (*METHODS, *OTHERS) if others else METHODS
-    rest = "; fields of others than hilbert stand in a --recipe" if others else ""
+def add_method(
+    parser: argparse.ArgumentParser,
+    default: str = DEFAULT.name,
+    *,
+    takes_dense: bool = True,
+    takes_recipe: bool = True,
+) -> None:
+    """`--method`, `--set`, and `--recipe` instead of both."""
+    names = ", ".join([DENSE] * takes_dense + list(method_classes()))
+    parser.set_defaults(is_method_given=False)
     parser.add_argument(
         "--method",
-        type=member("--method", names),
+        action=_Method,
         default=default,
         metavar="NAME",
-        help=f"who reads whom: {', '.join(names[:-1])} or {names[-1]} (default {default}){rest}",
-    )
-    add_method_fields(parser)
-    parser.add_argument(
-        "--cycle",
-        type=integer("--cycle", 1, 64),
-        metavar="N",
-        help="layers after which tiles are back (default 4)",
+        help=f"who reads whom: {names}; A{fields.JOIN}B for one that merges and one that reads (default {default})",
     )
     parser.add_argument(
-        "--dense-layers",
-        type=dense_layers,
-        metavar="N",
-        help="how many first layers stay dense, or which: 0,4,-1 (default 0; a comma makes it a list: 4,)",
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a field of the method; repeat it for further ones. A value is none, true, a word, a number, or numbers"
+        f" between commas: dense_layers=0,4,-1. Where A{fields.JOIN}B both have the field: B.field=value."
+        " `nearfield explain --method NAME` lists the fields",
     )
-    parser.add_argument(
-        "--dense-steps",
-        type=dense_steps,
-        metavar="N",
-        help="how many first steps stay dense, or, below 1, which share of them (default 0.15); two numbers, 1,2: of"
-        " the first and of the last steps",
-    )
+    if takes_recipe:
+        from nearfield.methods import recipes
+
+        parser.add_argument(
+            "--recipe",
+            metavar="NAME",
+            help=f"method and fields from a recipe: one that ships ({', '.join(recipes.names())}), or a file of"
+            " `nearfield tune`",
+        )
 
 
-def method_of(arguments: argparse.Namespace, **defaults: Any) -> Any:
+class _Method(argparse.Action):
+    """Notes that a method was named, be it the default."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        namespace.method, namespace.is_method_given = values, True
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """What `--set` gave, by field; the last one counts."""
+    found = {}
+    for text in arguments.settings:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            wrong("--set", "be FIELD=VALUE", repr(text), "Example: --set dense_steps=0")
+        found[name.strip()] = value
+    return found
+
+
+def method_of(arguments: argparse.Namespace, base: Method = DEFAULT) -> Method | None:
     """The method that was asked for; None for dense.
 
     Args:
-        defaults: fields of Hilbert that the command sets where the user does not.
+        base: what fields of its class are unless they are given.
     """
-    from nearfield import methods
-
-    name = arguments.method
-    kind = None if name == "dense" else getattr(methods, OTHERS.get(name, "Hilbert"))
-    own = () if kind is None else tuple(each.name for each in fields(kind))
-    _refuse_fields(arguments, f"--method {name}", own)
-    if kind is None:
+    settings = settings_of(arguments)
+    if arguments.method == DENSE:
+        if settings:
+            wrong("--set", f"be left out with `--method {DENSE}`", repr(arguments.settings[0]))
         return None
+    return _made(arguments.method, settings, base)
+
+
+def _made(name: str, settings: Mapping[str, str], base: Method) -> Method:
     try:
-        return kind(**((defaults if name == "hilbert" else {}) | given(arguments, _FIELDS)))
-    except (TypeError, ValueError) as error:  # fields that do not go together
-        raise UsageError(str(error)) from None
+        return fields.made(name, settings, base=base)
+    except (TypeError, ValueError) as error:
+        words = str(error)
+        for argument, option in (("`method`", "`--method`"), ("`field`", "`--set`")):
+            if words.startswith(argument):
+                words = words.replace(argument, option, 1)
+        raise UsageError(words) from None
 
 
-def recipe_of(arguments: argparse.Namespace, **defaults: Any) -> "Recipe | None":
-    """The recipe that was named, or one of the method that was asked for; None for dense.
-
-    Args:
-        defaults: as for `method_of`.
-    """
-    from nearfield.methods import recipes
+def recipe_of(arguments: argparse.Namespace, base: Method = DEFAULT) -> "Recipe | None":
+    """The recipe that was named, or one of the method that was asked for; None for dense."""
+    from nearfield import recipes
 
     if arguments.recipe is None:
-        method = method_of(arguments, **defaults)
+        method = method_of(arguments, base)
         return None if method is None else recipes.recipe_of(method)
-    _refuse_fields(arguments, "--recipe")
-    if arguments.method != METHODS[0]:
+    if arguments.settings:
+        wrong("--set", "be left out with `--recipe`", repr(arguments.settings[0]))
+    if arguments.is_method_given:
         wrong("--method", "be left out with `--recipe`", arguments.method)
     try:
         return recipes.recipe_of(arguments.recipe)
@@ -107,26 +114,11 @@ def recipe_of(arguments: argparse.Namespace, **defaults: Any) -> "Recipe | None"
         raise UsageError(str(error).replace("`recipe`", "`--recipe`")) from None
 
 
-def _refuse_fields(arguments: argparse.Namespace, beside: str, own: Sequence[str] = ()) -> None:
-    """All but those that a method has of its own."""
-    for name, value in given(arguments, [name for name in _FIELDS if name not in own]).items():
-        wrong(f"--{name.replace('_', '-')}", f"be left out with `{beside}`", value)
-
-
-def dense_layers(text: str, argument: str = "--dense-layers") -> int | tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    numbers = [part for part in parts if part]
-    if not numbers or not all(part.lstrip("-").isdecimal() for part in numbers):
-        wrong(argument, "be a number, or numbers between commas", repr(text), "Example: 0,4,-1")
-    if len(parts) == 1 and not numbers[0].startswith("-"):
-        return int(numbers[0])
-    return tuple(map(int, numbers))
-
-
-def dense_steps(text: str, argument: str = "--dense-steps") -> "DenseSteps":
-    def end(text: str) -> int | float:
-        value = number(argument, least=0.0)(text.strip())
-        return int(value) if value.is_integer() else value
-
-    first, comma, last = text.partition(",")
-    return (end(first), end(last)) if comma else end(first)
+def field_lines(name: str) -> list[str]:
+    """The fields of a method, or of two joined by a plus, with defaults and what they mean."""
+    lines = []
+    for kind in fields.kinds_of(name):
+        for field in fields.fields_of(kind):
+            choices = f" ({', '.join(field.choices)})" if field.choices else ""
+            lines.append(f"  {field.name}={fields.shown(field.default)}{choices}: {field.help}")
+    return lines

@@ -17,6 +17,7 @@ class Preset:
         text: tokens before the image that read everything and are read by everyone.
         kept: share of the keys that a query block reads in the random lists.
         q_block: queries per list of small blocks (192 is three warpgroups of 64 rows).
+        layers: calls of that shape in one step of the model.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Preset:
     text: int
     kept: float
     q_block: int = 192
+    layers: int = 57
 
     def queries_per_list(self, grain: int) -> int:
         """Whole key tiles of 128 wide heads keep two warpgroups busy; smaller blocks are better shared by three."""
@@ -65,12 +67,12 @@ _TABLE = (
     Preset("flux-1024", 1, 24, 128, (64, 64), 512, kept=0.25),
     Preset("flux-2048", 1, 24, 128, (128, 128), 512, kept=0.121),
     Preset("flux-4096", 1, 24, 128, (256, 256), 512, kept=0.03),
-    Preset("wan-480p", 1, 12, 128, (21, 30, 52), 0, kept=0.297),
-    Preset("pixel-128", 4, 6, 64, (128, 128), 0, kept=0.04),
-    Preset("pixel-256", 1, 6, 64, (256, 256), 0, kept=0.01),
+    Preset("wan-480p", 1, 12, 128, (21, 30, 52), 0, kept=0.297, layers=30),
+    Preset("pixel-128", 4, 6, 64, (128, 128), 0, kept=0.04, layers=12),
+    Preset("pixel-256", 1, 6, 64, (256, 256), 0, kept=0.01, layers=12),
     Preset("cpu-flux-1024", 1, 24, 128, (64, 64), 512, kept=0.25, q_block=128),
-    Preset("cpu-pixel-64", 1, 6, 64, (64, 64), 0, kept=0.06, q_block=128),
-    Preset("cpu-small", 1, 2, 32, (24, 24), 64, kept=0.25, q_block=64),
+    Preset("cpu-pixel-64", 1, 6, 64, (64, 64), 0, kept=0.06, q_block=128, layers=12),
+    Preset("cpu-small", 1, 2, 32, (24, 24), 64, kept=0.25, q_block=64, layers=4),
 )
 PRESETS = {preset.name: preset for preset in _TABLE}
 

@@ -1,4 +1,4 @@
-"""Results on disk: JSON and pictures, each whatever becomes of the other."""
+"""Results as tables, and on disk: JSON and pictures, each whatever becomes of the other."""
 
 import os
 import sys
@@ -12,6 +12,8 @@ from nearfield.cli.arguments import FAILED, OK
 
 if TYPE_CHECKING:
     import torch
+
+    from nearfield.cli.check import Checked
 
 Drawing = Callable[[Path, Sequence[dict[str, Any]], str], None]
 Result = TypeVar("Result")
@@ -95,3 +97,35 @@ def write_all(writers: Mapping[Path, Callable[[Path], object]]) -> bool:
         else:
             print(f"wrote {path}")
     return written
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, the first row being the headings; columns that start with a digit stand to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numeric = [
+        all(cell[:1].isdigit() or cell in ("", "-") for cell in column[1:])
+        for column in zip(*rows, strict=True)
+    ]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, numeric, strict=True)
+        lines.append(
+            "  ".join(
+                cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells
+            ).rstrip()
+        )
+    lines.insert(1, "  ".join("─" * width for width in widths))
+    return "\n".join(lines)
+
+
+def check_record(checked: "Checked | None") -> dict[str, Any] | None:
+    """A verdict in plain values."""
+    if checked is None:
+        return None
+    error = checked.error if checked.error == checked.error else None  # JSON has no NaN
+    return {
+        "passed": checked.passed,
+        "relative_error": error,
+        "limit": checked.limit,
+        "worst_sample": checked.where,
+    }

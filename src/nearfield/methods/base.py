@@ -6,7 +6,7 @@ method is one class: what it does not say, its base class answers.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -28,6 +28,7 @@ from nearfield.methods.dense_parts import (
 )
 from nearfield.methods.layers import LayerAttention, PlanLayer
 from nearfield.methods.registry import register
+from nearfield.methods.view import View, view_of_blocks
 from nearfield.plan import Plan
 
 Pieces = tuple[tuple[int, ...], ...]
@@ -51,7 +52,15 @@ class Section(NamedTuple):
 class Method(ABC):
     """Who reads whom, in every layer of a model. A frozen dataclass; its fields are the configuration.
 
-    A class with a `name` is known by it to commands, recipes and nodes from the moment it is defined.
+    A class with a `name` is known by it to commands, recipes and nodes from the moment it is defined. What its
+    docstring says of its fields in `Args:` is their help there; it may leave out those below, which many have.
+
+    Args:
+        order: the order of image tokens in which consecutive ones form blocks.
+        dense_layers: how many of the first layers stay dense, or the indices of those that do (negative ones count
+            from the end).
+        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
+            are of the first and of the last steps.
     """
 
     name: ClassVar[str] = ""
@@ -60,6 +69,9 @@ class Method(ABC):
     """Whether it is there to compare with, and so not among the names of the package itself."""
     takes_text: ClassVar[bool] = True
     """Whether sequences may hold text."""
+
+    ladders: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Values of fields from gentle to bold, for who seeks the boldest that a model stands; empty: nobody does."""
 
     order: CurveOrder = "hilbert"
     dense_layers: Layers = 0
@@ -178,6 +190,15 @@ class Method(ABC):
         del geometry, layers, heads, q_block, device
         return None
 
+    def view(self, geometry: Geometry, index: int = 0, *, near: Plan | None = None) -> View | None:
+        """What of a layer can be drawn on the (first) image; None where content decides.
+
+        Args:
+            near: what the layer reads exactly, where that is known already.
+        """
+        del geometry, index, near
+        return None
+
     # -- words -------------------------------------------------------------------------------------------------------
 
     def with_dense_steps(self, steps: DenseSteps) -> "Method":
@@ -251,6 +272,13 @@ class PlanMethod(Method):
     @property
     def can_split(self) -> bool:
         return True
+
+    def view(self, geometry: Geometry, index: int = 0, *, near: Plan | None = None) -> View | None:
+        near = near or self.layer(geometry, index).near
+        order = self.ordering(geometry).order[: math.prod(geometry.grid)]
+        return view_of_blocks(
+            order, geometry.image_spans[0], near.q_block, f"{self.order.capitalize()} order"
+        )
 
     def borders(
         self,

@@ -18,7 +18,9 @@ from nearfield.methods.borders import Borders, borders_of_regions
 from nearfield.methods.dense_parts import DenseSteps
 from nearfield.methods.layers import LayerAttention, PlanLayer, full_layer
 from nearfield.methods.registry import default_method
+from nearfield.methods.view import View
 from nearfield.ops import Regions
+from nearfield.plan import Plan
 
 DENSE_FID = 31
 """Of 500 pictures of the embedded model with dense attention: what the FIDs of merged ones compare with."""
@@ -26,7 +28,16 @@ DENSE_FID = 31
 
 class MergeMethod(Method):
     """A method that merges tokens before a block of a model and parts them after it. Everyone who is left reads
-    everyone, unless another method says who: `merge | attention`."""
+    everyone, unless another method says who: `merge | attention`.
+
+    Args:
+        ratio: the share of image tokens that is merged away.
+        groups: how many consecutive blocks use one map; "auto": all of a kind.
+        refresh: after how many denoising steps destinations are chosen anew, and after how many the shares.
+        skip_blocks: how many of the first joint blocks and of the first single blocks are not merged. Models that have
+            neither (UNets, PixArt) merge in all.
+        size_bias: merged keys count as often as they have tokens: the log of that is added to the logits.
+    """
 
     fids: ClassVar[dict[float, str]] = {}
     """FIDs of 500 pictures of the embedded model, by ratio, where they were measured."""
@@ -332,6 +343,10 @@ class Composition(Method):
         if regions is not None:
             return borders_of_regions(self.ordering(geometry), geometry, regions.lengths)
         return self._reading.borders(geometry, layers=layers, heads=heads, q_block=q_block, device=device)
+
+    def view(self, geometry: Geometry, index: int = 0, *, near: Plan | None = None) -> View | None:
+        """That of the attention, where nothing is merged by what tokens hold."""
+        return None if self.merge is not None else self._reading.view(geometry, index, near=near)
 
     # -- words -------------------------------------------------------------------------------------------------------
 

@@ -6,15 +6,15 @@ embedded model, and are known by name: `apply(pipe, "cats-close")`.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nearfield._checks import check_member, wrong_type, wrong_value
 from nearfield.methods.base import Method
-from nearfield.methods.composition import Composition
-from nearfield.methods.registry import default_method, method_classes
+from nearfield.methods.fields import as_document, from_document
+from nearfield.methods.registry import default_method
 
 FORMAT = 2
 ENTRY_POINTS = "nearfield.recipes"
@@ -52,7 +52,7 @@ class Recipe:
     def as_document(self) -> dict[str, Any]:
         """What `read` reads. Every field is in it, so that it means the same when a default has changed."""
         facts = {"model": self.model, "lora": self.lora, "measured": dict(self.measured)}
-        return {"format": FORMAT, "kind": "nearfield recipe", **(_document_of(self.method) or {}), **facts}
+        return {"format": FORMAT, "kind": "nearfield recipe", **as_document(self.method), **facts}
 
 
 def add_folder(folder: Path) -> None:
@@ -85,7 +85,7 @@ def read(source: str | Path | Mapping[str, Any]) -> Recipe:
         hint = "`nearfield tune` writes recipes."
         wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
     facts = str(document.get("model", "")), document.get("measured", {}), document.get("lora", "")
-    return Recipe(_method_in(document), *facts)
+    return Recipe(from_document(document), *facts)
 
 
 def recipe_of(value: Any) -> Recipe:
@@ -104,43 +104,6 @@ def _check_method(method: Any) -> None:
             wrong_type("method", rule, type(method).__name__)
         hint = f"Write {method.__name__}()." if issubclass(method, Method) else ""
         wrong_type("method", rule, f"the class {method.__name__}", hint)
-
-
-def _document_of(method: Method | None) -> dict[str, Any] | None:
-    if method is None:
-        return None
-    if isinstance(method, Composition) and len(method.parts) == 1:
-        return _document_of(method.parts[0])
-    value: Any = method
-    given = {part.name: getattr(value, part.name) for part in fields(value)}
-    nested = {
-        name: _document_of(value) if isinstance(value, Method) else value for name, value in given.items()
-    }
-    return {"method": type(method).__name__, "fields": nested}
-
-
-def _method_in(document: Mapping[str, Any]) -> Any:
-    name, given = document["method"], document.get("fields", {})
-    kind: Any = Composition if name == Composition.__name__ else _class_called(name)
-    known = {part.name for part in fields(kind)}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        rule = f"hold fields of {name} ({', '.join(sorted(known))})"
-        wrong_value("recipe", rule, ", ".join(unknown))
-    return kind(**{key: _value_in(value) for key, value in given.items()})
-
-
-def _class_called(name: Any) -> type[Any]:
-    classes = {kind.__name__: kind for kind in method_classes().values()}
-    if name not in classes:
-        wrong_value("recipe", f"name a method of {', '.join(classes)}", repr(name))
-    return classes[name]
-
-
-def _value_in(value: Any) -> Any:
-    if isinstance(value, Mapping) and "method" in value:
-        return _method_in(value)
-    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and no method has lists
 
 
 def _path_of(source: str | Path) -> Path:

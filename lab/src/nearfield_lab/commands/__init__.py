@@ -1,18 +1,22 @@
 """The commands of the lab, one module for each family. Loading them loads neither diffusers nor matplotlib."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nearfield.cli import weights
+from nearfield.cli.arguments import UsageError
+from nearfield.cli.drawing import add_drawer
 from nearfield_lab.commands import (
     generating,
     retrieving,
-    sampling,
     serving,
-    showing,
     training,
     tuning,
 )
+
+if TYPE_CHECKING:
+    from nearfield import Geometry, Method
 
 
 def add_commands(commands: Any) -> None:
@@ -20,9 +24,24 @@ def add_commands(commands: Any) -> None:
     lab = Path(__file__).resolve().parents[1]
     for room in ("embedded", "quality"):
         weights.add_folder(lab / room / "weights")
-    for family in (generating, serving, showing, retrieving, sampling, training, tuning):
+    add_drawer(_draw_method)
+    for family in (generating, serving, retrieving, training, tuning):
         family.add_commands(commands)
     _add_quality(commands)
+
+
+def _draw_method(path: Path, geometry: "Geometry", method: "Method", layers: Sequence[int]) -> None:
+    """What `nearfield explain --plot` draws."""
+    from nearfield_lab.commands.drawing import require_drawing
+    from nearfield_lab.plots import show
+
+    require_drawing("--plot")
+    try:
+        show.require_drawable(geometry, layers)
+        shown = show.examine(geometry, method, layers)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    show.draw(path, shown)
 
 
 def _add_quality(commands: Any) -> None:

@@ -1,6 +1,5 @@
 """Pictures that commands draw: whether they can, and where to."""
 
-import sys
 from pathlib import Path
 
 from nearfield.cli.arguments import UsageError, wrong
@@ -15,19 +14,6 @@ def require_reports(argument: str, picture: Path | None, json_path: Path | None)
     require_drawing(argument)
     if json_path and json_path.resolve() == picture.resolve():
         wrong(argument, "be another file than `--json`", repr(str(picture)))
-
-
-def picture_path(given: Path | None, default: Path) -> Path | None:
-    """Where to draw what `--out` names; without it at its default, or, where nothing can be drawn, nowhere."""
-    if given is not None:
-        require_drawing("--out")
-        return given
-    try:
-        require_matplotlib()
-    except MissingExtra as error:
-        print(f"no picture: {error}", file=sys.stderr)
-        return None
-    return default
 
 
 def require_drawing(argument: str) -> None:

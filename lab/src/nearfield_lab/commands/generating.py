@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfield.cli.arguments import OK, UsageError, command, integer, member, output_file, wrong
-from nearfield.cli.methods import add_method, add_recipe, recipe_of
-from nearfield.cli.options import add_device, add_integer, add_json, add_weights
+from nearfield.cli.methods import DENSE, add_method, recipe_of
+from nearfield.cli.options import DEVICE_WORDS, add_integer, add_json, add_weights, device_of
 from nearfield.cli.progress import Bar
 from nearfield.cli.reports import note_load, write_reports
+from nearfield.methods import DEFAULT
+from nearfield_lab.commands.further import Further
 from nearfield_lab.commands.launched import local_rank, mesh_of_ranks, num_ranks
+from nearfield_lab.commands.sampling import (
+    add_pixel_options,
+    check_pixel_options,
+    is_on_pixels,
+    sample_pixels,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,32 +43,25 @@ def add_commands(commands: Any) -> None:
         commands,
         "generate",
         _generate,
-        "make pictures with sparse attention: on the embedded model, or on a diffusers pipeline",
+        "make pictures with sparse attention: on the embedded model, a model that you trained, or a diffusers pipeline",
         "  nearfield generate --compare --out cats.png\n  nearfield generate --recipe cats-close --compare\n"
-        "  nearfield generate --method dense --num 8 --seed 7\n  nearfield generate --method fine --compare\n"
-        "  nearfield generate --weights run/model.safetensors --tiles 4 --dense-steps 0 --compare\n"
+        "  nearfield generate --method dense --num 8 --seed 7\n  nearfield generate --method NAME --compare\n"
+        "  nearfield generate --weights run/model.safetensors --set tiles=4 --set dense_steps=0 --compare\n"
         "  nearfield generate --model black-forest-labs/FLUX.1-dev --prompt 'a cat' --size 1024 --compare\n"
         "  torchrun --nproc-per-node 4 -m -- nearfield generate --size 2048 --num 1\n"
-        "  nearfield generate --num 10000 --engine ray --images samples",
+        "  nearfield generate --num 10000 --images samples --option engine=ray",
     )
-    add_recipe(parser)
-    add_method(parser, "hilbert", others=True)
+    add_method(parser)
     parser.add_argument(
         "--compare", action="store_true", help="make the dense model's pictures, too, and compare"
     )
     add_pictures(parser, steps=20, num=4)
-    add_model(parser)
-    parser.add_argument(
-        "--lora",
-        metavar="FILE",
-        help="a LoRA of `nearfield distill` for the sparse pictures, or none (default: what the recipe says, else the "
-        "embedded model's)",
-    )
+    add_model(parser, "a model of `nearfield train demo` or `train pixel`")
     parser.add_argument(
         "--images",
         type=Path,
         metavar="DIR",
-        help="also write every picture to DIR/dense and DIR/METHOD, or DIR/RECIPE",
+        help="also write every picture to DIR/dense and DIR/METHOD, or DIR/RECIPE; for a model on pixels to DIR",
     )
     parser.add_argument(
         "--out",
@@ -69,31 +70,41 @@ def add_commands(commands: Any) -> None:
         help="the sheet of pictures (default cats.png)",
     )
     add_json(parser, "write figures and machine facts")
-    _add_engine(parser)
+    further = Further(parser)
+    further.add_argument(
+        "lora",
+        metavar="FILE",
+        help="a LoRA of `nearfield distill` for the sparse pictures, or none (default: what the recipe says, else the"
+        " embedded model's)",
+    )
+    add_further_pictures(further)
+    _add_engine(further)
+    add_pixel_options(further)
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def _add_engine(further: Further) -> None:
     """Who makes pictures that are many."""
-    many = parser.add_argument_group(
-        "many pictures, to --images DIR; the same command goes on where it ended"
-    )
-    many.add_argument(
-        "--engine",
-        type=member("--engine", ENGINES),
+    further.add_argument(
+        "engine",
+        type=member("engine", ENGINES),
         metavar="NAME",
-        help="process (this one) or ray (a Ray cluster)",
+        help="for many pictures, to --images DIR: process (this one) or ray (a Ray cluster); the same command goes on"
+        " where it ended",
     )
-    many.add_argument(
-        "--tries", type=integer("--tries", 1, 100), metavar="N", help="of pictures that fail (default 3)"
-    )
-    many.add_argument(
-        "--workers",
-        type=integer("--workers", 1, 10**5),
+    further.add_argument(
+        "tries",
+        type=integer("tries", 1, 100),
         metavar="N",
-        help="for ray (default: one for each GPU of the cluster; where it has none, for each core)",
+        help="of pictures that fail (default 3); for engine",
     )
-    many.add_argument(
-        "--ray-address",
+    further.add_argument(
+        "workers",
+        type=integer("workers", 1, 10**5),
+        metavar="N",
+        help="for engine=ray (default: one for each GPU of the cluster; where it has none, for each core)",
+    )
+    further.add_argument(
+        "ray-address",
         metavar="ADDRESS",
         help="of a cluster: auto, HOST:PORT (default: RAY_ADDRESS, else a cluster of this machine alone)",
     )
@@ -107,25 +118,29 @@ def add_pictures(parser: argparse.ArgumentParser, *, steps: int, num: int) -> No
     add_integer(parser, "--steps", steps, "denoising steps", most=1000)
     add_integer(parser, "--seed", 0, "of the noise", least=0, most=2**31)
     add_integer(parser, "--num", num, "pictures", most=10**6)
-    add_integer(parser, "--first", 0, "number of the first picture of the seed", least=0, most=10**6)
-    add_integer(parser, "--batch", 4, "pictures at a time", most=4096)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_further_pictures(further: Further) -> None:
+    """What is seldom said of them."""
+    add_integer(further, "first", 0, "number of the first picture of the seed", least=0, most=10**6)
+    add_integer(further, "batch", 4, "pictures at a time", most=4096)
+    further.add_argument("device", metavar="NAME", help=DEVICE_WORDS)
+
+
+def add_model(parser: argparse.ArgumentParser, weights: str = "a model of `nearfield train demo`") -> None:
     """Whose pictures they are."""
     parser.add_argument(
         "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
     )
     parser.add_argument("--prompt", metavar="TEXT", help="what to draw; for --model")
-    add_weights(parser)
-    add_device(parser)
+    add_weights(parser, weights)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    if is_on_pixels(arguments):
+        return sample_pixels(arguments)
     # What the embedded LoRA was distilled for.
-    recipe = recipe_of(
-        arguments, **({"dense_layers": 0, "dense_steps": 0} if _is_embedded(arguments) else {})
-    )
+    recipe = recipe_of(arguments, DEFAULT.with_dense_steps(0) if _is_embedded(arguments) else DEFAULT)
     _check(arguments)
     with missing_extras_told():
         lora = _lora(arguments, recipe)
@@ -181,34 +196,37 @@ def _speaks(mesh: "DeviceMesh | None") -> bool:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if num_ranks() > 1 and arguments.method == "dense":
+    if num_ranks() > 1 and arguments.method == DENSE:
         hint = "Only sparse attention is split over ranks."
-        wrong("--method", "be another than dense under torchrun", "dense", hint)
+        wrong("--method", "be another than dense under torchrun", DENSE, hint)
     check_model(arguments)
-    if arguments.compare and arguments.method == "dense":
-        wrong("--compare", "compare dense with another `--method`", "dense")
+    if arguments.compare and arguments.method == DENSE:
+        wrong("--compare", "compare dense with another `--method`", DENSE)
     if arguments.lora and arguments.lora != _LORA_OFF and not Path(arguments.lora).is_file():
-        wrong("--lora", "name a file that is there", repr(arguments.lora))
+        wrong("lora", "name a file that is there", repr(arguments.lora))
+    check_pixel_options(arguments)
     _check_engine(arguments)
 
 
 def _check_engine(arguments: argparse.Namespace) -> None:
-    for name in ("tries", "workers", "ray_address"):
-        needed = "--engine" if name == "tries" else "--engine ray"
-        if getattr(arguments, name) is not None and arguments.engine not in (
-            ENGINES if name == "tries" else ("ray",)
-        ):
-            wrong(f"--{name.replace('_', '-')}", f"be given with `{needed}` only", getattr(arguments, name))
+    for name, needed, engines in (
+        ("tries", "engine", ENGINES),
+        ("workers", "engine=ray", ENGINES[1:]),
+        ("ray_address", "engine=ray", ENGINES[1:]),
+    ):
+        value = getattr(arguments, name)
+        if value is not None and arguments.engine not in engines:
+            wrong(name.replace("_", "-"), f"be given with `{needed}` only", value)
     if arguments.engine is None:
         return
     if arguments.images is None:
-        wrong("--images", "name a folder with `--engine`", None, "Example: --images samples")
+        wrong("--images", "name a folder with `engine`", None, "Example: --images samples")
     if arguments.out:
-        wrong("--out", "be left out with `--engine`, which makes no sheet", str(arguments.out))
+        wrong("--out", "be left out with `engine`, which makes no sheet", str(arguments.out))
     if arguments.compare:
-        wrong("--compare", "be left out with `--engine`", True, "Run it once more with --method dense.")
+        wrong("--compare", "be left out with `engine`", True, "Run it once more with --method dense.")
     if num_ranks() > 1:
-        wrong("--engine", "be left out under torchrun", arguments.engine, "Ray starts workers by itself.")
+        wrong("engine", "be left out under torchrun", arguments.engine, "Ray starts workers by itself.")
 
 
 def check_model(arguments: argparse.Namespace) -> None:
@@ -218,7 +236,7 @@ def check_model(arguments: argparse.Namespace) -> None:
     if bool(arguments.model) != bool(arguments.prompt):
         wrong("--prompt", "be given with `--model`, and only there", repr(arguments.prompt))
     if arguments.model and arguments.first:
-        wrong("--first", "be left out with `--model`", arguments.first, "Use another --seed.")
+        wrong("first", "be left out with `--model`", arguments.first, "Use another --seed.")
     if arguments.weights and not arguments.weights.is_file():
         wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
 
@@ -263,7 +281,7 @@ def _lora(arguments: argparse.Namespace, recipe: "Recipe | None") -> Path | None
         try:
             made_for = method_of_lora(Path(arguments.lora))
         except ValueError as error:  # a recipe that this version cannot read
-            raise UsageError(f"`--lora` must be for a method that is known. {error}") from None
+            raise UsageError(f"`lora` must be for a method that is known. {error}") from None
         if made_for is not None and not suits(made_for, recipe.method):
             print(f"note: {arguments.lora} was distilled for {made_for}", file=sys.stderr)
         return Path(arguments.lora)
@@ -273,7 +291,7 @@ def _lora(arguments: argparse.Namespace, recipe: "Recipe | None") -> Path | None
     if not _is_embedded(arguments) or not EMBEDDED_LORA.exists():
         if recipe.lora:
             rule = "be used with the embedded model, whose LoRA it was measured with"
-            wrong("--recipe", rule, arguments.recipe, "Add `--lora none` for its fields alone.")
+            wrong("--recipe", rule, arguments.recipe, "Add `--option lora=none` for its fields alone.")
         return None
     made_for = method_of_lora(EMBEDDED_LORA)
     if suits(made_for, recipe.method):
@@ -385,19 +403,10 @@ def missing_extras_told() -> Iterator[None]:
 
 
 def chosen_device(name: str | None) -> "torch.device":
-    import torch
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
+    """The device that was named; under torchrun each rank's own."""
+    if num_ranks() > 1 and device_of(name).type == "cuda" and name in (None, "cuda"):
         name = f"cuda:{local_rank()}"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        wrong("--device", "name a device", repr(name), "Example: --device cuda:1")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        wrong("--device", f"be there ({torch.cuda.device_count()} CUDA devices are)", repr(name))
-    return device
+    return device_of(name)
 
 
 def _size(text: str) -> int | tuple[int, int]:

@@ -15,14 +15,23 @@ from nearfield.cli.arguments import (
     show_help_without_command,
     wrong,
 )
-from nearfield.cli.methods import add_method, method_of
-from nearfield.cli.options import add_device, add_integer, add_json, add_number, add_weights
+from nearfield.cli.methods import DENSE, add_method, recipe_of
+from nearfield.cli.options import (
+    DEVICE_WORDS,
+    TakesOptions,
+    add_integer,
+    add_json,
+    add_number,
+    add_weights,
+)
 from nearfield.cli.progress import Bar
 from nearfield.cli.reports import write_reports
-from nearfield_lab.commands.attention import add_attention, attention_of
+from nearfield.methods import DEFAULT
+from nearfield_lab.commands.further import Further
 from nearfield_lab.commands.generating import chosen_device, missing_extras_told
 
 if TYPE_CHECKING:
+    from nearfield import Method
     from nearfield_lab.training.data import Latents, Pixels
     from nearfield_lab.training.loop import Outcome, Schedule
 
@@ -52,23 +61,28 @@ def _add_train_demo(models: Any) -> None:
         "demo",
         _train_demo,
         "train the embedded model on photographs, by flow matching",
-        "  nearfield train demo --data cats512 --out run256 --minutes 60 --compile --attention flash\n"
+        "  nearfield train demo --data cats512 --out run256 --minutes 60 --compile --option kernel=flash\n"
         "  nearfield train demo --data cats512 --out run512 --size 512 --start run256/model.safetensors --steps 4000\n"
         "  nearfield train demo --data cats512 --out try --tiny --size 64 --batch 16 --steps 300",
     )
     _add_places(parser, is_data_needed=True)
     add_integer(parser, "--size", 256, "pixels per side", least=32, most=4096)
     add_integer(parser, "--batch", 256, "pictures per step")
-    _add_schedule(parser, learning_rate=4e-4, warm_up=200)
-    add_number(parser, "--shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
+    _add_ends(parser)
     parser.add_argument(
         "--start", type=Path, metavar="FILE", help="start from this model, such as one of a smaller size"
     )
     _add_tiny(parser)
-    add_method(parser, "dense")
-    _add_kernel(parser, "--attention", "dense attention")
-    _add_results(parser, packing="int8")
-    _add_common(parser)
+    _add_compile(parser)
+    add_method(parser, DENSE)
+    add_json(parser)
+    further = Further(parser)
+    _add_kept(further, "latents")
+    _add_schedule(further, learning_rate=4e-4, warm_up=200)
+    add_number(further, "shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
+    _add_kernel(further, "dense attention")
+    _add_results(further, packing="int8")
+    _add_common(further)
 
 
 def _add_train_pixel(models: Any) -> None:
@@ -78,24 +92,14 @@ def _add_train_pixel(models: Any) -> None:
         _train_pixel,
         "train a transformer on the pixels of photographs, with full or with trainable sparse attention",
         "  nearfield train pixel --data cats512 --out run64 --minutes 60 --batch 64 --compile\n"
-        "  nearfield train pixel --data cats512 --out run128 --size 128 --attention loglinear"
+        "  nearfield train pixel --data cats512 --out run128 --size 128 --method NAME"
         " --init run64/model.safetensors --minutes 60 --compile\n"
-        "  nearfield train pixel --data cats512 --out try --tiny --size 32 --attention gated --steps 300",
+        "  nearfield train pixel --data cats512 --out try --tiny --size 32 --method NAME --steps 300",
     )
-    _add_places(parser, is_data_needed=True, kept="pixels")
+    _add_places(parser, is_data_needed=True)
     add_integer(parser, "--size", 64, "pixels per side, each a token", least=8, most=1024)
     add_integer(parser, "--batch", 16, "pictures per step")
-    _add_schedule(parser, learning_rate=1e-4, warm_up=200, average=0.9999)
-    _add_keep_steps(parser, "the model of this step, in model-steps.safetensors")
-    add_number(
-        parser,
-        "--keep-seconds",
-        None,
-        "keep the model when steps have taken so long, in model-seconds.safetensors; without --steps, training ends"
-        " when it was kept at both",
-        is_above=True,
-    )
-    add_attention(parser)
+    _add_ends(parser)
     parser.add_argument(
         "--init",
         type=Path,
@@ -103,9 +107,24 @@ def _add_train_pixel(models: Any) -> None:
         help="start from this model: one of a smaller size, or one with full attention",
     )
     _add_tiny(parser)
-    _add_kernel(parser, "--dense-kernel", "full attention")
-    _add_results(parser, packing="bf16")
-    _add_common(parser)
+    _add_compile(parser)
+    add_method(parser, DENSE)
+    add_json(parser)
+    further = Further(parser)
+    _add_kept(further, "pixels")
+    _add_schedule(further, learning_rate=1e-4, warm_up=200, average=0.9999)
+    _add_keep_steps(further, "the model of this step, in model-steps.safetensors")
+    add_number(
+        further,
+        "keep-seconds",
+        None,
+        "keep the model when steps have taken so long, in model-seconds.safetensors; without --steps, training ends"
+        " when it was kept at both",
+        is_above=True,
+    )
+    _add_kernel(further, "full attention")
+    _add_results(further, packing="bf16")
+    _add_common(further)
 
 
 def _add_tiny(parser: argparse.ArgumentParser) -> None:
@@ -114,32 +133,31 @@ def _add_tiny(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_kernel(parser: argparse.ArgumentParser, name: str, attention: str) -> None:
-    parser.add_argument(
-        name,
-        type=member(name, BACKENDS),
+def _add_kernel(further: Further, attention: str) -> None:
+    further.add_argument(
+        "kernel",
+        type=member("kernel", BACKENDS),
         default="auto",
         metavar="NAME",
-        help=f"torch's kernel for {attention}: {', '.join(BACKENDS)} (default auto)",
+        help=f"torch's for {attention}: {', '.join(BACKENDS)} (default auto)",
     )
-    _add_compile(parser)
 
 
-def _add_compile(parser: argparse.ArgumentParser) -> None:
+def _add_compile(parser: TakesOptions, name: str = "--compile") -> None:
     words = "let torch.compile make the model, or its blocks, faster"
-    parser.add_argument("--compile", action="store_true", help=words)
+    parser.add_argument(name, action="store_true", help=words)
 
 
-def _add_results(parser: argparse.ArgumentParser, packing: str) -> None:
-    parser.add_argument(
-        "--packing",
-        type=member("--packing", PACKINGS),
+def _add_results(further: Further, packing: str) -> None:
+    further.add_argument(
+        "packing",
+        type=member("packing", PACKINGS),
         default=packing,
         metavar="HOW",
         help=f"how the model is written: {', '.join(PACKINGS)} (default {packing})",
     )
-    add_integer(parser, "--samples", 16, "pictures on a sample sheet", least=0, most=256)
-    add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
+    add_integer(further, "samples", 16, "pictures on a sample sheet", least=0, most=256)
+    add_number(further, "sample-seconds", 180.0, "time between sample sheets", is_above=True)
 
 
 def _add_distill(commands: Any) -> None:
@@ -149,8 +167,10 @@ def _add_distill(commands: Any) -> None:
         _distill,
         "teach a model, by a LoRA or all of its weights, to do with sparse attention what it does with dense attention",
         "  nearfield distill --data cats512 --out lora --steps 2000\n"
-        "  nearfield distill --data cats512 --out lora --weights run512/model.safetensors --rank 16 --tiles 16\n"
-        "  nearfield distill --model black-forest-labs/FLUX.1-dev --prompts prompts.txt --out lora --save-memory",
+        "  nearfield distill --data cats512 --out lora --weights run512/model.safetensors --set tiles=16"
+        " --option rank=16\n"
+        "  nearfield distill --model black-forest-labs/FLUX.1-dev --prompts prompts.txt --out lora"
+        " --option save-memory=true",
     )
     _add_places(parser, is_data_needed=False)
     parser.add_argument(
@@ -171,25 +191,29 @@ def _add_distill(commands: Any) -> None:
         least=32,
         most=4096,
     )
-    add_integer(parser, "--rank", None, "of the LoRA (default 4)", most=1024)
-    parser.add_argument(
-        "--full",
+    add_integer(parser, "--batch", 8, "samples per step")
+    _add_ends(parser)
+    add_method(parser)
+    add_json(parser)
+    further = Further(parser)
+    add_integer(further, "rank", None, "of the LoRA (default 4)", most=1024)
+    further.add_argument(
+        "full",
         action="store_true",
         help="train all weights instead of a LoRA, and write a model; not for --model",
     )
-    add_integer(parser, "--batch", 8, "samples per step")
-    add_integer(parser, "--denoising-steps", 20, "per prompt; for --model")
-    _add_schedule(parser, learning_rate=None, warm_up=50)
-    _add_keep_steps(parser, "what was learned until this step, in a file whose name ends in -steps")
-    parser.add_argument(
-        "--save-memory", action="store_true", help="compute activations again in the backward pass"
+    further.add_argument(
+        "save-memory", action="store_true", help="compute activations again in the backward pass"
     )
-    add_method(parser, "hilbert")
-    _add_compile(parser)
-    _add_common(parser)
+    _add_compile(further, "compile")
+    _add_kept(further, "latents")
+    add_integer(further, "denoising-steps", 20, "per prompt; for --model")
+    _add_schedule(further, learning_rate=None, warm_up=50)
+    _add_keep_steps(further, "what was learned until this step, in a file whose name ends in -steps")
+    _add_common(further)
 
 
-def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool, kept: str = "latents") -> None:
+def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool) -> None:
     parser.add_argument(
         "--data",
         type=Path,
@@ -199,52 +223,60 @@ def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool, kept: str
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints and results")
     parser.add_argument(
-        f"--{kept}",
-        type=Path,
-        metavar="DIR",
-        help=f"where the {kept} of photographs are kept (default: --out)",
-    )
-    parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in --out, if there is one"
     )
 
 
+def _add_kept(further: Further, kept: str) -> None:
+    further.add_argument(
+        kept, type=Path, metavar="DIR", help=f"where the {kept} of photographs are kept (default: --out)"
+    )
+
+
+def _add_ends(parser: argparse.ArgumentParser) -> None:
+    """What ends a training."""
+    add_integer(parser, "--steps", None, "to reach in all, over all runs")
+    add_number(parser, "--minutes", None, "time for this run", is_above=True)
+
+
 def _add_schedule(
-    parser: argparse.ArgumentParser, learning_rate: float | None, warm_up: int, average: float = 0.999
+    further: Further, learning_rate: float | None, warm_up: int, average: float = 0.999
 ) -> None:
     """Options of the loop.
 
     Args:
         learning_rate: the default; None: that of distilling, which depends on what is trained.
     """
-    add_integer(parser, "--steps", None, "to reach in all, over all runs")
-    add_number(parser, "--minutes", None, "time for this run", is_above=True)
     words = "after warming up"
     if learning_rate is None:
-        words += f" (default {_LORA_RATE:g}, with --full {_FULL_RATE:g})"
-    add_number(parser, "--learning-rate", learning_rate, words, is_above=True)
-    add_integer(parser, "--warm-up", warm_up, "steps until the full learning rate", least=0)
-    add_integer(parser, "--cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
-    add_number(parser, "--average", average, "decay of the moving average of the weights")
-    add_integer(parser, "--accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
-    add_number(parser, "--checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
+        words += f" (default {_LORA_RATE:g}, with full=true {_FULL_RATE:g})"
+    add_number(further, "learning-rate", learning_rate, words, is_above=True)
+    add_integer(further, "warm-up", warm_up, "steps until the full learning rate", least=0)
+    add_integer(further, "cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
+    add_number(further, "average", average, "decay of the moving average of the weights")
+    add_integer(further, "accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
+    add_number(further, "checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
 
 
-def _add_keep_steps(parser: argparse.ArgumentParser, what: str) -> None:
-    add_integer(parser, "--keep-steps", None, f"keep {what}")
+def _add_keep_steps(further: Further, what: str) -> None:
+    add_integer(further, "keep-steps", None, f"keep {what}")
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    add_integer(parser, "--seed", 0, "of weights, order and noise", least=0)
-    add_device(parser)
-    add_json(parser)
+def _add_common(further: Further) -> None:
+    add_integer(further, "seed", 0, "of weights, order and noise", least=0)
+    further.add_argument("device", metavar="NAME", help=DEVICE_WORDS)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
+def _method(arguments: argparse.Namespace, base: "Method") -> "Method | None":
+    recipe = recipe_of(arguments, base)
+    return None if recipe is None else recipe.method
+
+
 def _train_demo(arguments: argparse.Namespace) -> int:
-    method = method_of(arguments, dense_steps=0, dense_layers=0)
+    method = _method(arguments, DEFAULT.with_dense_steps(0))
     if arguments.start and not arguments.start.is_file():
         wrong("--start", "name a file that is there", repr(str(arguments.start)))
     if arguments.start and arguments.tiny:
@@ -261,7 +293,7 @@ def _train_demo(arguments: argparse.Namespace) -> int:
             shift=arguments.shift,
             seed=arguments.seed,
             method=method,
-            attention=arguments.attention,
+            attention=arguments.kernel,
             compiled=arguments.compile,
             samples=arguments.samples,
             packing=arguments.packing,
@@ -289,7 +321,7 @@ def _train_demo(arguments: argparse.Namespace) -> int:
 
 
 def _train_pixel(arguments: argparse.Namespace) -> int:
-    attention, fields = attention_of(arguments)
+    method = _method(arguments, DEFAULT)
     if arguments.init and not arguments.init.is_file():
         wrong("--init", "name a file that is there", repr(str(arguments.init)))
     with missing_extras_told():
@@ -301,7 +333,7 @@ def _train_pixel(arguments: argparse.Namespace) -> int:
         schedule = _schedule(arguments)
         try:
             sizes: dict[str, Any] = TINY_PIXEL if arguments.tiny else {}
-            config = PixelConfig(attention=attention, fields=fields, size=arguments.size, **sizes)
+            config = PixelConfig.of(method, size=arguments.size, **sizes)
             _check_levels(config)
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from None
@@ -309,7 +341,7 @@ def _train_pixel(arguments: argparse.Namespace) -> int:
             config,
             batch=arguments.batch,
             seed=arguments.seed,
-            dense_kernel=arguments.dense_kernel,
+            dense_kernel=arguments.kernel,
             compiled=arguments.compile,
             samples=arguments.samples,
             packing=arguments.packing,
@@ -367,9 +399,9 @@ def _pixels(arguments: argparse.Namespace) -> "Pixels":
 
 
 def _distill(arguments: argparse.Namespace) -> int:
-    method = method_of(arguments)
+    method = _method(arguments, DEFAULT)
     if method is None:
-        wrong("--method", "be sparse: dense needs no tuning", "dense")
+        wrong("--method", "be sparse: dense needs no tuning", DENSE)
     if bool(arguments.model) == bool(arguments.data):
         wrong("--data", "be given for the embedded model, or `--model` with `--prompts`", "both or none")
     if bool(arguments.model) != bool(arguments.prompts):
@@ -377,9 +409,9 @@ def _distill(arguments: argparse.Namespace) -> int:
     if arguments.learning_rate is None:
         arguments.learning_rate = _FULL_RATE if arguments.full else _LORA_RATE
     if arguments.full and arguments.rank is not None:
-        wrong("--rank", "be left out with `--full`, which trains no LoRA", arguments.rank)
+        wrong("rank", "be left out with `full`, which trains no LoRA", arguments.rank)
     if arguments.full and arguments.model:
-        wrong("--full", "be left out with `--model`", arguments.model, "Large models are tuned by a LoRA.")
+        wrong("full", "be left out with `--model`", arguments.model, "Large models are tuned by a LoRA.")
     for name in ("prompts", "weights"):
         path = getattr(arguments, name)
         if path and not path.is_file():
@@ -397,7 +429,7 @@ def _distill(arguments: argparse.Namespace) -> int:
             write = _model_writer(model) if arguments.full else None
         if arguments.compile and not getattr(transformer, "_repeated_blocks", None):
             name = type(transformer).__name__
-            wrong("--compile", "be left out where diffusers cannot compile a model's blocks", name)
+            wrong("compile", "be left out where diffusers cannot compile a model's blocks", name)
         recipe = Recipe(
             method,
             None if arguments.full else arguments.rank or 4,
@@ -539,7 +571,7 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
         print(f"nearfield: error: {error}", file=sys.stderr)
         return FAILED
     except torch.OutOfMemoryError:
-        hint = "Compute it in pieces: --accumulate 2, or 4 ..."
+        hint = "Compute it in pieces: --option accumulate=2, or 4 ..."
         wrong("--batch", "fit into the device's memory", arguments.batch, hint)
     reasons = {"steps": "all steps done", "minutes": "time is up", "stopped": "stopped; go on with --resume"}
     done = outcome.step - first

@@ -2,15 +2,18 @@
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import FAILED, OK, command, output_file, wrong
+from nearfield.cli.arguments import FAILED, OK, UsageError, command, output_file, wrong
+from nearfield.cli.methods import DENSE, add_method, method_of, settings_of
 from nearfield.cli.options import add_number, add_plot
 from nearfield.cli.progress import time_for
+from nearfield.methods.fields import as_document
 from nearfield_lab.commands.drawing import require_drawing
+from nearfield_lab.commands.further import Further
 from nearfield_lab.commands.generating import (
+    add_further_pictures,
     add_model,
     add_pictures,
     check_model,
@@ -20,6 +23,7 @@ from nearfield_lab.commands.generating import (
 )
 
 if TYPE_CHECKING:
+    from nearfield import Method
     from nearfield_lab.tuning import Figures, Search, Trial
 
 _SETTINGS = ("model", "prompt", "size", "steps", "seed", "num")
@@ -39,6 +43,7 @@ def add_commands(commands: Any) -> None:
     )
     add_pictures(parser, steps=12, num=2)
     add_model(parser)
+    add_method(parser, takes_dense=False, takes_recipe=False)
     add_number(
         parser, "--max-lpips", 0.1, "mean distance to the dense pictures that is allowed", is_above=True
     )
@@ -51,6 +56,7 @@ def add_commands(commands: Any) -> None:
         help="the recipe (default recipe.json); trials are kept beside it, in FILE.trials",
     )
     add_plot(parser, "draw pairs kept against distance")
+    add_further_pictures(Further(parser))
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -60,8 +66,11 @@ def _tune(arguments: argparse.Namespace) -> int:
     check_model(arguments)
     if arguments.plot:
         require_drawing("--plot")
+    method = method_of(arguments)
+    if method is None:
+        wrong("--method", "be sparse: dense has nothing to seek", DENSE)
     with missing_extras_told():
-        search, model = _search(arguments)
+        search, model = _search(arguments, method)
         is_done = search.run(time_for(arguments.minutes))
     _show_front(search)
     if arguments.plot:
@@ -74,12 +83,16 @@ def _tune(arguments: argparse.Namespace) -> int:
     return _write_recipe(arguments, search, model)
 
 
-def _search(arguments: argparse.Namespace) -> tuple["Search", str]:
+def _search(arguments: argparse.Namespace, method: "Method") -> tuple["Search", str]:
     """Makes the dense pictures, reads what an earlier run has found, and says every trial; also names the model."""
     from nearfield import apply
     from nearfield_lab import tuning
     from nearfield_lab.embedded import generate
 
+    try:
+        ladders = tuning.ladders_of(method, held=settings_of(arguments))
+    except ValueError as error:
+        raise UsageError(str(error).replace("`method`", "`--method`")) from None
     pipeline, sample = prepared(arguments)
     dense = generate.run_dense(sample)
     distance = measures(arguments.device, dense.images).get("lpips")
@@ -96,11 +109,14 @@ def _search(arguments: argparse.Namespace) -> tuple["Search", str]:
 
     path = _trials_path(arguments)
     settings = {name: getattr(arguments, name) for name in _SETTINGS} | {"weights": _weights(arguments)}
+    settings["method"] = as_document(method)
     search = tuning.Search(
+        method,
         evaluate,
-        _num_layers(pipeline),
+        _num_layers(pipeline, method),
         dense.seconds_per_step,
         arguments.max_lpips,
+        ladders=ladders,
         known=_known(path, settings),
         on_trial=lambda trial: _keep(path, settings, search, trial),
     )
@@ -108,10 +124,10 @@ def _search(arguments: argparse.Namespace) -> tuple["Search", str]:
     return search, type(pipeline.transformer).__name__
 
 
-def _num_layers(pipeline: Any) -> int:
-    from nearfield import Hilbert, apply
+def _num_layers(pipeline: Any, method: "Method") -> int:
+    from nearfield import apply
 
-    with apply(pipeline, Hilbert()) as handle:
+    with apply(pipeline, method) as handle:
         return handle.num_layers
 
 
@@ -149,10 +165,11 @@ def _keep(path: Path, settings: dict[str, Any], search: "Search", trial: "Trial"
 
 
 def _line(trial: "Trial", search: "Search") -> str:
+    from nearfield_lab import tuning
+
     mark = " " if trial.lpips <= search.max_lpips else "x"
-    words = ", ".join(f"{name}={value!r}" for name, value in trial.fields.items())
     figures = f"LPIPS {trial.lpips:.4f}  {trial.pairs_kept:6.1%} of the pairs  {trial.speed_up:5.2f}x"
-    return f"{mark} {figures}  {trial.purpose}: {words}"
+    return f"{mark} {figures}  {trial.purpose}: {tuning.changed(search.method, trial.fields).label}"
 
 
 def _show_front(search: "Search") -> None:
@@ -167,6 +184,7 @@ def _show_front(search: "Search") -> None:
 def _write_recipe(arguments: argparse.Namespace, search: "Search", model: str) -> int:
     from nearfield import recipes
     from nearfield._files import write_json
+    from nearfield_lab import tuning
 
     best = search.best
     if best is None:
@@ -179,8 +197,8 @@ def _write_recipe(arguments: argparse.Namespace, search: "Search", model: str) -
         "speed_up": best.speed_up,
         **{name: getattr(arguments, name) for name in _SETTINGS},
     }
-    recipe = recipes.read({"format": recipes.FORMAT, "method": "Hilbert", "fields": best.fields})
-    recipe = replace(recipe, model=model, measured=measured, lora="none")
+    method = tuning.changed(search.method, best.fields)
+    recipe = recipes.Recipe(method, model=model, measured=measured, lora="none")
     write_json(Path(arguments.out), recipe.as_document())
     print(
         f"wrote {arguments.out}: {best.pairs_kept:.1%} of the pairs, {best.speed_up:.2f}x, LPIPS {best.lpips:.4f}"

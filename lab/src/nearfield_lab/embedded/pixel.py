@@ -10,31 +10,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
-from nearfield._checks import check_int, check_member, check_tensor, shape_of, wrong_value
+from nearfield._checks import check_int, check_tensor, shape_of, wrong_value
 from nearfield._types import Impl
 from nearfield.layout.geometry import Geometry
 from nearfield.layout.ordering import Ordering
-from nearfield.methods import GatedBlocks, LogLinear, Projections, SparseLinear
+from nearfield.methods import Method, Projections, method_class
+from nearfield.methods.fields import as_document, name_of
 from nearfield_lab.embedded.dense_kernels import DenseKernel, called_with
 from nearfield_lab.embedded.model import Packing, put_weights, read_weights, write_weights
 from nearfield_lab.embedded.storage import BadFile
 
-Attention = Literal["full", "loglinear", "gated", "linear"]
-Method = LogLinear | GatedBlocks | SparseLinear
+FULL = "full"
 CHANNELS = 3
 KIND, COMMAND = "pixel", "nearfield train pixel"
 
-_METHODS: dict[str, Callable[..., Method]] = {
-    "loglinear": LogLinear,
-    "gated": GatedBlocks,
-    "linear": SparseLinear,
-}
 _PLAIN_SIDE = 64  # images up to this side need no more noise than their own size
 _FREQUENCIES = 256  # channels in which the noise level is told
 _THETA = 10_000.0
@@ -56,7 +51,7 @@ class PixelConfig:
     layers: int = 12
     heads: int = 6
     head_dim: int = 64
-    attention: Attention = "full"
+    attention: str = FULL
     fields: Mapping[str, Any] = field(default_factory=dict)
     span: int = 64
     size: int = 64
@@ -67,10 +62,16 @@ class PixelConfig:
         check_int("head_dim", self.head_dim, at_least=4)
         if self.head_dim % 4:
             wrong_value("head_dim", "be a multiple of 4: half for rows, half for columns", self.head_dim)
-        check_member("attention", self.attention, get_args(Attention))
-        if self.attention == "full" and self.fields:
+        if self.attention == FULL and self.fields:
             wrong_value("fields", "be empty where attention is full", dict(self.fields))
         self.method()
+
+    @classmethod
+    def of(cls, method: Method | None, **sizes: Any) -> "PixelConfig":
+        """With a method, or full attention; all of the method's fields are kept."""
+        if method is None:
+            return cls(**sizes)
+        return cls(attention=name_of(method), fields=as_document(method)["fields"], **sizes)
 
     @property
     def dim(self) -> int:
@@ -78,11 +79,12 @@ class PixelConfig:
 
     def method(self) -> Method | None:
         """Who reads whom; None for full attention."""
-        if self.attention == "full":
+        if self.attention == FULL:
             return None
         # As JSON returns it: tuples are lists there.
         plain = {name: tuple(x) if isinstance(x, list) else x for name, x in self.fields.items()}
-        return _METHODS[self.attention](**plain)
+        method: Method = method_class(self.attention)(**plain)
+        return method
 
 
 class Place(NamedTuple):
@@ -217,10 +219,8 @@ class SelfAttention(Projections):
         super().__init__(config.dim, config.heads, bias=True)
         self.impl = impl
         self.query_norm, self.key_norm = (nn.RMSNorm(config.head_dim, eps=1e-6) for _ in range(2))
-        self.gate = nn.Linear(config.dim, config.dim) if config.attention == "gated" else None
-        self.projection = None
-        if config.attention == "linear":
-            self.projection = nn.Parameter(torch.zeros(config.heads, config.head_dim, config.head_dim))
+        method = config.method()
+        self.extra = None if method is None else method.module(config.dim, config.heads)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, reader: Any) -> Tensor:
         query, key, value = self.heads_of(x)
@@ -229,14 +229,9 @@ class SelfAttention(Projections):
         if reader is None:
             out = scaled_dot_product_attention(query, key, value)
         else:
-            out = reader.attend(query, key, value, impl=self.impl, **self._extra(x)).out
+            extra = {} if self.extra is None else self.extra(x)
+            out = reader.attend(query, key, value, impl=self.impl, **extra).out
         return self.joined(out)
-
-    def _extra(self, x: Tensor) -> dict[str, Tensor]:
-        """What lets the second branch of a method in."""
-        if self.gate is not None:
-            return {"gate": self.gate(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)}
-        return {} if self.projection is None else {"projection": self.projection}
 
 
 def _place(config: PixelConfig, geometry: Geometry, device: torch.device) -> Place:
@@ -376,5 +371,5 @@ def load_pixel_model(
 
 
 def _is_extra(name: str) -> bool:
-    """Whether a parameter belongs to the second branch of a method."""
-    return ".attention.gate." in name or name.endswith(".attention.projection")
+    """Whether a parameter belongs to the method."""
+    return ".attention.extra." in name

@@ -40,6 +40,17 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[s
         raise BadFile(f"{path} is no whole safetensors file: {error}") from None
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts alone."""
+    package = _safetensors()
+    try:
+        with package.safe_open(str(path), "pt") as file:
+            facts: dict[str, Any] = json.loads((file.metadata() or {}).get(_FACTS, "{}"))
+            return facts
+    except (package.SafetensorError, json.JSONDecodeError) as error:
+        raise BadFile(f"{path} is no whole safetensors file: {error}") from None
+
+
 def _safetensors() -> Any:
     try:
         import safetensors

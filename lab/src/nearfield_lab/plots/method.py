@@ -1,4 +1,4 @@
-"""A method on one image: its curve, the tiles of some layers, and what each layer reads; of `nearfield show`."""
+"""A method on one image: its curve, tiles or blocks of some layers, and what each reads: `nearfield explain --plot`."""
 
 from collections.abc import Sequence
 from pathlib import Path

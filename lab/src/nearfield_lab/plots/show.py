@@ -1,98 +1,97 @@
-"""The Hilbert method on one image, as a picture and in numbers: curve, tiles, shared region, who reads whom."""
+"""A method on one image, as a picture: its curve, what one colour stands for, who reads whom.
+
+What is drawn is asked of the method (`Method.view`) and of its plans, so every method that decides by the geometry can
+be drawn.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from nearfield import Geometry, Hilbert, curves
-from nearfield.layout import tiling
-from nearfield.layout.tiling import Segment
-from nearfield.methods import PlanLayer
+from nearfield import Geometry, Method
+from nearfield._checks import wrong_value
+from nearfield.methods import Composition, PlanLayer
+from nearfield.methods.view import View
 from nearfield_lab.plots.cells import canvas_of
 from nearfield_lab.plots.method import LayerPicture, MethodPicture, Reading, method_overview
 
+MOST_TOKENS, MOST_LAYERS = 2**16, 8
 _FINE, _COARSE, _FINE_TOKENS = 16, 64, 20_000
-"""Keys per block of a mask. Pairs are counted in fine ones; beyond so many tokens nobody would see them drawn."""
+"""Keys per block of a mask. Pairs are counted in the method's own; of so many tokens nobody would see them drawn."""
+_HEADS = 12
+"""Where heads differ, on average over so many."""
 
 
 class Shown(NamedTuple):
-    """A method on a geometry, with everything that is drawn or printed about it."""
+    """A method on a geometry, with everything that is drawn about it."""
 
     geometry: Geometry
-    method: Hilbert
-    segment: Segment
-    unit: int
     q_block: int
     layers: dict[int, PlanLayer]
+    views: dict[int, View]
     density: dict[int, float]
 
-    def tiles(self, layer: int) -> int:
-        number = self.method.tiles_in(layer)
-        assert number is not None  # `tile_size` is not offered, and around blocks nobody asks
-        return number
+    @property
+    def view(self) -> View:
+        """Of the first of the layers."""
+        return next(iter(self.views.values()))
 
     @property
-    def has_tiles(self) -> bool:
-        return self.method.near == "tile"
-
-    @property
-    def is_shared(self) -> torch.Tensor:
-        """`[n]` bool, tokens in raster order."""
-        shared = torch.zeros(len(self.segment.order), dtype=torch.bool)
-        shared[self.segment.order[: self.segment.num_shared]] = True
-        return shared
-
-    def num_colours(self, layer: int) -> int:
-        """As many as `tile_of_cell` may tell apart."""
-        return self.tiles(layer) if self.has_tiles else -(-self.geometry.num_tokens // self.q_block)
-
-    def cuts(self, layer: int) -> torch.Tensor:
-        """Where the tiles of a layer begin on the ring."""
-        shift = layer % self.method.cycle, self.method.cycle
-        return tiling.cuts(self.segment.ring, self.tiles(layer), shift, self.unit)
-
-    def tile_of_cell(self, layer: int) -> torch.Tensor:
-        """The tile of every token in raster order; shared tokens lie where the curve passes them.
-
-        Where there are no tiles, the block of queries that it is in.
-        """
-        if not self.has_tiles:
-            row = (torch.arange(len(self.segment.order)) + self.segment.start) // self.q_block
-            return torch.empty_like(row).scatter_(0, self.segment.order, row - int(row[0]))
-        start, stop = self.segment.ring
-        tile = torch.zeros(len(self.segment.order), dtype=torch.long)
-        if start < stop:
-            positions = torch.cat([self.segment.places, torch.arange(stop - start)])
-            tile[self.segment.order] = tiling.tile_at(positions, self.cuts(layer))
-        return tile
+    def start(self) -> int:
+        """Where the image begins in the sequence."""
+        return self.geometry.image_spans[0][0]
 
 
-def examine(geometry: Geometry, method: Hilbert, layers: Sequence[int], q_block: int | None = None) -> Shown:
-    """Plans and tiles of the chosen layers. The tiles are cut by the functions that the method cuts them with.
+def can_be_drawn(method: Method) -> bool:
+    """Whether the geometry alone decides who reads whom."""
+    known = Composition.of(method)
+    return known.merge is None and known.can_split
 
-    What is around a block depends on the blocks of keys: there they are the method's own, not finer ones.
+
+def require_drawable(geometry: Geometry, layers: Sequence[int]) -> None:
+    """Refuse what nobody could see."""
+    sides, tokens = geometry.grid, math.prod(geometry.grid)
+    if len(sides) == 1:
+        wrong_value("grid", "have two or three sides to be drawn", sides[0])
+    if tokens > MOST_TOKENS:
+        wrong_value("grid", f"hold at most {MOST_TOKENS:,} tokens to be drawn", f"{tokens:,}")
+    if len(layers) > MOST_LAYERS:
+        wrong_value("layer", f"name at most {MOST_LAYERS} layers to be drawn", len(layers))
+
+
+def examine(geometry: Geometry, method: Method, layers: Sequence[int], q_block: int | None = None) -> Shown:
+    """Plans and views of the chosen layers, on the CPU.
 
     Args:
         q_block: by default what the method chooses on a CPU for the first of the layers.
     """
-    first = method.plan(geometry, layers[0], heads=method.phases, q_block=q_block)
-    q_block, is_around = first.q_block, method.near == "around"
-    unit = q_block if method.far is None else math.lcm(q_block, method.far)
-    (segment,) = tiling.segments_of(geometry, method.curve, method.shared, method.shared_tokens)
-    coarse = _FINE if geometry.num_tokens <= _FINE_TOKENS else _COARSE
-    k_blocks = (None, max(first.k_block, coarse)) if is_around else (_FINE, coarse)
-    readers, density = {}, {}
+    reading: Any = Composition.of(method).attention
+    if not can_be_drawn(method):
+        wrong_value("method", "decide by the geometry to be drawn", method.label)
+    first = reading.layer(geometry, layers[0], heads=_HEADS, q_block=q_block).near
+    coarse = max(first.k_block, _drawn_block(reading, geometry, layers[0]))
+    readers, views, density = {}, {}, {}
     for layer in layers:
-        fine, readers[layer] = (
-            method.layer(geometry, layer, heads=method.phases, q_block=q_block, k_block=k_block)
-            for k_block in k_blocks
+        own, readers[layer] = (
+            reading.layer(geometry, layer, heads=_HEADS, q_block=first.q_block, k_block=k_block)
+            for k_block in (first.k_block, coarse)
         )
-        density[layer] = fine.num_pairs / geometry.num_tokens**2
-    return Shown(geometry, method, segment, unit, q_block, readers, density)
+        density[layer] = own.num_pairs / geometry.num_tokens**2
+        views[layer] = reading.view(geometry, layer, near=readers[layer].near)
+    return Shown(geometry, first.q_block, readers, views, density)
+
+
+def _drawn_block(reading: Any, geometry: Geometry, layer: int) -> int:
+    """Keys per block of a mask: of many tokens, as many as a block of tiles that are cut for a far field has."""
+    if geometry.num_tokens <= _FINE_TOKENS:
+        return _FINE
+    own = reading.layer(geometry, layer, heads=_HEADS)
+    if own.far is None or not reading.view(geometry, layer).reads_group:
+        return _COARSE
+    return math.gcd(_COARSE, math.lcm(own.near.q_block, own.far.window))
 
 
 def draw(path: Path, shown: Shown) -> None:
@@ -100,35 +99,35 @@ def draw(path: Path, shown: Shown) -> None:
 
 
 def picture(shown: Shown) -> MethodPicture:
-    geometry, method = shown.geometry, shown.method
+    view = shown.view
     return MethodPicture(
-        grid=geometry.grid,
-        text=geometry.text,
-        curve=tiling.curve_order(geometry.grid, method.curve),
-        curve_name=_curve_name(shown),
-        sequence=shown.segment.order,
-        is_shared=shown.is_shared,
-        shared_reads_all=method.share == "two-way",
-        num_tiles=max(map(shown.num_colours, shown.layers)),
-        tile_name="Tiles" if shown.has_tiles else "Blocks of queries",
+        grid=shown.geometry.grid,
+        text=shown.geometry.text,
+        curve=view.curve,
+        curve_name=view.curve_name,
+        sequence=view.sequence,
+        is_shared=view.is_shared,
+        shared_reads_all=view.shared_reads_all,
+        num_tiles=1 + max(int(each.group.max()) for each in shown.views.values()),
+        tile_name=view.group_name,
         q_block=shown.q_block,
         k_block=next(iter(shown.layers.values())).near.k_block,
         layers=[_layer_picture(shown, layer) for layer in shown.layers],
         facts=_facts(shown),
-        readings=[] if shown.has_tiles else _readings(shown),
+        readings=[] if view.reads_group else _readings(shown),
     )
 
 
 def _layer_picture(shown: Shown, layer: int) -> LayerPicture:
-    near, far = shown.layers[layer].near, shown.layers[layer].far
-    head = "head 0: " if shown.method.interleave else ""
-    slid = f"slid by {int(shown.cuts(layer)[0])}; " if shown.has_tiles else ""
+    near, far, view = shown.layers[layer].near, shown.layers[layer].far, shown.views[layer]
+    head = "head 0: " if near.blocks.shape[1] > 1 else ""
+    words = f"{view.subtitle}; " if view.subtitle else ""
     return LayerPicture(
         layer,
-        shown.tile_of_cell(layer),
+        view.group,
         near.block_counts()[0, 0] > 0,
         far.plan.block_counts()[0, 0] > 0 if far is not None else None,
-        f"{head}{slid}{shown.density[layer]:.1%} of the pairs",
+        f"{head}{words}{shown.density[layer]:.1%} of the pairs",
     )
 
 
@@ -148,15 +147,15 @@ def _middle(shown: Shown) -> int:
     start = canvas.frames[len(canvas.frames) // 2] * canvas.frame_size
     cells = torch.arange(canvas.frame_size)
     distance = (cells // width - height // 2) ** 2 + (cells % width - width // 2) ** 2
-    distance[shown.is_shared[start : start + canvas.frame_size]] += height**2 + width**2
+    distance[shown.view.is_shared[start : start + canvas.frame_size]] += height**2 + width**2
     return start + int(distance.argmin())
 
 
 def _reading(shown: Shown, cell: int) -> Reading:
     """Of the block that a token is in, by its raster index."""
-    layer, reader = next(iter(shown.layers.items()))
-    near, far, order = reader.near, reader.far, shown.segment.order
-    tokens = torch.arange(len(order)) + shown.segment.start
+    reader, order = next(iter(shown.layers.values())), shown.view.sequence
+    near, far = reader.near, reader.far
+    tokens = torch.arange(len(order)) + shown.start
     place = torch.empty_like(order).scatter_(0, order, tokens)  # in the sequence, of tokens in raster order
     row = int(place[cell]) // near.q_block
     exactly = near.block_counts()[0, 0, row] > 0
@@ -169,80 +168,14 @@ def _reading(shown: Shown, cell: int) -> Reading:
         words = f", {int(is_read.sum()):,} summaries"
     exactly = exactly[place // near.k_block]
     words = f"{int(exactly.sum()):,} tokens exactly{words}"
-    return Reading(int(shown.tile_of_cell(layer)[cell]), exactly, summary, "", words)
-
-
-def _curve_name(shown: Shown) -> str:
-    curve = shown.method.curve
-    if curve in ("morton", "raster"):
-        return f"{curve.capitalize()} order"
-    closed = {"auto": None, "hilbert": False}.get(curve, True)
-    is_closed = curves.choose(shown.geometry.grid, closed=closed).closed
-    return f"Hilbert curve, {'closed' if is_closed else 'open'}"
-
-
-def _sizes(shown: Shown, layer: int) -> list[int]:
-    """Tokens of each tile that is not empty."""
-    found: list[int] = shown.cuts(layer).diff().tolist()
-    return [size for size in found if size]
-
-
-def _num_around(shown: Shown) -> int:
-    """Tokens of the ring that the block in its middle reads in the first of the layers."""
-    near = next(iter(shown.layers.values())).near
-    start, stop = shown.segment.ring
-    begins = torch.arange(near.num_columns) * near.k_block
-    inside = ((begins + near.k_block).clamp(max=stop) - begins.clamp(min=start)).clamp(min=0)
-    row = min((start + stop) // 2 // near.q_block, near.num_rows - 1)
-    return int(inside[near.block_counts()[0, 0, row] > 0].sum())
-
-
-def _tile_fact(shown: Shown) -> str:
-    if not shown.has_tiles:
-        return f"{_num_around(shown):,} tokens around each block of {shown.q_block}"
-    sizes = [size for layer in shown.layers for size in _sizes(shown, layer)]
-    span = f"{min(sizes)} to {max(sizes)}" if len(set(sizes)) > 1 else f"{max(sizes, default=0)}"
-    return f"{len(_sizes(shown, next(iter(shown.layers))))} tiles of {span} tokens"
+    return Reading(int(shown.view.group[cell]), exactly, summary, "", words)
 
 
 def _facts(shown: Shown) -> list[str]:
     density = sum(shown.density.values()) / len(shown.density)
     text = f", {shown.geometry.text} of text" if shown.geometry.text else ""
-    facts = [
+    return [
         f"{shown.geometry.num_tokens:,} tokens{text}",
-        _tile_fact(shown),
+        *shown.view.facts,
+        f"{density:.1%} of the pairs: at most {1 / density:.2f}x",
     ]
-    if shown.segment.num_shared:
-        manner = "read and are read by all" if shown.method.share == "two-way" else "are read by all"
-        facts.append(f"{shown.segment.num_shared} shared tokens {manner}")
-    if shown.method.text_reads == "summary" and shown.geometry.text:
-        facts.append("text reads the image in summary")
-    if shown.method.far is not None:
-        weighted = "weighted " if shown.method.summary == "weighted" else ""
-        facts.append(f"far field: {weighted}means of {shown.method.far} tokens")
-    return [*facts, f"{density:.1%} of the pairs: at most {1 / density:.2f}x"]
-
-
-def record(shown: Shown) -> dict[str, Any]:
-    """The numbers, as plain values."""
-    layers = [
-        {
-            "layer": layer,
-            "shift": int(shown.cuts(layer)[0]) if shown.has_tiles else 0,
-            "tiles": _sizes(shown, layer) if shown.has_tiles else [],
-            "density": shown.density[layer],
-            "bound_over_dense": 1 / shown.density[layer],
-        }
-        for layer in shown.layers
-    ]
-    return {
-        "grid": list(shown.geometry.grid),
-        "text": shown.geometry.text,
-        "tokens": shown.geometry.num_tokens,
-        "method": asdict(shown.method),
-        "q_block": shown.q_block,
-        "curve": _curve_name(shown),
-        "shared_tokens": shown.segment.num_shared,
-        "layers": layers,
-        "description": shown.method.describe(shown.geometry, q_block=shown.q_block),
-    }

@@ -6,16 +6,17 @@ Whoever owns the command line calls `add_command`. What the command needs beside
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from nearfield._files import write_json
+from nearfield.cli.arguments import UsageError
+from nearfield.cli.methods import settings_of
 from nearfield.layout.geometry import Geometry
 from nearfield.methods import Borders
-from nearfield.methods.hilbert import Hilbert
+from nearfield.methods.fields import made
 from nearfield_lab.missing import MissingExtra
 from nearfield_lab.quality import inception
 from nearfield_lab.quality.inception import WHERE_TO_GET_IT, MissingWeights
@@ -27,18 +28,13 @@ Facts = Callable[[], dict[str, Any]]
 
 _FEW = 200
 """Below so many images a note says what that does to figures."""
-_PLACE_FIELDS = {"text": 0, "pixels": 16, "q_block": None}
 _EXAMPLES = """examples:
   nearfield quality samples/ photographs.tar --num 1500 --size 256
   nearfield quality photographs.tar --size 512 --save photographs.safetensors
   nearfield quality samples/ photographs.safetensors --metrics fid,kid --json quality.json
-  nearfield quality sparse/ dense/ --pairs --seam-method near=tile,shared=centre,share=keys,text=8,pixels=8
+  nearfield quality sparse/ dense/ --pairs --seam-method NAME --set dense_layers=2 --pixels 8
 
 exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 interrupted"""
-
-
-class _UsageError(Exception):
-    """An argument that cannot be used, said as "`argument` must rule; got value. Hint"."""
 
 
 def add_command(subparsers: Any, facts: Facts | None = None) -> None:
@@ -73,9 +69,25 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seam-method",
-        metavar="FIELDS",
-        help="fields of the Hilbert method whose tiles to look at, and text=, pixels= (per token), q_block=;"
-        " B are the dense images (example: near=tile,shared=centre,text=8,pixels=8)",
+        metavar="NAME",
+        help="the method whose tiles, blocks or merged regions to look at; B are the dense images",
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a field of that method; repeat it for further ones",
+    )
+    parser.add_argument("--text", default="0", metavar="N", help="text tokens of that model (default 0)")
+    parser.add_argument(
+        "--pixels", default="16", metavar="N", help="pixels per side of a token of that model (default 16)"
+    )
+    parser.add_argument(
+        "--q-block",
+        metavar="N",
+        help="queries per list where A was made: 128 for tiles on a GPU (default: what suits this device)",
     )
     parser.add_argument(
         "--size", default="512", metavar="N", help="pixels per side of all images (default 512)"
@@ -96,7 +108,7 @@ def run(arguments: argparse.Namespace, facts: Facts) -> int:
     """Measure, print and write; returns the exit code. What cannot be used is said in one line on stderr."""
     try:
         return _run(arguments, facts)
-    except (_UsageError, MissingWeights, MissingExtra, FileNotFoundError, ValueError) as error:
+    except (UsageError, MissingWeights, MissingExtra, FileNotFoundError, ValueError) as error:
         print(f"nearfield: error: {error}", file=sys.stderr)
         return USAGE
 
@@ -124,7 +136,9 @@ def _run(arguments: argparse.Namespace, facts: Facts) -> int:
         "B": arguments.references,
         "size": task.size,
         "device": str(task.device),
-        "seam_method": arguments.seam_method,
+        "seam_method": " ".join([arguments.seam_method, *arguments.settings])
+        if arguments.seam_method
+        else None,
         "notes": notes,
         "figures": record,
     }
@@ -135,7 +149,7 @@ def _run(arguments: argparse.Namespace, facts: Facts) -> int:
 
 
 def _wrong(argument: str, rule: str, got: object, hint: str = "") -> NoReturn:
-    raise _UsageError(f"`{argument}` must {rule}; got {got}." + (f" {hint}" if hint else ""))
+    raise UsageError(f"`{argument}` must {rule}; got {got}." + (f" {hint}" if hint else ""))
 
 
 def _task(arguments: argparse.Namespace) -> Task:
@@ -147,7 +161,7 @@ def _task(arguments: argparse.Namespace) -> Task:
         device=_device(arguments.device),
         num=None if arguments.num is None else _integer("--num", arguments.num, 2),
         inception=None if arguments.inception is None else Path(arguments.inception),
-        borders=None if arguments.seam_method is None else seam_borders(arguments.seam_method, size),
+        borders=_borders(arguments, size),
     )
 
 
@@ -187,38 +201,26 @@ def _has_features(arguments: argparse.Namespace) -> bool:
     return bool(is_kept or arguments.save or arguments.inception or inception.packaged_file())
 
 
-def seam_borders(text: str, size: int) -> Borders:
-    """Lines of a method given as `field=value,...`, on square images of `size` pixels."""
-    known = {each.name: each.default for each in fields(Hilbert)}
-    places: dict[str, Any] = dict(_PLACE_FIELDS)
-    chosen: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = part.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or (name not in known and name not in places):
-            allowed = ", ".join((*known, *places))
-            _wrong("--seam-method", f"be field=value with fields among {allowed}", repr(part))
-        (places if name in places else chosen)[name] = _value(value.strip())
-    pixels = places["pixels"]
-    if not isinstance(pixels, int) or pixels < 1 or size % pixels:
-        _wrong("--seam-method", f"have `pixels` that divide the size ({size})", pixels)
+def _borders(arguments: argparse.Namespace, size: int) -> Borders | None:
+    """Lines of the method that was named, on square images of `size` pixels."""
+    if arguments.seam_method is None:
+        for option, value in (("--set", arguments.settings), ("--q-block", arguments.q_block)):
+            if value:
+                _wrong(option, "be given with `--seam-method` only", value)
+        return None
+    pixels, text = _integer("--pixels", arguments.pixels, 1), _integer("--text", arguments.text, 0)
+    if size % pixels:
+        _wrong("--pixels", f"divide the size ({size})", pixels)
+    q_block = None if arguments.q_block is None else _integer("--q-block", arguments.q_block, 16)
+    geometry = Geometry((size // pixels, size // pixels), text=text)
     try:
-        geometry = Geometry((size // pixels, size // pixels), text=places["text"])
-        return Hilbert(**chosen).borders(geometry, q_block=places["q_block"])
+        method = made(arguments.seam_method, settings_of(arguments))
+        borders = method.borders(geometry, q_block=q_block)
     except (TypeError, ValueError) as error:
-        raise _UsageError(f"`--seam-method` cannot be used: {error}") from None
-
-
-def _value(text: str) -> Any:
-    """A truth value, a number, or a word."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+        raise UsageError(f"`--seam-method` cannot be used: {error}") from None
+    if borders is None:
+        _wrong("--seam-method", "part neighbours by the geometry, not by content", method.label)
+    return borders
 
 
 def _integer(argument: str, text: str, least: int) -> int:

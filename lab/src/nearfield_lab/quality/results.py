@@ -9,7 +9,7 @@ from typing import Any
 
 from nearfield._checks import check_int, wrong_value
 from nearfield.layout.geometry import Geometry
-from nearfield.methods.hilbert import Hilbert
+from nearfield.methods import PlanMethod
 
 FORMAT = 1
 
@@ -85,7 +85,7 @@ class QualityRow:
 
 
 def pairs_kept(
-    method: Hilbert,
+    method: PlanMethod,
     geometry: Geometry,
     *,
     layers: int,

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield import Geometry, Hilbert
-from nearfield._checks import wrong_value
+from nearfield import Geometry, Method
 from nearfield_lab.plots import show
 from nearfield_lab.quality import Borders
 
-_MOST_DRAWN, _MOST_TILES = 2**16, 2**12
+_HEADS = 12
 _NOTHING, _SOME, _MUCH = (1.0, 1.0, 1.0), (0.80, 0.33, 0.30), (0.25, 0.04, 0.10)
 _LINE = (0.10, 0.35, 0.65)
 _LEAST_SIDE, _LEAST_PEAK = 512, 8.0
@@ -33,18 +32,19 @@ def drawn(draw: Callable[[Path], None]) -> Any:
 
 
 def method_picture(
-    geometry: Geometry, method: Hilbert, first_layer: int, device: torch.device
+    geometry: Geometry, method: Method, first_layer: int, device: torch.device
 ) -> tuple[Any, str]:
     """The curve, the tiles of two consecutive layers and their masks, of one where layers read alike, with what blocks
-    read; and what the fields come to, in words."""
-    if geometry.num_tokens > _MOST_DRAWN:
-        wrong_value("size", f"hold at most {_MOST_DRAWN:,} tokens to be drawn", f"{geometry.num_tokens:,}")
-    layers = range(first_layer, first_layer + (1 if method.reads_alike else 2))
-    if max(method.tiles_in(layer) or 0 for layer in layers) > _MOST_TILES:
-        wrong_value("tiles", f"be at most {_MOST_TILES:,} to be drawn", method.tiles)
-    q_block = method.plan(geometry, first_layer, heads=method.phases, device=device).q_block
-    shown = show.examine(geometry, method, layers, q_block)
-    words: str = show.record(shown)["description"]
+    read; and what the fields come to, in words. No picture where queries and keys decide."""
+    if not show.can_be_drawn(method):
+        return None, method.describe(geometry, device="cpu")
+    layers = [first_layer, first_layer + 1]
+    show.require_drawable(geometry, layers)
+    own = [method.layer(geometry, layer, heads=_HEADS, device=device).plans for layer in layers]
+    if all(one is other for one, other in zip(*own, strict=True)):
+        layers = layers[:1]
+    shown = show.examine(geometry, method, layers, own[0][0].q_block)
+    words = method.describe(geometry, device=device)
     return drawn(lambda path: show.draw(path, shown)), words
 
 

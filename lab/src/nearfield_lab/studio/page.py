@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from nearfield import Hilbert, recipes
+from nearfield import recipes
 from nearfield.cli.arguments import UsageError
+from nearfield.methods import DEFAULT
 from nearfield.methods.recipes import Recipe
 from nearfield_lab.missing import MissingExtra
 from nearfield_lab.studio import asking, drawing, fields, jobs, results
@@ -95,13 +96,13 @@ class _Inputs:
             elem_id="recipe",
         )
         self.recipe_words = gr.Markdown(visible=False, elem_id="recipe-words")
-        self.method = gr.Dropdown(list(fields.METHODS), value="hilbert", label="method", elem_id="method")
+        self.method = gr.Dropdown(list(fields.METHODS), value=DEFAULT.name, label="method", elem_id="method")
         self.groups, self._names, self._boxes = [], list[tuple[str, str]](), []
-        for method, (_, offered) in fields.METHODS.items():
-            with gr.Group(visible=method == "hilbert") as group, gr.Row():
-                for field in offered:
-                    self._names.append((method, field.name))
-                    self._boxes.append(_box(gr, method, field))
+        for method in fields.METHODS:
+            with gr.Group(visible=method == DEFAULT.name) as group, gr.Row():
+                for box in fields.boxes(method):
+                    self._names.append((method, box.field.name))
+                    self._boxes.append(_box(gr, method, box))
             self.groups.append(group)
         self.lora = gr.Checkbox(
             value=True,
@@ -169,19 +170,20 @@ def _number(gr: Any, name: str, value: int) -> Any:
     return gr.Number(value=value, precision=0, label=name, elem_id=name, min_width=80)
 
 
-def _box(gr: Any, method: str, field: fields.Field) -> Any:
+def _box(gr: Any, method: str, box: fields.Box) -> Any:
+    field = box.field
     shared = {
         "label": field.name,
-        "info": field.words,
+        "info": field.help,
         "elem_id": f"{method}-{field.name}",
-        "value": field.value,
+        "value": box.value,
     }
     shared["min_width"] = 140
     if field.kind == "choice":
         return gr.Dropdown(list(field.choices), **shared)
     if field.kind == "flag":
         return gr.Checkbox(**shared)
-    if field.kind in ("text", "optional"):
+    if field.kind == "text":
         return gr.Textbox(**shared)
     return gr.Number(precision=0 if field.kind == "integer" else None, **shared)
 
@@ -216,13 +218,12 @@ def _generate_tab(gr: Any, page: Any, models: dict[str, PictureModel]) -> None:
         try:
             model, request, layer = inputs.read(values)
             geometry = model.geometry(request.height, request.width)
-            if not isinstance(request.method, Hilbert):
-                words = request.method.describe(geometry, device="cpu")
+            drawn, words = drawing.method_picture(geometry, request.method, layer, model.device)
+            if drawn is None:
                 return (
                     None,
                     f"{_code(words)}\n\nWho reads whom is chosen from queries and keys: there is no picture.",
                 )
-            drawn, words = drawing.method_picture(geometry, request.method, layer, model.device)
             return drawn, _code(words)
         except TOLD as error:
             return gr.skip(), _sentence(error)

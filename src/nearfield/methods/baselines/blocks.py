@@ -32,10 +32,6 @@ class BlockTopK(Method):
         keep: which share of the blocks of keys is kept; a quarter by default.
         mass: instead of `keep`: the fewest blocks that hold this share of the attention among means.
         guard: blocks whose tokens are less alike than that (mean cosine with their mean) are read whole; None for none.
-        order: the order of image tokens in which consecutive ones form blocks.
-        dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
-            are of the first and of the last steps.
     """
 
     name: ClassVar[str] = "blocktopk"

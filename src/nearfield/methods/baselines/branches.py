@@ -31,10 +31,6 @@ class _ChosenBlocks(Method):
     Args:
         block: tokens per block, of queries and of keys.
         topk: blocks that a block of queries chooses; more than there are means all.
-        order: the order of image tokens in which consecutive ones form blocks.
-        dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
-            are of the first and of the last steps.
     """
 
     block: int = 64
@@ -70,14 +66,6 @@ class GatedBlocks(_ChosenBlocks):
 
     A query reads the tokens of the blocks that its own block chose. What its block reads among all means, times a gate
     that the model computes for it, is added. Without a gate there is no such branch.
-
-    Args:
-        block: tokens per block, of queries and of keys.
-        topk: blocks that a block of queries chooses; more than there are means all.
-        order: the order of image tokens in which consecutive ones form blocks.
-        dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
-            are of the first and of the last steps.
     """
 
     name: ClassVar[str] = "gatedblocks"
@@ -162,16 +150,7 @@ class Gate(nn.Module):
 
 @dataclass(frozen=True)
 class SparseLinear(_ChosenBlocks):
-    """SLA: block top-k, plus linear attention over what was not chosen.
-
-    Args:
-        block: tokens per block, of queries and of keys.
-        topk: blocks that a block of queries chooses; more than there are means all.
-        order: the order of image tokens in which consecutive ones form blocks.
-        dense_layers: how many of the first layers stay dense, or the indices of those that do.
-        dense_steps: how many of the first denoising steps stay dense, or, below 1, which share of them; two numbers
-            are of the first and of the last steps.
-    """
+    """SLA: block top-k, plus linear attention over what was not chosen."""
 
     name: ClassVar[str] = "sparselinear"
     is_baseline: ClassVar[bool] = True

@@ -32,7 +32,6 @@ class BipartiteMerge(MergeMethod):
         ratio: the share of image tokens that is merged away; at most what is not a destination.
         stride: sides of a cell.
         seed: of the random destinations.
-        refresh, groups, skip_blocks, size_bias: as in `Merge`.
     """
 
     name: ClassVar[str] = "bipartitemerge"
@@ -100,7 +99,6 @@ class StridedKeys(Method):
 
     Args:
         stride: every how many tokens, in rows and columns.
-        dense_layers, dense_steps: as in `Hilbert`.
     """
 
     name: ClassVar[str] = "stridedkeys"

@@ -13,7 +13,7 @@ tiles that differ between heads.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, get_args
@@ -40,7 +40,9 @@ from nearfield.methods.hilbert.layout import (
     pieces_of,
 )
 from nearfield.methods.hilbert.plans import interleaved_near_plan, near_plan
+from nearfield.methods.hilbert.view import view_of
 from nearfield.methods.layers import PlanLayer, Summary
+from nearfield.methods.view import View
 from nearfield.plan import Plan
 
 __all__ = ["DEFAULT_TILES", "Hilbert", "Near", "Share", "TextReads"]
@@ -79,6 +81,11 @@ class Hilbert(PlanMethod):
     """
 
     name: ClassVar[str] = "hilbert"
+    ladders: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tiles": (4, 8, 16, 32, 64),
+        "far": (8, 16, 32, 64),
+        "text_reads": ("all", "summary"),
+    }
 
     tiles: int | tuple[int, ...] | None = None
     tile_size: int | None = None
@@ -263,6 +270,10 @@ class Hilbert(PlanMethod):
             rows = [(reads.shares.shape[0], reads.q_block) for reads in read]
             read = [Reads(torch.eye(num, dtype=torch.float64), block, block) for num, block in rows]
         return borders_of_reads(self.ordering(geometry), geometry, read)
+
+    def view(self, geometry: Geometry, index: int = 0, *, near: Plan | None = None) -> View:
+        near = near or self.plan(geometry, index, heads=self.phases)
+        return view_of(self._pattern(index), self.summary, geometry, index % self.phases, near)
 
     # -- words ---------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from typing import Any
 ATTENTION: dict[str, tuple[str, ...]] = {
     "full": (),
     "loglinear": ("block", "topk", "levels", "enrich", "weighted", "order"),
-    "gated": ("block", "topk", "order"),
-    "linear": ("block", "topk", "order"),
+    "gatedblocks": ("block", "topk", "order"),
+    "sparselinear": ("block", "topk", "order"),
 }
 """Attention that can be trained from the start, and the fields of each that can be given."""
 
