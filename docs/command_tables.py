@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src")]
 
 from nearfield.cli.explain import overview  # noqa: E402
 from nearfield.cli.main import parser_of  # noqa: E402
+from nearfield.methods import own_methods  # noqa: E402
 from nearfield_lab.commands import add_commands  # noqa: E402
 
 PAGE = ROOT / "docs" / "commands.md"
@@ -66,8 +67,9 @@ def _further(parser: argparse.ArgumentParser) -> list[tuple[str, str, str]]:
 
 
 def methods_table() -> str:
-    """Every method by its name."""
-    found = overview()["methods"].items()
+    """Every method of the package by its name."""
+    known = overview()["methods"]
+    found = [(kind.name, known[kind.name]) for kind in own_methods()]
     return "\n".join(
         ["| method | what it does |", "|---|---|", *(_cells(f"`{name}`", words) for name, words in found)]
     )

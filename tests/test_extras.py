@@ -76,7 +76,7 @@ for line in lines:
 PICTURE = "--size 64 --steps 2 --num 1 --option device=cpu"
 TRAINING = f"--data {CATS} --size 32 --batch 2 --steps 2 --option device=cpu"
 TRAINED = f"python -m nearfield_lab train demo --tiny {TRAINING}"
-COMPARED = f"{CATS} {CATS} --size 64 --metrics lpips,psnr,ssim --pairs --option device=cpu"
+COMPARED = f"{CATS} {CATS} --size 64 --metrics lpips,psnr,ssim --pairs --device cpu"
 LINES = {
     "nearfield": ["python -m nearfield doctor", "python -m nearfield explain flux-1024"],
     "nearfield[diffusers]": [f"{ROOT}/examples/own_method.py"],

@@ -285,7 +285,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A picture of a tiny random model of the embedded one's kind, with a dense layer and a dense step."""
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     save_model(path, lively_model(), packing="none")
-    fields = "--tiles 4 --shared centre --shared-tokens 16 --steps 3 --num 2 --size 64x96 --seed 5"
+    fields = (
+        "--set tiles=4 --set shared=centre --set shared-tokens=16 --steps 3 --num 2 --size 64x96 --seed 5"
+    )
     return ["generate", "--weights", str(path), *fields.split()]
 
 
