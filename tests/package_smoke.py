@@ -42,7 +42,7 @@ def check_library(command: str) -> None:
     check_attend()
     check_apply()
     assert nearfield.__version__ in _said_by_doctor(command)
-    for words in (["generate", "--compare"], ["train"], ["show"]):
+    for words in (["generate", "--compare"], ["train"], ["tune"]):
         failed = subprocess.run([command, *words], capture_output=True, text=True)
         assert failed.returncode == 2, failed
         (line,) = failed.stderr.splitlines()
@@ -62,10 +62,10 @@ def check_lab(command: str) -> None:
     assert Autoencoder().encode(torch.rand(1, 3, 16, 16)).shape == (1, 32, 2, 2)
     generate = "generate --recipe cats-close --size 64 --steps 2 --num 1 --option device=cpu"
     with tempfile.TemporaryDirectory() as elsewhere:
-        for words, picture in (("explain --grid 16x16", "show.png"), (generate, "cats.png")):
+        for words, picture in (("explain --grid 16x16 --plot", "show.png"), (f"{generate} --out", "cats.png")):
             path = Path(elsewhere) / picture
             with contextlib.redirect_stdout(io.StringIO()) as said:
-                assert nearfield_command([*words.split(), "--out", str(path)]) == 0
+                assert nearfield_command([*words.split(), str(path)]) == 0
             assert f"wrote {path}" in said.getvalue()
             assert path.stat().st_size > 1000
 

@@ -18,7 +18,7 @@ from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 from nearfield import FineGrained, Geometry, Hilbert, Merge, PlanMethod, recipes
 from nearfield.cli.arguments import UsageError
 from nearfield.methods import DEFAULT, BlockTopK, GatedBlocks, method_class, own_methods
-from nearfield.recipes import Recipe
+from nearfield.methods.recipes import Recipe
 from nearfield_lab import quality
 from nearfield_lab.embedded import generate
 from nearfield_lab.embedded.model import save_model

@@ -16,7 +16,7 @@ _BROUGHT_BY = {
     "triton": "extra triton: kernels for the GPU",
     "diffusers": "extra diffusers: `apply`",
     "transformers": "extra diffusers: pipelines that read prompts; extra retrieval: `nearfield.retrieval`",
-    "nearfield-lab": "pip install nearfield-lab: `generate`, `show`, `train` and more commands",
+    "nearfield-lab": "pip install nearfield-lab: `generate`, `tune`, `train` and more commands",
 }
 """What installs what may be missing, and what for."""
 
