@@ -62,7 +62,10 @@ def check_lab(command: str) -> None:
     assert Autoencoder().encode(torch.rand(1, 3, 16, 16)).shape == (1, 32, 2, 2)
     generate = "generate --recipe cats-close --size 64 --steps 2 --num 1 --option device=cpu"
     with tempfile.TemporaryDirectory() as elsewhere:
-        for words, picture in (("explain --grid 16x16 --plot", "show.png"), (f"{generate} --out", "cats.png")):
+        for words, picture in (
+            ("explain --grid 16x16 --plot", "show.png"),
+            (f"{generate} --out", "cats.png"),
+        ):
             path = Path(elsewhere) / picture
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 assert nearfield_command([*words.split(), str(path)]) == 0
