@@ -26,22 +26,15 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "nearfield"
 
 SHARED = "shared"
 ROOMS = {
-    SHARED: "_checks _files _types keeping",
-    "layout": "curves geometry levels tiling tokenmap",
+    SHARED: "_checks _files _types _memo",
+    "layout": "layout",
     "plan": "plan planning",
-    "ops": (
-        "_eager attend grouped implementations kernels merging operators predict pyramid reference windows"
-    ),
-    "methods": "blockwise dense_parts methods recipes self_attention",
-    "session": "adapters.layers adapters.moments adapters.ready adapters.steps",
+    "ops": "ops",
+    "methods": "methods",
     "parallel": "parallel",
-    "diffusers": "adapters",
+    "diffusers": "diffusers",
     "retrieval": "retrieval",
-    "cli": (
-        "__main__ cli commands.arguments commands.attend_benchmark commands.benchmarks commands.call_benchmarks"
-        " commands.hilbert_benchmark commands.inspecting commands.launched commands.methods commands.options"
-        " commands.progress commands.retrieving"
-    ),
+    "cli": "__main__ cli",
 }
 """Each room's modules and folders of today; the longest match decides."""
 ROOM_OF = {place: room for room, places in ROOMS.items() for place in places.split()}

@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "nearfield"
 
-PROCESSOR = ("adapters/processor.py", "__call__")
-LAUNCHES = (("grouped.py", "attend_forward"), ("grouped.py", "attend_together_forward"))
+PROCESSOR = ("diffusers/processor.py", "__call__")
+LAUNCHES = (("ops/attention/cpu.py", "attend_forward"), ("ops/attention/cpu.py", "attend_parts_forward"))
 TRITON = {
     "interpreter": ("triton/runtime/interpreter.py", "__call__", "GridExecutor"),
     "cuda": ("triton/runtime/jit.py", "run", "JITFunction"),

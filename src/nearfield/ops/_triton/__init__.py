@@ -35,7 +35,7 @@ _HELPERS = {
 """The modules of kernels that an operation asks for by a short name."""
 OLDEST_TRITON = (3, 6)
 KNOWN_GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
-"""Versions of Triton whose Gluon the Hopper kernels were compiled with; see `gluon_names.py`."""
+"""Versions of Triton whose Gluon the Hopper kernels were compiled with; see `ops/attention/hopper/names.py`."""
 
 
 @lru_cache

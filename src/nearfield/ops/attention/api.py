@@ -2,7 +2,7 @@
 
 One call travels like this: `attend` checks the arguments and hands the plan's lists to the registered operator
 `nearfield::attend` (`operators.py`), which is opaque to torch.compile. Inside it (`read`) `explain_choice`
-(`implementations.py`) picks an implementation for the real tensors. Its gradient is the operator
+(`dispatch.py`) picks an implementation for the real tensors. Its gradient is the operator
 `nearfield::attend_backward` over the same lists. Eager inference goes to `read` at once, and eager training, too, as a
 plain node of autograd's graph.
 """

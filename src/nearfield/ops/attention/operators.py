@@ -312,7 +312,7 @@ PACKING = Packing(4, 4)
 
 
 class Pooling(NamedTuple):
-    """That keys and values of a second part are means of those of the first, as `pyramid.pool` makes them.
+    """That keys and values of a second part are means of those of the first, as `pool` of `ops/pool_select` makes them.
 
     Args:
         block: tokens of the level below that each is the mean of.

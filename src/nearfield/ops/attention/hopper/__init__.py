@@ -1,4 +1,4 @@
-"""Launching the Hopper kernel (`hopper_kernel.py`): what it can run, how its programs are built, and the call."""
+"""Launching the Hopper kernel (`kernel.py`): what it can run, how its programs are built, and the call."""
 
 from collections.abc import Sequence
 from functools import lru_cache
