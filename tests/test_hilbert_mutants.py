@@ -30,7 +30,7 @@ MODULES = (
     AROUND,
     PLANS,
     FAR_FIELD,
-    "methods/hilbert/words.py",
+    "methods/hilbert/describe.py",
     "methods/hilbert/__init__.py",
 )
 
