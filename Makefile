@@ -85,8 +85,8 @@ format: $(STAMP) ## apply the formatting and the safe lint fixes
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time attend on this machine (ARGS="--quick" for a glance)
-	$(BIN)/python -m benchmarks attend $(ARGS)
+bench: $(STAMP) ## time attention calls on this machine (ARGS="--quick" for a glance)
+	$(BIN)/python -m benchmarks attention $(ARGS)
 
 docs: $(STAMP) ## draw the pictures of the documentation and build its site
 	$(BIN)/python docs/build.py

@@ -1,139 +1,135 @@
-"""What is measured and what came of it."""
+"""A case: a method, what it is applied to, and where it is measured."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NoReturn
 
-import torch
+from nearfield import Method
+from nearfield.cli.arguments import UsageError, wrong
+from nearfield.methods import recipes
 
-from benchmarks import layouts
-from nearfield._types import Impl
-from nearfield.cli.check import Checked
-from nearfield.cli.presets import Preset
-from nearfield.cli.timing import Timing
-from nearfield.plan.plan import Plan
-
-TILES = 16
-FORWARD_WORK, BACKWARD_WORK = 4, 10
-"""Floating-point operations per pair and head dimension: two products forward, five backward."""
+CUDA, CPU, QUICK = "cuda", "cpu", "quick"
+Fields = Mapping[str, Any]
+RIVALS: dict[str, Callable[..., Method]] = {}
+"""Methods that are here to compare with, and known to benchmarks alone."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. `pattern` is "random" lists, "tiles", or "ragged": tiles and the parts they consist of."""
+    """One line of a table.
 
-    preset: Preset
-    pattern: str
-    grain: int
-    q_block: int
-    impl: Impl
-    backward: bool = False
+    Args:
+        name: for people, and to know it again.
+        on: what the method is applied to, by the benchmark's own names.
+        method: its class, as a recipe names it; empty where there is none.
+        fields: of the method.
+        targets: the speed-up over dense that is to be reached on one H200, by the work that a record names.
+        where: the devices on which it is measured by default ("cuda", "cpu"), and "quick" if `--quick` measures it.
+    """
+
+    name: str
+    on: Fields = field(default_factory=dict)
+    method: str = ""
+    fields: Fields = field(default_factory=dict)
+    targets: Mapping[str, float] = field(default_factory=dict)
+    where: tuple[str, ...] = ()
+
+    def made(self) -> Method:
+        """The method itself."""
+        if self.method in RIVALS:
+            return RIVALS[self.method](**self.fields)
+        return recipes.read({"format": recipes.FORMAT, "method": self.method, "fields": self.fields}).method
 
     @property
-    def direction(self) -> str:
-        return "backward" if self.backward else "forward"
+    def document(self) -> dict[str, Any]:
+        """What it takes to measure it again: with every field, for defaults may change."""
+        fields: Any = self.fields
+        if self.method and self.method not in RIVALS:
+            fields = recipes.Recipe(self.made()).as_document()["fields"]
+        return {"case": self.name, **self.on, "method": self.method, "fields": fields}
 
     def __str__(self) -> str:
-        blocks = f"{self.q_block} x {self.grain}"
-        return f"{self.preset.name} {self.direction}, {self.pattern}, blocks {blocks}, {self.impl}"
-
-    def plan(self, device: torch.device) -> Plan:
-        if self.pattern == "random":
-            return layouts.random_lists(self.preset, self.grain, self.q_block, device)
-        return layouts.tiles(
-            self.preset, TILES, centre=True, q_block=self.q_block, k_block=self.grain, device=device
-        )
+        given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items())
+        on = ", ".join(f"{name} {value}" for name, value in self.on.items() if value not in (None, "", False))
+        return f"{self.name}: {self.method}({given}) on {on}" if self.method else f"{self.name}: {on}"
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one case gave. Figures are None unless `status` is "ok"."""
-
-    case: Case
-    dtype: str
-    status: str
-    note: str = ""
-    ran: str | None = None
-    density: float | None = None
-    pairs: int | None = None
-    checked: Checked | None = None
-    timing: Timing | None = None
-    dense_name: str | None = None
-    dense_timing: Timing | None = None
-    dense_survey: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def speed_up(self) -> float | None:
-        """Dense time over our time, both from the same turns."""
-        return self.dense_timing.median / self.timing.median if self.timing and self.dense_timing else None
-
-    @property
-    def rate_fraction(self) -> float | None:
-        """Our rate on the kept pairs over the dense rate: the same number as the speed-up over its pair-count bound."""
-        return self.speed_up * self.density if self.speed_up and self.density else None
-
-    def rate_fraction_of(self, backend: str) -> float | None:
-        """The same for any dense implementation of the survey: its time over the best one's is from the survey's turns,
-        the best one's over ours from this case's."""
-        if self.rate_fraction is None or self.dense_name is None or backend not in self.dense_survey:
-            return None
-        return self.rate_fraction * self.dense_survey[backend] / self.dense_survey[self.dense_name]
-
-    def _work(self) -> int:
-        return (BACKWARD_WORK if self.case.backward else FORWARD_WORK) * self.case.preset.head_dim
-
-    @property
-    def tflops(self) -> float | None:
-        return self._work() * self.pairs / self.timing.median / 1e9 if self.timing and self.pairs else None
-
-    @property
-    def dense_tflops(self) -> float | None:
-        if not self.dense_timing:
-            return None
-        batch, heads, tokens, _ = self.case.preset.shape
-        return self._work() * batch * heads * tokens**2 / self.dense_timing.median / 1e9
-
-    @property
-    def overhead(self) -> float | None:
-        """Time over the sum of the parts, less one."""
-        return self.timing.median / sum(self.parts.values()) - 1 if self.timing and self.parts else None
+def named(cases: Iterable[Case]) -> dict[str, Case]:
+    """A table by names, each of which stands there once."""
+    listed = list(cases)
+    table = {case.name: case for case in listed}
+    assert len(table) == len(listed)
+    return table
 
 
-def cases(
-    presets: list[Preset],
-    grains: list[int],
-    impls: list[Impl],
-    q_block: int | None,
-    device: torch.device,
-    *,
-    backward: bool = False,
-    ragged: bool = False,
+def chosen(
+    table: Mapping[str, Case], names: Sequence[str], own: Sequence[Case], device: str, quick: bool
 ) -> list[Case]:
-    """Everything to measure, preset by preset."""
-    return [
-        case
-        for preset in presets
-        for impl in impls
-        for case in _cases_of(preset, grains, impl, q_block, device.type == "cuda", backward, ragged)
-    ]
+    """What `--cases` and `--case` ask for; without them what is measured on the device.
+
+    Args:
+        names: of the table, or patterns of them: "hilbert-*".
+        own: cases that are not in the table.
+    """
+    if not names and not own:
+        return [case for case in table.values() if (QUICK if quick else device) in case.where]
+    found: dict[str, Case] = {}
+    for name in names:
+        matching = {key: case for key, case in table.items() if fnmatchcase(key, name)}
+        if not matching:
+            wrong("--cases", f"be any of {', '.join(table)}, or a pattern of them", repr(name))
+        found |= matching
+    return [*found.values(), *own]
 
 
-def _cases_of(
-    preset: Preset,
-    grains: list[int],
-    impl: Impl,
-    q_block: int | None,
-    on_cuda: bool,
-    backward: bool,
-    ragged: bool,
-) -> Iterator[Case]:
-    for grain in grains:
-        yield Case(preset, "random", grain, q_block or preset.queries_per_list(grain), impl)
-    if preset.text:
-        # On the CPU small blocks cost nothing and fit tiles of any length; kernels want whole compute tiles. Text,
-        # centre and tiles are multiples of 128 tokens, not of 192.
-        tile_rows, tile_grain = (q_block or 128, 64) if on_cuda else (q_block or 16, 16)
-        yield Case(preset, "ragged" if ragged else "tiles", tile_grain, tile_rows, impl)
-    if backward:
-        rows = q_block or preset.queries_per_list(64)
-        yield Case(preset, "random", 64, rows, impl, backward=True)
+def read(text: str, defaults: Fields, table: Mapping[str, Case]) -> list[Case]:
+    """Cases from JSON: of each `method` and `fields`, a `name`, and anything of `on`, whose `defaults` are given.
+
+    One that is called like a case of the table starts from that case.
+
+    Args:
+        text: an object, or the name of a .json file with a list of them.
+    """
+    try:
+        given = json.loads(Path(text).read_text(encoding="utf-8") if text.endswith(".json") else text)
+    except (OSError, ValueError) as error:
+        _wrong_json(text, error)
+    listed = given if isinstance(given, list) else [given]
+    for each in listed:
+        if not isinstance(each, dict):
+            _wrong_json(text, f"{type(each).__name__} is no object")
+    return [_case(each, defaults, table) for each in listed]
+
+
+def _wrong_json(text: str, error: object) -> NoReturn:
+    rule = "be a JSON object, or a .json file with a list of them"
+    wrong("--case", rule, f"{text!r} ({error})", 'Example: --case \'{"method": "Hilbert"}\'')
+
+
+def _case(given: Fields, defaults: Fields, table: Mapping[str, Case]) -> Case:
+    known = ("name", "method", "fields", *defaults)
+    if unknown := sorted(given.keys() - set(known)):
+        wrong("--case", f"hold any of {', '.join(known)}", unknown[0])
+    base = table.get(given.get("name", ""), Case("", defaults))
+    on = {**base.on, **{key: given[key] for key in defaults if key in given}}
+    method, fields = given.get("method", base.method), given.get("fields", {})
+    if method == base.method:
+        fields = {**base.fields, **fields}
+    changed = replace(base, on=on, method=method, fields=fields, targets={}, where=())
+    name = given.get("name", method.lower() or "case")
+    if name in table and changed != replace(base, targets={}, where=()):
+        name = f"{name}, changed"
+    return replace(changed, name=name)
+
+
+def check(cases: Iterable[Case]) -> None:
+    """Refuse fields that a method does not have, or that do not go together, before anything takes time."""
+    for case in cases:
+        try:
+            if case.method:
+                case.made()
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"case {case.name!r}: {error}") from None

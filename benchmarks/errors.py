@@ -1,153 +1,68 @@
-"""How far one denoising step with a pattern of attention is from the dense one: the mean squared error of velocities.
+"""Measure how far one denoising step with a pattern of attention is from the dense one: the error of the velocity.
 
 Pictures say what patterns are worth, and take minutes each on a CPU; a step takes seconds, and tells patterns apart.
-Noisy latents of photographs are what a sampling sees, so nothing is sampled. Results are written after every pattern.
+Noisy latents of photographs are what a sampling sees, so nothing is sampled.
 """
 
+import argparse
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import pareto, picture_runs
-from benchmarks.picture_runs import DENSE, Drawing, PictureMaker, Task
-from benchmarks.quality_cases import Pattern, without_dense_steps
-from nearfield import Geometry, Hilbert
-from nearfield._files import write_json
-from nearfield.cli import machine, report
+from benchmarks.cases import Case
+from benchmarks.patterns import CASES, DEFAULTS, tuning_of, without_dense_steps
+from benchmarks.picture_runs import PictureMaker, Task, trained_size
+from benchmarks.pictures import check_model, model_of, shown_name
+from benchmarks.report import Column, Record
+from benchmarks.runner import Benchmark, Session
+from nearfield import Hilbert
+from nearfield.cli import machine
+from nearfield.cli.arguments import GRAINS, QUERY_BLOCKS, comma_list, integer, wrong
+from nearfield.cli.options import add_integer, add_weights
+from nearfield.layout import Geometry
 from nearfield.methods import Composition, PlanLayer
 from nearfield.methods.hilbert.layout import block_sizes
 from nearfield_lab.embedded.sampler import DemoPipeline, noise
-from nearfield_lab.training.data import Picture, decoded, fingerprint
+from nearfield_lab.embedded.storage import BadFile
+from nearfield_lab.training.data import Picture, decoded, fingerprint, pictures
 
-FORMAT = 1
 DEVICE, GPU = "device", "gpu"
-_ABOUT = "velocities of the embedded model in one denoising step, beside the dense ones"
 _EVERY_STEP = "every step sparse"
-
-
-# -- results ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StepError:
-    """Mean squared errors in one step.
-
-    Args:
-        step: its number in the sampling, from 0.
-        level: the share of noise.
-        photographs: the error for each of them.
-    """
-
-    step: int
-    level: float
-    photographs: tuple[float, ...]
-
-    @property
-    def error(self) -> float:
-        """The mean over photographs."""
-        return statistics.fmean(self.photographs)
-
-    @property
-    def standard_error(self) -> float | None:
-        """Of that mean; None where one photograph does not tell."""
-        if len(self.photographs) < 2:
-            return None
-        return statistics.stdev(self.photographs) / math.sqrt(len(self.photographs))
-
-
-@dataclass(frozen=True)
-class ErrorRow:
-    """One pattern, measured.
-
-    Args:
-        pattern: its name, for people.
-        pairs_kept: share of the dense pairs that a sparse step reads.
-        steps: the errors, step by step.
-        seconds: that all of its steps took.
-        commit, date: of the code it was measured with, and when.
-        settings: what it takes to do it again, and to know that it was done.
-    """
-
-    pattern: str
-    pairs_kept: float
-    steps: tuple[StepError, ...]
-    seconds: float
-    commit: str | None = None
-    date: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-def as_document(rows: Sequence[ErrorRow], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows with the machine's facts, in plain values."""
-    return {
-        "format": FORMAT,
-        "benchmark": "errors",
-        "about": _ABOUT,
-        "machine": dict(facts),
-        "results": [_record(row) for row in rows],
-    }
-
-
-def _record(row: ErrorRow) -> dict[str, Any]:
-    steps = [
-        asdict(each) | {"error": each.error, "standard_error": each.standard_error} for each in row.steps
-    ]
-    return asdict(row) | {"steps": steps}
-
-
-def read_rows(path: Path) -> list[ErrorRow]:
-    """Rows of a file that `as_document` describes. Raises ValueError where it holds something else."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if (document["benchmark"], document["format"]) != ("errors", FORMAT):
-            raise ValueError("its benchmark or its format is another")
-        return [_row_of(record) for record in document["results"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold errors of format {FORMAT}: {error}.") from None
-
-
-def _row_of(record: Mapping[str, Any]) -> ErrorRow:
-    steps = (StepError(each["step"], each["level"], tuple(each["photographs"])) for each in record["steps"])
-    return ErrorRow(**{**record, "steps": tuple(steps)})
-
-
-def table(rows: Sequence[ErrorRow]) -> str:
-    """A line for each row; all of them have the same steps."""
-    heads = [f"error in step {each.step}" for each in rows[0].steps]
-    lines = [
-        [row.pattern, f"{row.pairs_kept:.1%}", *map(_cell, row.steps), f"{row.seconds:.1f}"] for row in rows
-    ]
-    return report.table([["pattern", "pairs kept", *heads, "seconds"], *lines])
-
-
-def _cell(step: StepError) -> str:
-    if step.standard_error is None:
-        return f"{step.error:.3g}"
-    return f"{step.error:.3g} ± {step.standard_error:.1g}"
 
 
 # -- patterns in a single step ---------------------------------------------------------------------------------------
 
 
-def of_a_step(pattern: Pattern) -> Pattern:
-    """A pattern with every step sparse, also where its method is inside of another."""
+def of_a_step(pattern: Case) -> Case:
+    """A pattern with every step sparse, also where its method is inside of another; called as people call it."""
+    named = replace(pattern, name=shown_name(pattern), on={**pattern.on, "pattern": ""})
     if pattern.method == "Composition" and pattern.fields.get("attention"):
         attention = dict(pattern.fields["attention"])
-        inside = of_a_step(Pattern(pattern.name, attention.get("fields", {}), attention["method"]))
+        inside = of_a_step(Case(named.name, {}, attention["method"], attention.get("fields", {})))
         nested = {**pattern.fields, "attention": {**attention, "fields": inside.fields}}
-        return replace(pattern, name=inside.name, fields=nested)
-    if "dense_steps" not in {each.name for each in fields(picture_runs.method_of(pattern))}:
-        return pattern
-    bare = without_dense_steps(pattern)
+        return replace(named, name=inside.name, fields=nested)
+    method: Any = pattern.made()
+    if "dense_steps" not in {each.name for each in fields(method)}:
+        return named
+    bare = without_dense_steps(named)
     return replace(bare, name=bare.name or _EVERY_STEP)
+
+
+def distinct(patterns: Sequence[Case]) -> list[Case]:
+    """What is left of patterns in a single step: those that differ in dense steps alone are one, the first."""
+    found: dict[str, Case] = {}
+    for pattern in map(of_a_step, patterns):
+        found.setdefault(json.dumps(replace(pattern, name="").document, sort_keys=True), pattern)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -198,116 +113,125 @@ def spread(source: Sequence[Picture], number: int) -> dict[int, Picture]:
 class Sample(NamedTuple):
     """A photograph with the noise of a step, and what the dense model says of it."""
 
-    place: int
     step: int
     level: float
     noisy: Tensor
     velocity: Tensor
 
 
-class ErrorSweep:
-    """Measures patterns one by one.
+class Errors(Benchmark):
+    name = "errors"
+    examples = (
+        "  python -m benchmarks errors --photographs cats512 --cases 'far/*' --json errors.json\n"
+        "  python -m benchmarks errors --photographs cats512/cats512-00.tar --num 2 --at 4,8,13 --case mine.json\n"
+        "  python -m benchmarks errors --photographs pictures --tiny --size 64 --blocks gpu"
+    )
+    table = CASES
+    defaults = DEFAULTS
 
-    Args:
-        task: `num`, `steps`, `size` and `seed` are of the photographs, of a sampling, and of the noise.
-        photographs: by their places among all there are, which the noise depends on.
-        source: the name of what they come from.
-        at: numbers of the steps.
-        out: a file with results; what stands there already is not measured again.
-        blocks: Hilbert's: those of the "device", of a "gpu" on any device, or sizes of queries and keys, "128x64".
-        on_step: called with the number of steps computed, what of, and the number of all.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        photographs: Mapping[int, Picture],
-        source: str,
-        at: Sequence[int],
-        *,
-        out: Path | None = None,
-        blocks: str = DEVICE,
-        device: torch.device | str = "cpu",
-        on_step: Callable[[int, str, int], None] | None = None,
-    ) -> None:
-        self.task, self.photographs, self.source, self.at = task, photographs, source, sorted(at)
-        self.out, self.blocks, self.device = out, blocks, torch.device(device)
-        self.rows = read_rows(out) if out is not None and out.exists() else []
-        self.broken: dict[str, str] = {}
-        """Patterns that raised, and what."""
-        self._on_step = on_step or (lambda done, name, total: None)
-        self._done = self._total = 0
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        options = self.options
+        weights = model_of(options)
+        size = options.size or trained_size(weights)
+        self.task = Task(weights, options.num, options.steps, size, options.seed)
+        self.at, self.blocks = sorted(options.at), options.blocks
+        self.photographs = spread(_photographs(options), options.num)
+        self.maker = PictureMaker(self.task, self.device, lambda case: with_blocks(case.made(), self.blocks))
         self._samples = list[Sample]()
-        self._commit = machine.commit()  # now: what is committed while it runs is not what runs
-        self._maker = PictureMaker(task, self.device, self._method)
 
-    def run(self, patterns: Sequence[Pattern], has_time: Callable[[], bool] = lambda: True) -> bool:
-        """Measure what is missing; returns whether time was enough for all of it."""
-        missing = self.missing(patterns)
-        self._total = (len(missing) + 1) * len(self.photographs) * len(self.at)
-        for pattern in missing:
-            if not has_time():
-                return False
-            if not self._samples:
-                self._samples = self._dense_samples()
-            try:
-                row = self._row(pattern)
-            except (ValueError, NotImplementedError) as error:  # it does not fit this size, or has no kernel
-                self.broken[pattern.name] = str(error)
-                continue
-            self._add(row)
-        return True
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--photographs",
+            type=Path,
+            metavar="PATH",
+            help="what noise is added to: a folder of tar files or of pictures, or one tar file",
+        )
+        add_weights(parser)
+        parser.add_argument("--tiny", action="store_true", help="an untrained model of a few narrow layers")
+        add_integer(parser, "--num", 2, "photographs, evenly spaced over all there are")
+        parser.add_argument(
+            "--at",
+            type=comma_list(integer("--at", 0)),
+            default=[8, 13],
+            metavar="N,N",
+            help="numbers of the steps, from 0 (default 8,13)",
+        )
+        add_integer(parser, "--steps", 16, "of the sampling that these steps are of")
+        add_integer(
+            parser, "--size", None, "pixels per side (default: what the model was trained at)", least=64
+        )
+        add_integer(parser, "--seed", 0, "of the noise", least=0)
+        parser.add_argument(
+            "--blocks",
+            type=_blocks,
+            default=DEVICE,
+            metavar="WHOSE",
+            help="blocks that the Hilbert method reads by: the device's own, those of a gpu on any device, or sizes of"
+            " queries and keys, 128x64 (default device)",
+        )
 
-    def distinct(self, patterns: Sequence[Pattern]) -> list[Pattern]:
-        """What is left of patterns in a single step: those that differ in dense steps alone are one, the first."""
-        picture_runs.check_patterns(patterns)
-        found: dict[str, Pattern] = {}
-        for pattern in map(of_a_step, patterns):
-            # Settings name files without their folders.
-            what = self.settings(replace(pattern, name="")), pattern.weights, pattern.lora
-            found.setdefault(json.dumps(what, sort_keys=True), pattern)
-        return list(found.values())
+    @classmethod
+    def cases(cls, options: argparse.Namespace, device: torch.device) -> list[Case]:
+        if not options.cases and not options.case:
+            options.cases = ["default/*" if options.quick else "far/*"]
+        return distinct(super().cases(options, device))
 
-    def missing(self, patterns: Sequence[Pattern]) -> list[Pattern]:
-        """Those without a row."""
-        return [
-            pattern
-            for pattern in self.distinct(patterns)
-            if not picture_runs.is_known(self.settings(pattern), self.rows)
-        ]
+    @classmethod
+    def check(cls, cases: Sequence[Case], options: argparse.Namespace) -> None:
+        super().check(cases, options)
+        check_model(options)
+        if options.photographs is None:
+            wrong("--photographs", "be given", None)
+        if max(options.at) >= options.steps:
+            rule = f"be numbers of steps, from 0 to {options.steps - 1}"
+            wrong("--at", rule, max(options.at), "`--steps` says how many there are.")
 
-    def rows_of(self, patterns: Sequence[Pattern]) -> list[ErrorRow]:
-        """Of what these are in a single step, measured now or before."""
-        wanted = [self.settings(pattern) for pattern in self.distinct(patterns)]
-        return [row for settings in wanted for row in self.rows if picture_runs.is_known(settings, [row])]
-
-    def settings(self, pattern: Pattern) -> dict[str, Any]:
+    def settings(self, case: Case) -> Record:
         """What it takes to do it again, without folders of this machine."""
-        photographs = {
-            "source": self.source,
-            "digest": fingerprint(list(self.photographs.values()))[:12],
-        }
-        own = {"at": self.at, "blocks": self.blocks, "photographs": photographs}
-        return self.task.settings(pattern) | own | {"device": machine.device_name(self.device)}
+        task, own = self.task, case.on.get("weights")
+        files = {"weights": Path(own).name if own else task.weights.name}
+        if lora := case.on.get("lora"):
+            files["lora"] = Path(lora).name
+        source = self.options.photographs.resolve().name
+        photographs = {"source": source, "digest": fingerprint(list(self.photographs.values()))[:12]}
+        sizes = {"num": task.num, "steps": task.steps, "size": task.size, "seed": task.seed}
+        how = {"at": self.at, "blocks": self.blocks, "photographs": photographs, "tuning": tuning_of(case)}
+        return case.document | sizes | how | files | {"device": machine.device_name(self.device)}
 
-    def _method(self, pattern: Pattern) -> Any:
-        return with_blocks(picture_runs.method_of(pattern), self.blocks)
+    def is_timed(self) -> bool:
+        return False  # each record says of which commit it is
+
+    def measure(self, case: Case) -> Iterator[Record]:
+        if not self._samples:
+            self._samples = self._dense_samples()
+        errors: dict[int, list[float]] = {step: [] for step in self.at}
+        started = time.perf_counter()
+        with self.maker.using(case) as drawing:
+            for place, sample in enumerate(self._samples):
+                self.session.say(f"{case.name}: step {place} of {len(self._samples)}")
+                velocity = drawing.velocity(sample.noisy, sample.step)
+                # As a number: the device is waited for.
+                errors[sample.step].append(float((velocity - sample.velocity).double().square().mean()))
+            seconds = time.perf_counter() - started
+            kept = drawing.facts().pairs_kept
+        levels = {sample.step: sample.level for sample in self._samples}
+        steps = [step_error(step, levels[step], values) for step, values in errors.items()]
+        yield {"pattern": case.name, "pairs_kept": kept, "steps": steps, "seconds": seconds}
 
     def _dense_samples(self) -> list[Sample]:
         """Noisy latents by photograph and step."""
-        weights = self.task.weights
-        is_tiny = weights == pareto.TINY
-        pipeline = pareto.tiny_pipeline() if is_tiny else DemoPipeline.load(weights, self.device)
-        self._maker.provide(weights, pipeline)
+        pipeline = self.maker.pipeline(None)
         levels = pipeline.level(pipeline.begin(self.task.steps)).tolist()
         samples = []
-        with self._maker.using(None) as drawing:
+        with self.maker.using(None) as drawing:
             for place, photograph in self.photographs.items():
                 latents = self._latents(pipeline, photograph)
                 for step in self.at:
+                    self.session.say(f"dense: photograph {place}, step {step}")
                     noisy = self._noisy(latents, levels[step], place, step)
-                    velocity = self._velocity(drawing, noisy, step, DENSE)
-                    samples.append(Sample(place, step, levels[step], noisy, velocity))
+                    samples.append(Sample(step, levels[step], noisy, drawing.velocity(noisy, step)))
         return samples
 
     @torch.no_grad()
@@ -320,28 +244,46 @@ class ErrorSweep:
         added = noise(range(number, number + 1), (self.task.size, self.task.size), self.task.seed)
         return (1 - level) * latents + level * added.to(self.device)
 
-    def _velocity(self, drawing: Drawing, noisy: Tensor, step: int, name: str) -> Tensor:
-        self._on_step(self._done, name, self._total)
-        self._done += 1
-        return drawing.velocity(noisy, step)
+    def columns(self, records: Sequence[Record]) -> list[Column]:
+        return [
+            Column("pairs kept", "pairs_kept", ".1%"),
+            *(Column(f"error in step {step}", partial(_cell, step)) for step in self.at),
+            Column("seconds", "seconds", ".1f"),
+        ]
 
-    def _row(self, pattern: Pattern) -> ErrorRow:
-        errors: dict[int, list[float]] = {step: [] for step in self.at}
-        started = time.perf_counter()
-        with self._maker.using(pattern) as drawing:
-            for sample in self._samples:
-                velocity = self._velocity(drawing, sample.noisy, sample.step, pattern.name)
-                # As a number: the device is waited for.
-                errors[sample.step].append(float((velocity - sample.velocity).double().square().mean()))
-            seconds = time.perf_counter() - started
-            kept = drawing.facts().pairs_kept
-        levels = {sample.step: sample.level for sample in self._samples}
-        steps = tuple(StepError(step, levels[step], tuple(values)) for step, values in errors.items())
-        return ErrorRow(pattern.name, kept, steps, seconds, settings=self.settings(pattern))
 
-    def _add(self, row: ErrorRow) -> None:
-        """Write a file with one row more. Those of a file may come of several runs, so each says by itself of which."""
-        facts = machine.facts() | {"commit": self._commit}
-        self.rows.append(replace(row, commit=self._commit, date=facts["date"]))
-        if self.out is not None:
-            write_json(self.out, as_document(self.rows, facts))
+def step_error(step: int, level: float, photographs: Sequence[float]) -> Record:
+    """Mean squared errors in one step: of each photograph, their mean, and its standard error (of several)."""
+    spread = statistics.stdev(photographs) / math.sqrt(len(photographs)) if len(photographs) > 1 else None
+    found = {"step": step, "level": level, "photographs": list(photographs)}
+    return found | {"error": statistics.fmean(photographs), "standard_error": spread}
+
+
+def _cell(step: int, record: Mapping[str, Any]) -> str | None:
+    for each in record.get("steps", ()):
+        if each["step"] == step:
+            error = f"{each['error']:.3g}"
+            return error if each["standard_error"] is None else f"{error} ± {each['standard_error']:.1g}"
+    return None
+
+
+def _photographs(options: argparse.Namespace) -> list[Picture]:
+    """All there are."""
+    try:
+        source = pictures(options.photographs)
+    except (FileNotFoundError, BadFile) as error:
+        got = f"{str(options.photographs)!r} ({error})"
+        wrong("--photographs", "name a folder of pictures or of tar files, or a tar file", got)
+    if options.num > len(source):
+        wrong("--num", f"be at most {len(source):,}, for there are no more photographs", options.num)
+    return source
+
+
+def _blocks(text: str) -> str:
+    """As they are kept in results: a name, or two sizes."""
+    queries, _, keys = text.partition("x")
+    if text in (DEVICE, GPU) or (queries in map(str, QUERY_BLOCKS) and keys in map(str, GRAINS)):
+        return text
+    queries_words, keys_words = (", ".join(map(str, sizes)) for sizes in (QUERY_BLOCKS, GRAINS))
+    rule = f"be {DEVICE} or {GPU}, or sizes of queries ({queries_words}) and keys ({keys_words})"
+    wrong("--blocks", rule, repr(text), "Example: --blocks 128x64")

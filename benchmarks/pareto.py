@@ -1,180 +1,237 @@
-"""Speed beside likeness, method by method: the embedded model's pictures with each, timed beside the dense model's.
+"""Measured methods as points of speed and quality, from results of several benchmarks; and which of them nothing beats.
 
-Dense and sparse pictures are made in turns from the same noise, so that a busy machine slows both. Results are written
-after every pattern.
+Points are compared only with those of their own group: pictures of one number, size and seed, in one file.
 """
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from benchmarks import picture_runs
-from benchmarks.picture_runs import DENSE, Facts, PictureMaker, Task
-from benchmarks.quality_cases import Pattern
+from benchmarks import report
+from benchmarks.report import Column, Record, plain
 from nearfield.cli import machine
-from nearfield_lab import quality
-from nearfield_lab.embedded.model import ModelConfig, TinyFlux
-from nearfield_lab.embedded.sampler import DemoPipeline
-from nearfield_lab.embedded.storage import read_tensors
-from nearfield_lab.quality.results import QualityRow, read_rows
+from nearfield.cli.arguments import FAILED, OK, UsageError, wrong
+from nearfield.cli.options import add_json, add_plot
+from nearfield.cli.reports import write_reports
+from nearfield_lab.commands.drawing import require_reports
+from nearfield_lab.plots.fronts import PANELS, Panel, pareto_panels
+from nearfield_lab.quality.results import QualityRow, read_rows, unbeaten
 
-TINY = Path("tiny")
-"""In the place of a model file."""
-_ABOUT = "the embedded model's pictures, each pattern timed beside dense"
-_TINY = ModelConfig(joint_blocks=2, single_blocks=3, heads=2, head_dim=32, condition_tokens=16, size=128)
-
-
-def tiny_pipeline() -> DemoPipeline:
-    """An untrained model with random weights also where a new one has zeros: its pictures depend on everything."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = TinyFlux(_TINY)
-        for parameter in model.parameters():
-            if not parameter.any():
-                nn.init.normal_(parameter, std=0.1)
-        return DemoPipeline(model.requires_grad_(False))
-
-
-def trained_size(weights: Path) -> int:
-    """Pixels per side that a model file was trained at last."""
-    if weights == TINY:
-        return _TINY.size
-    _, facts = read_tensors(weights)
-    return int(facts.get("config", {}).get("size", ModelConfig.size))
+COMMITTED = Path(__file__).parent / "results"
+QUALITY = ("quality", "pictures")
+KINDS = (*QUALITY, "model", "step", "hilbert", "attention")
+"""Benchmarks whose files are read, of today and of before."""
+_DENSE = "dense"
+_FAMILIES = {
+    "hilbert": "Hilbert",
+    "window": "mask",
+    "band": "mask",
+    "Composition": "Merge | Hilbert",
+    "merge": "Merge",
+    "merge+hilbert": "Merge | Hilbert",
+    "fine": "FineGrained",
+    "": "a plan",
+}
+examples = (
+    "  python -m benchmarks pareto --plot pareto.png\n"
+    "  python -m benchmarks pareto --results mine.json step.json --json points.json --plot pareto.svg"
+)
 
 
-class _Turns(NamedTuple):
-    """Pictures of a pattern and of the dense model, and milliseconds per step of every batch."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="results of pictures, step or attention: files, or folders of them (default: the committed ones)",
+    )
+    add_json(parser, "write all points, and which nothing beats")
+    add_plot(parser, "draw them", ".png", ".svg")
 
-    images: Tensor
-    dense: Tensor
-    times: list[float]
-    dense_times: list[float]
-    facts: Facts
+
+def run(options: argparse.Namespace) -> int:
+    """Tell of all points, draw them, and write them; returns the exit code."""
+    require_reports("--plot", options.plot, options.json)
+    for path in options.results or ():
+        if not path.exists():
+            wrong("--results", "name files or folders that are there", repr(str(path)))
+    files = files_in(options.results or ([COMMITTED] if COMMITTED.is_dir() else []))
+    try:
+        points = [point for path in files for point in read_points(path)]
+    except ValueError as error:
+        raise UsageError(f"`--results` must name results of benchmarks. {error}") from None
+    if not points:
+        wrong("--results", "hold results", "none")
+    records = with_fronts(points)
+    print(tables(records))
+    document = report.document(
+        "pareto", {}, machine.facts(), [record | {"status": "ok"} for record in records]
+    )
+    written = write_reports(
+        plain(document), options.json, options.plot, pareto_panels, "Methods of nearfield"
+    )
+    return OK if written else FAILED
 
 
-class TimedSweep:
-    """Measures patterns one by one into a file of quality results.
+def draw_rows(path: Path, records: Sequence[Record], title: str) -> None:
+    """Records of pictures, as points."""
+    rows = [QualityRow.of(record) for record in records]
+    pareto_panels(path, with_fronts(points_of(rows, "measured")), title)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One method with the figures that are known of it; None for the others.
 
     Args:
-        networks: what gives features of pictures, by the names `QualityRow` has: "inception", "efficientnet".
-        on_picture: called with the number of pictures made and what they are.
+        name: for people.
+        family: the class of the method.
+        group: what it may be compared with.
+        pairs_kept, tokens_kept: shares of the dense ones.
+        milliseconds, speed_up: of a denoising step over dense beside it; or of one attention call.
+        lpips, psnr, inception_distance, efficientnet_distance: to the dense pictures of the same seeds.
+        seam_ratio: seam energy over that of the dense pictures on the same lines.
+        fid: to photographs.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        out: Path,
-        *,
-        networks: Mapping[str, nn.Module] | None = None,
-        device: torch.device | str = "cpu",
-        on_picture: Callable[[int, str], None] | None = None,
-    ) -> None:
-        self.task, self.out, self.networks = task, out, networks or {}
-        self.device = torch.device(device)
-        self.rows = read_rows(out) if out.exists() else []
-        self.broken: dict[str, str] = {}
-        """Patterns that raised, and what."""
-        self._on_picture = on_picture or (lambda done, name: None)
-        self._maker = PictureMaker(task, self.device)
-        if task.weights == TINY:
-            self._maker.provide(TINY, tiny_pipeline())
-        self._lpips = quality.load_lpips(device=self.device)
-        self._warm: set[str] = set()
-
-    def run(self, patterns: Sequence[Pattern], has_time: Callable[[], bool] = lambda: True) -> bool:
-        """Measure what is missing; returns whether time was enough for all of it."""
-        picture_runs.check_patterns(patterns)
-        for pattern in (None, *patterns):
-            if self.is_known(pattern):
-                continue
-            if not has_time():
-                return False
-            if pattern is None:
-                self._add(self._dense_row())
-                continue
-            try:
-                self._add(self._row(pattern))
-            except (ValueError, NotImplementedError) as error:  # it does not fit this size, or has no kernel
-                self.broken[pattern.name] = str(error)
-        return True
-
-    def is_known(self, pattern: Pattern | None) -> bool:
-        return picture_runs.is_known(self._settings(pattern), self.rows)
-
-    def _settings(self, pattern: Pattern | None) -> dict[str, Any]:
-        timed = {"batch": self.task.batch, "device": machine.device_name(self.device)}
-        return self.task.settings(pattern) | timed
-
-    def _add(self, row: QualityRow) -> None:
-        picture_runs.add_row(self.rows, row, self.out, _ABOUT)
-
-    # -- one pattern ---------------------------------------------------------------------------------------------
-
-    def _dense_row(self) -> QualityRow:
-        self._warm_up(None)
-        times = []
-        for numbers in self.task.batches():
-            self._on_picture(numbers.start, DENSE)
-            times.append(self._drawn(None, numbers)[1])
-        median = _median(times)
-        return QualityRow(
-            DENSE,
-            1.0,
-            self.task.num,
-            milliseconds=median,
-            dense_milliseconds=median,
-            settings=self._settings(None),
-        )
-
-    def _row(self, pattern: Pattern) -> QualityRow:
-        turns = self._turns(pattern)
-        found: dict[str, Any] = picture_runs.likeness(turns.images, turns.dense, self._lpips, self.device)
-        method = picture_runs.method_of(pattern)
-        found |= picture_runs.seams(method, turns.facts.geometry, turns.images, turns.dense, self.device)
-        found |= picture_runs.feature_distances(turns.images, turns.dense, self.networks, self.device)
-        return QualityRow(
-            pattern.name,
-            turns.facts.pairs_kept,
-            self.task.num,
-            tokens_kept=turns.facts.tokens_kept,
-            milliseconds=_median(turns.times),
-            dense_milliseconds=_median(turns.dense_times),
-            settings=self._settings(pattern),
-            **found,
-        )
-
-    def _turns(self, pattern: Pattern) -> _Turns:
-        self._warm_up(None)
-        self._warm_up(pattern)
-        images, dense = list[Tensor](), list[Tensor]()
-        times, dense_times = list[float](), list[float]()
-        for numbers in self.task.batches():
-            self._on_picture(numbers.start, pattern.name)
-            for each, pictures, durations in ((None, dense, dense_times), (pattern, images, times)):
-                made, milliseconds, facts = self._drawn(each, numbers)
-                pictures.append(made)
-                durations.append(milliseconds)
-        return _Turns(torch.cat(images), torch.cat(dense), times, dense_times, facts)
-
-    def _warm_up(self, pattern: Pattern | None) -> None:
-        """On a GPU: kernels are compiled at their first call, and its clock rises."""
-        name = pattern.name if pattern else DENSE
-        if self.device.type == "cuda" and name not in self._warm:
-            self._drawn(pattern, next(self.task.batches()))
-            self._warm.add(name)
-
-    def _drawn(self, pattern: Pattern | None, numbers: range) -> tuple[Tensor, float, Facts]:
-        """Pictures, milliseconds per step (the mean: steps may differ on purpose), and what was read."""
-        with self._maker.using(pattern) as drawing:
-            images, seconds = drawing.draw(numbers)
-            return images, 1000 * statistics.fmean(seconds), drawing.facts()
+    name: str
+    family: str
+    group: str
+    pairs_kept: float | None = None
+    tokens_kept: float | None = None
+    milliseconds: float | None = None
+    speed_up: float | None = None
+    lpips: float | None = None
+    psnr: float | None = None
+    inception_distance: float | None = None
+    efficientnet_distance: float | None = None
+    seam_ratio: float | None = None
+    fid: float | None = None
 
 
-def _median(times: Sequence[float]) -> float:
-    """The first of several warms up: it is left out where others are enough."""
-    return statistics.median(times[1:] if len(times) > 2 else times)
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def points_of(rows: Iterable[QualityRow], source: str) -> list[Point]:
+    """Points of quality rows, measured or read."""
+    return [_point_of(row, source) for row in rows]
+
+
+def _point_of(row: QualityRow, source: str) -> Point:
+    settings, is_dense = row.settings, row.pattern == _DENSE
+    method = str(settings.get("method", _DENSE))
+    named = (
+        f"{settings[name]} {unit}" for name, unit in (("size", "px"), ("steps", "steps")) if name in settings
+    )
+    group = ", ".join([f"{source}: {row.samples:,} pictures", *named])
+    return Point(
+        row.pattern,
+        _DENSE if is_dense else _FAMILIES.get(method, method),
+        group,
+        row.pairs_kept,
+        row.tokens_kept,
+        row.milliseconds,
+        row.speed_up,
+        0.0 if is_dense else row.lpips,  # the dense pictures are their own measure
+        row.psnr,
+        row.inception_distance,
+        row.efficientnet_distance,
+        row.seam / row.dense_seam if row.seam is not None and row.dense_seam else None,
+        row.fid,
+    )
+
+
+def files_in(paths: Sequence[Path]) -> list[Path]:
+    """The files among these, and those of folders that hold results of the KINDS."""
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        found += [each for each in inside if not path.is_dir() or _kind_of(each) in KINDS]
+    return found
+
+
+def read_points(path: Path) -> list[Point]:
+    """Points of a results file. Raises ValueError if it holds none."""
+    kind = _kind_of(path)
+    if kind in QUALITY:
+        return points_of(read_rows(path), path.stem)
+    if kind not in KINDS:
+        raise ValueError(f"{path} holds no results of {', '.join(KINDS)}.")
+    records = json.loads(path.read_text(encoding="utf-8"))["results"]
+    return [_speed_point(record, kind, path.stem) for record in records if record["status"] == "ok"]
+
+
+def _kind_of(path: Path) -> str | None:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    kind = document.get("benchmark") if isinstance(document, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _speed_point(record: Mapping[str, Any], kind: str, source: str) -> Point:
+    common = {"pairs_kept": record["density"], "speed_up": record["speed_up"]}
+    if kind in ("hilbert", "attention"):
+        settings = record.get("settings", {"method": "Hilbert"})  # of the format before there were none
+        family = _FAMILIES.get(settings["method"], settings["method"])
+        return Point(record["case"], family, f"{source}: one attention call", **common)
+    method = record.get("method_name", "hilbert")
+    family = _FAMILIES.get(method, method)
+    median = record["milliseconds"]["nearfield"]["median"]
+    name = record.get("name", f"{record['pixels']} px")
+    return Point(name, family, f"{source}: one step", milliseconds=median, **common)
+
+
+# -- fronts ----------------------------------------------------------------------------------------------------------
+
+
+def with_fronts(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Records of all points, each with `front`: titles of the panels in which no other point of its group beats it."""
+    records = [asdict(point) | {"front": list[str]()} for point in points]
+    for panel in PANELS:
+        for group in _grouped(records).values() if panel.has_front else ():
+            for record in unbeaten(_costs(panel, group)):
+                record["front"].append(panel.title)
+    return records
+
+
+def _costs(panel: Panel, group: Iterable[dict[str, Any]]) -> Iterator[tuple[float, float, dict[str, Any]]]:
+    for record in group:
+        place = panel.value_of(record)
+        if place is not None:
+            yield (-place[0] if panel.is_more_better else place[0]), place[1], record
+
+
+def _grouped(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["group"], []).append(record)
+    return groups
+
+
+_COLUMNS = (
+    Column("method", "name"),
+    Column("pairs", "pairs_kept", ".1%"),
+    Column("tokens", "tokens_kept", ".0%"),
+    Column("ms per step", "milliseconds", ",.1f"),
+    Column("speed-up", "speed_up", ".2f"),
+    Column("LPIPS", "lpips", ".3f"),
+    Column("PSNR", "psnr", ".1f"),
+    Column("seam / dense", "seam_ratio", ".3f"),
+    Column("Inception", "inception_distance", ".4f"),
+    Column("EfficientNet", "efficientnet_distance", ".4f"),
+    Column("FID", "fid", ".1f"),
+    Column("unbeaten in", lambda record: ", ".join(title.lower() for title in record["front"]) or None),
+)
+
+
+def tables(records: Sequence[Record]) -> str:
+    """A table for each group, with a column for what any of its points has."""
+    return "\n\n".join(
+        f"{group}\n{report.table(_COLUMNS, members)}" for group, members in _grouped(records).items()
+    )

@@ -1,29 +1,47 @@
 """The embedded model's pictures with patterns of attention, and how like the dense ones they are."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.masks import Masked
-from benchmarks.quality_cases import Pattern
-from nearfield import Geometry, Method, apply, recipes
-from nearfield._files import write_json
-from nearfield.cli import machine
+from benchmarks.cases import Case
+from nearfield import Geometry, Method, apply
 from nearfield.diffusers.compiling import compiled_blocks
 from nearfield.diffusers.handle import Handle
 from nearfield_lab import quality
 from nearfield_lab.embedded.lora import lora_on
+from nearfield_lab.embedded.model import ModelConfig, TinyFlux
 from nearfield_lab.embedded.sampler import DemoPipeline, Sampled
-from nearfield_lab.quality.results import as_document
+from nearfield_lab.embedded.storage import read_tensors
 
-DENSE = "dense"
-_MASKS = ("window", "band")
+TINY = Path("tiny")
+"""In place of a model file: an untrained model of a few narrow layers."""
+_TINY = ModelConfig(joint_blocks=2, single_blocks=3, heads=2, head_dim=32, condition_tokens=16, size=128)
+
+
+def tiny_pipeline() -> DemoPipeline:
+    """An untrained model with random weights also where a new one has zeros: its pictures depend on everything."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = TinyFlux(_TINY)
+        for parameter in model.parameters():
+            if not parameter.any():
+                nn.init.normal_(parameter, std=0.1)
+        return DemoPipeline(model.requires_grad_(False))
+
+
+def trained_size(weights: Path) -> int:
+    """Pixels per side that a model file was trained at last."""
+    if weights == TINY:
+        return _TINY.size
+    _, facts = read_tensors(weights)
+    return int(facts.get("config", {}).get("size", ModelConfig.size))
 
 
 @dataclass(frozen=True)
@@ -45,27 +63,10 @@ class Task:
     batch: int = 64
     compiled: bool = False
 
-    def settings(self, pattern: Pattern | None) -> dict[str, Any]:
-        """What it takes to do it again, and to know that it was done."""
-        own = {"num": self.num, "steps": self.steps, "size": self.size, "seed": self.seed}
-        weights = Path(pattern.weights) if pattern and pattern.weights else self.weights
-        chosen = asdict(pattern) | {"tuning": pattern.tuning} if pattern else {"name": DENSE}
-        files = {"lora": Path(pattern.lora).name} if pattern and pattern.lora else {}
-        # All fields: what they mean must not hang on the defaults of a version.
-        fields = {"fields": _all_fields(pattern)} if pattern else {}
-        return own | chosen | files | fields | {"weights": weights.name}
-
     def batches(self) -> Iterator[range]:
         """Numbers of the pictures that are made together."""
         for start in range(0, self.num, self.batch):
             yield range(start, min(start + self.batch, self.num))
-
-
-class Measured(Protocol):
-    """A row, of whatever benchmark, that says with which settings it was measured."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
 
 
 class Facts(NamedTuple):
@@ -143,31 +144,28 @@ class PictureMaker:
     """Makes pictures with any pattern; models are loaded once.
 
     Args:
-        methods: gives what `apply` is given for a pattern; by default `method_of`.
+        methods: gives what `apply` is given for a pattern; by default the case's method.
     """
 
     def __init__(
-        self, task: Task, device: torch.device, methods: Callable[[Pattern], Any] | None = None
+        self, task: Task, device: torch.device, methods: Callable[[Case], Any] | None = None
     ) -> None:
         self.task, self.device = task, device
-        self._methods = methods or method_of
+        self._methods = methods or Case.made
         self.not_compiled: dict[str, str] = {}
         """Patterns that could not be, and why."""
         self._pipelines: dict[Path, DemoPipeline] = {}
 
-    def provide(self, path: Path, pipeline: DemoPipeline) -> None:
-        """A model that is in no file, under the name of one."""
-        self._pipelines[path] = pipeline.to(self.device)
-
     @contextmanager
-    def using(self, pattern: Pattern | None) -> Iterator[Drawing]:
+    def using(self, pattern: Case | None) -> Iterator[Drawing]:
         """The model with a pattern, its weights and its LoRA; None: as it is."""
-        pipeline = self._pipeline(pattern)
+        pipeline = self.pipeline(pattern)
         if pattern is None:
             with self._compiled(pipeline):
                 yield Drawing(pipeline, self.task, None, self.task.compiled)
             return
-        with lora_on(pipeline, Path(pattern.lora) if pattern.lora else None) as lora:
+        lora_file = pattern.on.get("lora")
+        with lora_on(pipeline, Path(lora_file) if lora_file else None) as lora:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # what it does to pictures is measured here
                 handle = apply(pipeline, self._methods(pattern), lora=lora)
@@ -180,10 +178,13 @@ class PictureMaker:
     def _compiled(self, pipeline: DemoPipeline, is_possible: bool = True) -> AbstractContextManager[None]:
         return compiled_blocks(pipeline.transformer) if self.task.compiled and is_possible else nullcontext()
 
-    def _pipeline(self, pattern: Pattern | None) -> DemoPipeline:
-        path = Path(pattern.weights) if pattern and pattern.weights else self.task.weights
+    def pipeline(self, pattern: Case | None) -> DemoPipeline:
+        """The model that a pattern is for."""
+        own = pattern.on.get("weights") if pattern else None
+        path = Path(own) if own else self.task.weights
         if path not in self._pipelines:
-            self._pipelines[path] = DemoPipeline.load(path, self.device)
+            made = tiny_pipeline().to(self.device) if path == TINY else DemoPipeline.load(path, self.device)
+            self._pipelines[path] = made
         return self._pipelines[path]
 
 
@@ -214,22 +215,6 @@ def finite_mean(values: Tensor) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def likeness(
-    images: Tensor, dense: Tensor, lpips: nn.Module, device: torch.device
-) -> dict[str, float | None]:
-    """Means over pairs."""
-    values = likeness_values(images, dense, lpips, device)
-    return {name: finite_mean(each) for name, each in values.items()}
-
-
-def feature_distances(
-    images: Tensor, dense: Tensor, networks: Mapping[str, nn.Module], device: torch.device
-) -> dict[str, float]:
-    """Means over pairs, by the names that `QualityRow` has for the networks' distances."""
-    values = feature_distance_values(images, dense, networks, device)
-    return {name: float(each.mean()) for name, each in values.items()}
-
-
 def feature_distance_values(
     images: Tensor, dense: Tensor, networks: Mapping[str, nn.Module], device: torch.device
 ) -> dict[str, Tensor]:
@@ -239,16 +224,6 @@ def feature_distance_values(
         features = [quality.features_of(batches(part, device), network) for part in (images, dense)]
         found[f"{name}_distance"] = quality.cosine_distance(*features)
     return found
-
-
-def seams(
-    method: Any, geometry: Geometry | None, images: Tensor, dense: Tensor, device: torch.device
-) -> dict[str, float | None]:
-    """The energy of a method's lines, beside that of the dense pictures; nothing where it draws none."""
-    borders = borders_of(method, geometry, device)
-    if borders is None:
-        return {}
-    return seam_figures(*(gradients(each, borders, device) for each in (images, dense)))
 
 
 def gradients(images: Tensor, borders: quality.Borders, device: torch.device) -> Tensor:
@@ -268,52 +243,3 @@ def borders_of(method: Method, geometry: Geometry | None, device: torch.device) 
     if borders is None or not float(borders.right.sum() + borders.below.sum()):
         return None
     return borders
-
-
-def add_row(rows: list[quality.QualityRow], row: quality.QualityRow, out: Path, about: str) -> None:
-    """Write a file with one row more. Those of a file may come of several runs, so each says by itself of which; the
-    file's facts are those of the last one."""
-    facts = machine.facts()
-    rows.append(replace(row, commit=facts["commit"], date=facts["date"]))
-    write_json(out, as_document(rows, facts, about))
-
-
-def is_known(settings: Mapping[str, Any], rows: Sequence[Measured]) -> bool:
-    """Whether a row was measured with these settings."""
-    wanted = _as_json_returns(settings)
-    return any(_as_json_returns(row.settings) == wanted for row in rows)
-
-
-def _as_json_returns(value: Any) -> Any:
-    """The same values with lists in the place of tuples: what was written and read is compared with what is meant."""
-    if isinstance(value, Mapping):
-        return {name: _as_json_returns(part) for name, part in value.items()}
-    return [_as_json_returns(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-# -- methods ---------------------------------------------------------------------------------------------------------
-
-
-def method_of(pattern: Pattern) -> Any:
-    """What `apply` is given."""
-    if pattern.method in _MASKS:
-        return Masked(pattern.method, **pattern.fields)
-    name = "Hilbert" if pattern.method == "hilbert" else pattern.method
-    return recipes.read({"format": recipes.FORMAT, "method": name, "fields": pattern.fields}).method
-
-
-def _all_fields(pattern: Pattern) -> Mapping[str, Any]:
-    """Those of a pattern's method."""
-    if pattern.method in _MASKS:
-        return pattern.fields
-    fields: Mapping[str, Any] = recipes.Recipe(method_of(pattern)).as_document()["fields"]
-    return fields
-
-
-def check_patterns(patterns: Sequence[Pattern]) -> None:
-    """Fields that are none, or do not go together, are told before anything takes time."""
-    for pattern in patterns:
-        try:
-            method_of(pattern)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"pattern {pattern.name!r}: {error}") from None

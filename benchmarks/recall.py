@@ -1,28 +1,37 @@
-"""How much of full attention's weight is left, pattern by pattern, at equal numbers of pairs.
+"""Measure how much of full attention's weight is left, pattern by pattern, at equal numbers of pairs.
 
 Single keys, few of them together, whole blocks, and runs of a curve: each reads as many pairs as the run does, and what
 it holds of the weights of full attention is added up exactly. Queries and keys come from a model's layers, recorded
 through `apply`, or are the tokens of a latent themselves.
 """
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.cases import Case
+from benchmarks.report import Column, Record
+from benchmarks.runner import Benchmark
 from nearfield import attend, planning
 from nearfield._types import Attended, Impl
-from nearfield.cli.report import table
+from nearfield.cli.arguments import comma_list, integer, wrong
+from nearfield.cli.options import add_integer, add_number
 from nearfield.diffusers import apply
-from nearfield.layout.geometry import Geometry
-from nearfield.layout.ordering import Ordering, along
+from nearfield.layout import Geometry, Ordering, along
 from nearfield.methods import Hilbert, LayerAttention, Method
-from nearfield.ops.predict import api as predict
-from nearfield.ops.predict.api import Blocks
+from nearfield.ops import Blocks, predict
 from nearfield.ops.predict.reference import columns
+from nearfield_lab.embedded.autoencoder import Autoencoder
+from nearfield_lab.embedded.model import load_model
+from nearfield_lab.embedded.storage import BadFile, read_tensors
+from nearfield_lab.training import data
 
 QUERY_BLOCK = 128
 GRAINS = (1, 4, 8, 16, 64, 128)
@@ -40,25 +49,6 @@ class Sample(NamedTuple):
     query: Tensor
     key: Tensor
     scale: float
-
-
-@dataclass(frozen=True)
-class Recall:
-    """What one pattern holds of one sample.
-
-    Args:
-        by: how it was chosen: by "weights" of full attention, by "means" of blocks, or by "place".
-        tiles: of the run that says how many pairs are read.
-        kept: share of the pairs that is read.
-        recall: share of the weights that is in them, on average over queries.
-    """
-
-    sample: str
-    pattern: str
-    by: str
-    tiles: int
-    kept: float
-    recall: float
 
 
 # -- where queries and keys come from --------------------------------------------------------------------------------
@@ -138,7 +128,7 @@ def latent_sample(latent: Tensor, patch: int = 2, name: str = "latent") -> Sampl
 
 def measured(
     sample: Sample, tiles: Sequence[int] = TILES, query_block: int = QUERY_BLOCK
-) -> Iterator[Recall]:
+) -> Iterator[Record]:
     """Every pattern, with as many pairs as the runs of so many tiles have.
 
     Args:
@@ -160,11 +150,24 @@ def measured(
         name = f"grain {grain}" if grain < FINEST_BLOCK else f"blocks of {grain}"
         for run in runs:
             for by, keep in (
-                ("weights", largest(maxima, blocks, run.kept)),
-                ("means", by_means(query, key, blocks, run.kept, sample.scale)),
+                ("weights", largest(maxima, blocks, run["kept"])),
+                ("means", by_means(query, key, blocks, run["kept"], sample.scale)),
             ):
                 kept, recall = _held(keep, masses, blocks)
-                yield Recall(sample.name, name, by, run.tiles, kept, recall)
+                yield record_of(sample, name, by, run["tiles"], kept, recall)
+
+
+def record_of(sample: Sample, pattern: str, by: str, tiles: int, kept: float, recall: float) -> Record:
+    """What one pattern holds of one sample.
+
+    Args:
+        by: how it was chosen: by "weights" of full attention, by "means" of blocks, or by "place".
+        tiles: of the run that says how many pairs are read.
+        kept: share of the pairs that is read.
+        recall: share of the weights that is in them, on average over queries.
+    """
+    found: Record = {"sample": sample.name, "pattern": pattern, "by": by, "tiles": tiles}
+    return found | {"kept": kept, "recall": recall}
 
 
 def full_lse(sample: Sample) -> Tensor:
@@ -172,7 +175,7 @@ def full_lse(sample: Sample) -> Tensor:
     return attend(sample.query, sample.key, sample.key, full, scale=sample.scale).lse
 
 
-def run_recall(sample: Sample, lse: Tensor, tiles: int) -> Recall:
+def run_recall(sample: Sample, lse: Tensor, tiles: int) -> Record:
     """Of the runs of a curve: the sum over what a plan lists is known from its `lse`."""
     method = Hilbert(tiles=tiles, near="tile", far=None)
     ordering = method.ordering(sample.geometry, device=sample.query.device)
@@ -180,7 +183,7 @@ def run_recall(sample: Sample, lse: Tensor, tiles: int) -> Recall:
     attention = method.layer(sample.geometry, 0, heads=query.shape[1], device=query.device)
     held = (attention.attend(query, key, key, scale=sample.scale).lse - full).exp()
     kept = attention.num_pairs / sample.geometry.num_tokens**2
-    return Recall(sample.name, RUNS, "place", tiles, kept, float(held.mean()))
+    return record_of(sample, RUNS, "place", tiles, kept, float(held.mean()))
 
 
 def largest(maxima: Tensor, blocks: Blocks, share: float) -> Tensor:
@@ -228,41 +231,162 @@ def _ordered(x: Tensor, geometry: Geometry, ordering: Ordering) -> Tensor:
     return x[:, :, order]
 
 
-# -- reports -----------------------------------------------------------------------------------------------------------
+# -- the benchmark -----------------------------------------------------------------------------------------------------
 
 
-def averaged(results: Sequence[Recall]) -> list[Recall]:
+class Recall(Benchmark):
+    name = "recall"
+    examples = (
+        "  python -m benchmarks recall --latents video.safetensors --plot recall.png --json recall.json\n"
+        "  python -m benchmarks recall --weights model.safetensors --images photographs --num 4"
+    )
+    drawing = "nearfield_lab.plots.lines:recall_lines"
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--latents",
+            type=Path,
+            metavar="FILE",
+            help="safetensors with a latent [1, C, frames, height, width] or [1, C, height, width]: its tokens are"
+            " queries and keys, as they are",
+        )
+        parser.add_argument(
+            "--weights",
+            type=Path,
+            metavar="FILE",
+            help="of the embedded model: queries and keys of its layers",
+        )
+        parser.add_argument(
+            "--images", type=Path, metavar="FOLDER", help="pictures, or tar files of them, for --weights"
+        )
+        add_integer(parser, "--num", 1, "pictures")
+        add_number(parser, "--noise", 0.5, "level of noise in the pictures, 0 to 1")
+        add_integer(parser, "--patch", 2, "latent pixels per token side")
+        parser.add_argument(
+            "--tiles",
+            type=comma_list(integer("--tiles", 1)),
+            default=list(TILES),
+            metavar="N,N",
+            help="runs that the curve is cut into: they say how many pairs are kept (default 2,4,8,16)",
+        )
+        add_integer(
+            parser,
+            "--query-block",
+            QUERY_BLOCK,
+            "queries that share a choice; small pictures want fewer, and as many as divide the text",
+        )
+
+    @classmethod
+    def cases(cls, options: argparse.Namespace, device: torch.device) -> list[Case]:
+        """A latent, or a picture with its noise."""
+        if (options.latents is None) == (options.weights is None):
+            wrong("--latents", "be given, or `--weights`", "both" if options.latents else "neither")
+        if options.weights and not options.images:
+            wrong("--images", "be given with `--weights`", None)
+        if options.noise > 1:
+            wrong("--noise", "lie between 0 and 1", options.noise)
+        try:
+            return list(_latent_cases(options) if options.latents else _picture_cases(options))
+        except (FileNotFoundError, BadFile) as error:
+            name = "latents" if options.latents else "weights"
+            wrong(f"--{name}", "name files that can be read", error)
+
+    def settings(self, case: Case) -> Record:
+        options = self.options
+        own = {"case": case.name, "query_block": options.query_block, "tiles": options.tiles}
+        file = options.latents or options.weights
+        of = {"patch": options.patch} if options.latents else {"noise": options.noise}
+        return own | of | {"file": file.name}
+
+    def is_timed(self) -> bool:
+        return False  # each record says of which commit it is
+
+    def measure(self, case: Case) -> Iterator[Record]:
+        for sample in case.on["samples"](self.device):
+            self.session.say(f"{case.name}: {sample.name}, {sample.geometry}")
+            moved = sample._replace(query=sample.query.to(self.device), key=sample.key.to(self.device))
+            about = {"geometry": str(sample.geometry)}
+            for record in measured(moved, self.options.tiles, self.options.query_block):
+                yield about | record
+
+    def facts(self, records: Sequence[Record]) -> Record:
+        kind = "tokens of a latent" if self.options.latents else "layers of the embedded model"
+        return {"source": {"kind": kind, "samples": len({record.get("sample") for record in records})}}
+
+    def notes(self, records: Sequence[Record]) -> list[str]:
+        source = self.facts(records)["source"]
+        return [
+            f"{source['kind']}: {record['geometry']}, {source['samples']} samples" for record in records[:1]
+        ]
+
+    def rows(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Patterns, as averages over samples."""
+        return table_rows([record for record in records if record["status"] == "ok"])
+
+    def columns(self, records: Sequence[Record]) -> list[Column]:
+        kept = records[0]["kept_by_tiles"]
+        headings = {tiles: f"{share:.1%} of pairs" for tiles, share in kept.items()}
+        return [
+            Column("by", "by"),
+            *(Column(heading, f"cells/{tiles}") for tiles, heading in headings.items()),
+        ]
+
+
+def _latent_cases(options: argparse.Namespace) -> Iterator[Case]:
+    tensors, _ = read_tensors(options.latents)
+    for name, tensor in tensors.items():
+        sides = tensor.shape[-2:]
+        if tensor.dim() not in (4, 5) or any(side % options.patch for side in sides):
+            rule = f"hold latents of 4 or 5 dimensions, with sides of multiples of {options.patch}"
+            wrong("--latents", rule, f"{name} of {list(tensor.shape)}", "`--patch 1` takes any sides.")
+        for place, latent in enumerate(tensor):
+            sample = latent_sample(latent, options.patch, f"{name} {place}")
+            yield Case(sample.name, {"samples": lambda device, sample=sample: [sample]})
+
+
+def _picture_cases(options: argparse.Namespace) -> Iterator[Case]:
+    for place, picture in enumerate(data.pictures(options.images)[: options.num]):
+        samples = partial(_layer_samples, options, place, picture)
+        yield Case(f"picture {place}", {"samples": samples})
+
+
+def _layer_samples(
+    options: argparse.Namespace, place: int, picture: data.Picture, device: torch.device
+) -> Iterator[Sample]:
+    """Of every layer of the embedded model, for a noisy picture."""
+    model, _ = load_model(options.weights)
+    model, autoencoder = model.to(device), Autoencoder().to(device)
+    image = data.decoded(picture, model.config.size)[None].to(device) / 255
+    latent = model.normalised(autoencoder.encode(image).float())
+    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(place)).to(device)
+    noisy = (1 - options.noise) * latent + options.noise * noise
+    level = torch.full((1,), options.noise, device=device)
+    for sample in recorded(model.transformer, partial(model, noisy, level)):
+        yield sample._replace(name=f"picture {place}, {sample.name}")
+
+
+def averaged(records: Sequence[Record]) -> list[Record]:
     """Over samples."""
-    groups: dict[tuple[str, str, int], list[Recall]] = {}
-    for result in results:
-        groups.setdefault((result.pattern, result.by, result.tiles), []).append(result)
+    groups: dict[tuple[str, str, int], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["pattern"], record["by"], record["tiles"]), []).append(record)
     return [
-        Recall("all", pattern, by, tiles, *(_mean(group, name) for name in ("kept", "recall")))
+        {"pattern": pattern, "by": by, "tiles": tiles}
+        | {name: math.fsum(each[name] for each in group) / len(group) for name in ("kept", "recall")}
         for (pattern, by, tiles), group in groups.items()
     ]
 
 
-def _mean(group: Sequence[Recall], name: str) -> float:
-    return float(sum(getattr(result, name) for result in group)) / len(group)
-
-
-def results_table(results: Sequence[Recall]) -> str:
-    """Patterns by number of pairs; averages over samples. Where other pairs were needed, a cell says how many."""
-    means = averaged(results)
-    tiles = sorted({result.tiles for result in means})
-    kept = {result.tiles: result.kept for result in means if result.pattern == RUNS}
-    rows = [["pattern", "chosen by", *(f"{kept[number]:.1%} of pairs" for number in tiles)]]
-    for pattern, by in dict.fromkeys((result.pattern, result.by) for result in means):
-        found = {result.tiles: result for result in means if (result.pattern, result.by) == (pattern, by)}
-        rows.append([pattern, by, *(_cell(found[number], kept[number]) for number in tiles)])
-    return table(rows)
-
-
-def _cell(result: Recall, kept: float) -> str:
-    words = f"{result.recall:.1%}"
-    return words if abs(result.kept / kept - 1) < 0.05 else f"{words} of {result.kept:.1%}"
-
-
-def as_json(results: Sequence[Recall], machine: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
-    records = [asdict(result) | {"status": "ok"} for result in results]
-    return {"format": 1, "benchmark": "recall", "machine": machine, "source": source, "results": records}
+def table_rows(records: Sequence[Record]) -> list[Record]:
+    """Patterns by number of pairs; where other pairs were needed, a cell says how many."""
+    means = averaged(records)
+    kept = {str(mean["tiles"]): mean["kept"] for mean in means if mean["pattern"] == RUNS}
+    rows: dict[tuple[str, str], Record] = {}
+    for mean in means:
+        start = {"case": mean["pattern"], "by": mean["by"], "kept_by_tiles": kept, "cells": {}}
+        row = rows.setdefault((mean["pattern"], mean["by"]), start)
+        words, share = f"{mean['recall']:.1%}", kept[str(mean["tiles"])]
+        is_as_asked = abs(mean["kept"] / share - 1) < 0.05
+        row["cells"][str(mean["tiles"])] = words if is_as_asked else f"{words} of {mean['kept']:.1%}"
+    return list(rows.values())

@@ -1,27 +1,30 @@
-"""Questions that are asked of a model after full prefill and after reuse, one after another, into a JSON file.
+"""Questions that are asked of a model after full prefill and after reuse: how near reuse comes, and how right it is."""
 
-What is measured of an answer is another module's affair. Results are written after every question, so that a run that
-is stopped goes on with the next.
-"""
-
+import hashlib
 import json
+import re
+import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearfield._files import write_json
-from nearfield.cli import machine
+from benchmarks.report import Column, Record
 from nearfield.retrieval import Context, assemble, prefill_chunk, recompute, score, select
+from nearfield.retrieval.fidelity import fidelity, greedy_answer, teacher_of
 from nearfield.retrieval.prompt import chat_prompt, prefix_ids, question_ids, token_ids
 
 _RESAMPLES = 10_000
-
-Record = dict[str, Any]
+_MEASURES = ("divergence", "first", "agreement")
+ANSWERED = 0.5
+"""From this F1 after full prefill on, a question counts as one that the model can answer."""
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 Interval = dict[str, float]
 
 
@@ -38,6 +41,14 @@ class Question:
     passages: tuple[str, ...]
     answer: str = ""
     source: str = ""
+
+    def __str__(self) -> str:
+        return f"with {len(self.passages)} passages"
+
+    @property
+    def digest(self) -> str:
+        """Of the passages, to know them again."""
+        return hashlib.sha256("".join(self.passages).encode()).hexdigest()[:12]
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -78,77 +89,17 @@ class Evaluation(ABC):
     """Measures question after question.
 
     Args:
-        out: the JSON file; what it holds of the same settings is not measured again.
-        name: of the model, for the file.
-        num_tokens: of each answer, at most.
+        settings: selectors, ratios, and the most tokens of an answer.
     """
 
-    command = "bench retrieval"
     instruction = ""
     """What is put behind every question."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        out: Path,
-        *,
-        name: str,
-        selectors: Sequence[str],
-        ratios: Sequence[float],
-        num_tokens: int = 16,
-    ) -> None:
-        self.model, self.tokenizer, self.out = model, tokenizer, out
-        self.settings: dict[str, Any] = {
-            "model": name,
-            "dtype": str(model.dtype),
-            "selectors": list(selectors),
-            "ratios": list(ratios),
-            "answer_tokens": num_tokens,
-        }
-        if self.instruction:
-            self.settings["instruction"] = self.instruction
+    def __init__(self, model: Any, tokenizer: Any, settings: Record) -> None:
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self._prompt = chat_prompt(tokenizer)
-        self._facts = machine.facts()
-        self.records = self._known()
 
-    def _known(self) -> list[Record]:
-        """What was measured before with the same settings."""
-        if not self.out.exists():
-            return []
-        document = json.loads(self.out.read_text(encoding="utf-8"))
-        return document["questions"] if document["settings"] == self.settings else []
-
-    def run(
-        self,
-        questions: Sequence[Question],
-        has_time: Callable[[], bool] = lambda: True,
-        on_question: Callable[[int], None] | None = None,
-    ) -> bool:
-        """Measure what is missing; returns whether all of it was."""
-        known = {record["question"] for record in self.records}
-        for index, question in enumerate(questions):
-            if on_question is not None:
-                on_question(index)
-            if question.text in known:
-                continue
-            if not has_time():
-                return False
-            self.records.append(self._measured(question))
-            write_json(self.out, self.document())
-        return True
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "format": 1,
-            "command": self.command,
-            "machine": self._facts,
-            "settings": self.settings,
-            **self.summary(),
-            "questions": self.records,
-        }
-
-    def _measured(self, question: Question) -> Record:
+    def measure(self, question: Question) -> Record:
         device, tokenizer = self.model.device, self.tokenizer
         asked = Asked(
             question,
@@ -156,13 +107,8 @@ class Evaluation(ABC):
             tuple(token_ids(tokenizer, text).to(device) for text in question.passages),
             question_ids(tokenizer, self._prompt, question.text + self.instruction).to(device),
         )
-        return {
-            "question": question.text,
-            "source": question.source,
-            "passages": len(question.passages),
-            "tokens": len(asked.context),
-            **self.measured(asked),
-        }
+        about = {"question": question.text, "source": question.source, "passages": len(question.passages)}
+        return about | {"tokens": len(asked.context)} | self.measured(asked)
 
     def mixed(self, asked: Asked) -> Iterator[tuple[Record, Context]]:
         """The context after each selector and ratio, and their names."""
@@ -179,13 +125,111 @@ class Evaluation(ABC):
     def measured(self, asked: Asked) -> Record:
         """What is noted of one question; `results` holds one record for each selector and ratio."""
 
+    @staticmethod
     @abstractmethod
-    def summary(self) -> dict[str, Any]:
-        """What is said of all questions; `results` holds one row for each selector and ratio."""
+    def summary(records: Sequence[Record]) -> Record:
+        """What is said of all questions; `summary` holds one row for each selector and ratio."""
 
-    @abstractmethod
-    def table(self) -> str:
-        """The summary for people."""
+
+class Fidelity(Evaluation):
+    """The likelihood of full prefill's answer, token by token, after reuse."""
+
+    columns = (
+        Column("KL to full prefill", lambda row: shown(row["divergence"], ".4f")),
+        Column("same top token", lambda row: shown(row["agreement"], ".1%")),
+    )
+
+    def measured(self, asked: Asked) -> Record:
+        teacher = teacher_of(self.model, asked.context, asked.tokens, self.settings["answer_tokens"])
+        results = [names | asdict(fidelity(self.model, mixed, teacher)) for names, mixed in self.mixed(asked)]
+        return {"results": results}
+
+    @staticmethod
+    def summary(records: Sequence[Record]) -> Record:
+        """Means over questions, with 95 % intervals by the bootstrap."""
+        rows = [
+            named_row(selector, ratio, len(records))
+            | {name: interval(values_of(records, selector, ratio, name)) for name in _MEASURES}
+            for selector, ratio in cases_of(records)
+        ]
+        return {"summary": rows, "differences": differences(records, "divergence")}
+
+
+class Answers(Evaluation):
+    """Greedy answers up to the model's own end, or the first line's: the F1 of their words with the right ones.
+
+    A model that cannot answer a question says nothing about reuse, so only those questions are asked again that it
+    answers after full prefill.
+    """
+
+    instruction = " Answer with a few words only."
+    columns = (Column("F1 of those answered", lambda row: shown(row["f1"], ".3f")),)
+
+    def measured(self, asked: Asked) -> Record:
+        full = self._said(asked, torch.cat([asked.context, asked.tokens]))
+        results = []
+        if full["f1"] >= ANSWERED:
+            results = [names | self._said(asked, asked.tokens, mixed) for names, mixed in self.mixed(asked)]
+        return {"answer": asked.question.answer, "full": full, "results": results}
+
+    def _said(self, asked: Asked, tokens: Tensor, context: Context | None = None) -> Record:
+        most = self.settings["answer_tokens"]
+        answer = greedy_answer(self.model, tokens, most, context, self._ends)
+        text = self.tokenizer.decode(answer, skip_special_tokens=True).strip().partition("\n")[0]
+        return {"said": text, "f1": word_f1(text, asked.question.answer)}
+
+    @property
+    def _ends(self) -> set[int]:
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        several = ends if isinstance(ends, list) else [ends]
+        return {token for token in (*several, self.tokenizer.eos_token_id) if token is not None}
+
+    @staticmethod
+    def summary(records: Sequence[Record]) -> Record:
+        """Means over the questions that the model can answer, with 95 % intervals by the bootstrap."""
+        answered = [record for record in records if record["results"]]
+        rows = [
+            named_row(selector, ratio, len(answered))
+            | {"f1": interval(values_of(answered, selector, ratio, "f1"))}
+            for selector, ratio in cases_of(answered)
+        ]
+        full = _full_f1(answered)
+        whole = [named_row("full prefill", 1.0, len(answered)) | {"f1": full}] if full else []
+        return {
+            "num_questions": len(records),
+            "num_answered": len(answered),
+            "answered_from": ANSWERED,
+            "full_of_all": _full_f1(records),
+            "full": full,
+            "summary": [*whole, *rows],
+            "differences": differences(answered, "f1"),
+        }
+
+
+def _full_f1(records: Sequence[Record]) -> Interval | None:
+    found = torch.tensor([record["full"]["f1"] for record in records], dtype=torch.float64)
+    return interval(found) if len(found) else None
+
+
+def word_f1(found: str, right: str) -> float:
+    """The harmonic mean of the shares of words that two answers have in common.
+
+    Upper case, punctuation and articles do not count, as in SQuAD's script.
+    """
+    ours, theirs = (_words(text) for text in (found, right))
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = (Counter(ours) & Counter(theirs)).total()
+    return 2 * common / (len(ours) + len(theirs))
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def named_row(selector: str, ratio: float, questions: int) -> Record:
+    case = f"{selector} at {ratio:.0%}"
+    return {"case": case, "status": "ok", "selector": selector, "ratio": ratio, "questions": questions}
 
 
 def interval(values: Tensor) -> Interval:

@@ -1,290 +1,149 @@
-"""What a layer sends when one image is split over ranks, beside ring attention and Ulysses; and a model of its time.
+"""Measure one image split over ranks: what each sends, compared with ring attention and Ulysses; what each computes.
 
 Bytes are counted by the code that sends them (`parallel.bytes_sent`), and small runs of real processes are compared
-with that. Times are computed: from kernel times measured on one H200, scaled by the pairs and tokens of the busiest
-rank, and from link speeds that are stated, not measured.
+with that. Step times are computed: from kernel times measured on one H200, scaled by the pairs and tokens of the
+busiest rank, and from link speeds that are stated, not measured.
 """
 
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
-
-from benchmarks.scaling_cases import CASES, LATENCY, LINKS, Measured, ScalingCase
-from nearfield import Geometry, Hilbert
-from nearfield.cli import report
-from nearfield.methods import PlanLayer
-from nearfield.parallel import Ranks, Shapes, Split, Traffic, attend, bytes_sent
-from nearfield.parallel.far import bytes_summed, summary_split
-
-_BLOCK = 128  # of plans on a GPU
-_SMALL_BLOCK = 16
+from benchmarks import scaling_times
+from benchmarks.cases import Case
+from benchmarks.report import Column, Record
+from benchmarks.runner import Benchmark, WrongAnswer
+from benchmarks.scaling_cases import BYTES, CASES, DEFAULTS, LATENCY, LINKS, PROCESSES, TIMES
+from benchmarks.scaling_split import SplitCase, check, count
+from nearfield.cli.arguments import UsageError
 
 
-@dataclass(frozen=True)
-class ScalingResult:
-    """One case on one number of ranks.
-
-    Args:
-        sent: bytes that the busiest rank sends in one layer forward, the mean over the layers of a cycle.
-        ring, ulysses: the same of dense attention; Ulysses needs a number of heads that ranks divide.
-        exchanges: collectives per layer.
-        pairs: of the busiest rank, over an even share of all.
-        tokens: those of the busiest rank, text included, over all.
-        step_seconds: computed time of a denoising step for each link: "nearfield", "ring", "ulysses".
-    """
-
-    case: str
-    ranks: int
-    sent: int
-    ring: int
-    ulysses: int | None
-    exchanges: int
-    pairs: float
-    tokens: float
-    step_seconds: dict[str, dict[str, float | None]]
-    status: str = "ok"
-
-
-def run_all(
-    cases: Sequence[ScalingCase], ranks: Sequence[int], on_result: Callable[[str], None]
-) -> list[ScalingResult]:
-    results = []
-    for case in cases:
-        for num_ranks in ranks:
-            on_result(f"{case.name} on {num_ranks}")
-            results.append(count(case, num_ranks))
-    return results
-
-
-def count(case: ScalingCase, num_ranks: int) -> ScalingResult:
-    split = split_of(case, num_ranks, _BLOCK)
-    shapes = Shapes(1, case.heads, case.heads, case.head_dim, torch.bfloat16)
-    readers = _readers(case, _BLOCK)
-    layers = [_traffics(reader, split) for reader in readers]
-    sent = [
-        max(_per_rank(layer, lambda one: _forward(one, shapes, split))) + _summed(reader, shapes, num_ranks)
-        for layer, reader in zip(layers, readers, strict=True)
-    ]
-    busiest = [max(_per_rank(layer, Traffic.pairs_per_rank)) for layer in layers]
-    whole = [sum(traffic.plan.num_pairs for traffic in layer) for layer in layers]
-    exchanges = sum(1 + traffic.has_returns + traffic.has_everyones for traffic in layers[0])
-    exchanges += _summed(readers[0], shapes, num_ranks) > 0
-    tokens = max(split.num_held(rank) for rank in range(num_ranks)) / split.num_tokens
-    share = sum(busiest) / sum(whole)
-    wide = 2 * case.heads * case.head_dim
-    ring = 2 * wide * split.num_tokens * (num_ranks - 1) // num_ranks
-    is_divided = case.heads % num_ranks == 0
-    ulysses = 4 * wide * split.num_tokens * (num_ranks - 1) // num_ranks**2 if is_divided else None
-    result = ScalingResult(
-        case.name,
-        num_ranks,
-        round(sum(sent) / len(sent)),
-        ring,
-        ulysses,
-        exchanges,
-        share * num_ranks,
-        tokens,
-        {},
+class Scaling(Benchmark):
+    name = "scaling"
+    examples = (
+        "  python -m benchmarks scaling --cases flux-2048,flux-4096 --json scaling.json --plot scaling.png\n"
+        "  python -m benchmarks scaling --cases 'processes-*'\n"
+        "  python -m benchmarks scaling --cases flux-4096-times --json times.json\n"
+        '  python -m benchmarks scaling --case \'{"name": "flux-2048", "ranks": [8]}\''
     )
-    for name, speed in LINKS.items():
-        result.step_seconds[name] = _step_seconds(case, result, speed)
-    return result
+    table = CASES
+    defaults = DEFAULTS
+    drawing = "nearfield_lab.plots.lines:scaling_lines"
 
+    @classmethod
+    def check(cls, cases: Sequence[Case], options: argparse.Namespace) -> None:
+        super().check(cases, options)
+        for case in cases:
+            method: Any = case.made() if case.method else None
+            far = getattr(method, "far", None)
+            if case.on["work"] not in _WORKS:
+                _wrong(case, "work", f"be one of {', '.join(_WORKS)}", repr(case.on["work"]))
+            if method is None or not method.can_split:
+                _wrong(case, "method", "be one whose tokens can be split", repr(case.method))
+            if min(case.on["ranks"]) < 2:
+                _wrong(case, "ranks", "be at least 2", case.on["ranks"])
+            if case.on["work"] == TIMES and far:
+                _wrong(case, "far", "be None where times are measured", far)
 
-def _traffics(reader: PlanLayer, split: Split) -> list[Traffic]:
-    """Of the tokens, and of the summaries where there are any: as `SplitReader` sends them."""
-    near = Traffic(reader.near, split)
-    return (
-        [near]
-        if reader.far is None
-        else [near, Traffic(reader.far.plan, split, summary_split(reader.far, split))]
-    )
+    def measure(self, case: Case) -> Iterator[Record]:
+        work, split = case.on["work"], SplitCase(case)
+        for ranks in case.on["ranks"]:
+            self.session.say(f"{case.name} on {ranks} ranks")
+            if work == TIMES:
+                effort = scaling_times.effort(self.device, self.session.effort(), self.options.quick)
+                for layer in range(split.num_layers):
+                    yield {"work": work} | scaling_times.measure(split, ranks, layer, self.device, effort)
+                continue
+            found = count(split, ranks) if work == BYTES else check(split, ranks)
+            if work == PROCESSES and found["sent_by_rank"] != found["counted"]:
+                raise WrongAnswer(
+                    f"{found['sent_by_rank']} bytes were sent, but {found['counted']} were counted"
+                )
+            yield {"work": work} | found
 
+    def facts(self, records: Sequence[Record]) -> Record:
+        return {
+            "measured": "bytes of real processes; times of ranks; kernel times on one H200 (hilbert-h200, model-h200)",
+            "computed": "bytes of the other sizes, by the same code; all step times",
+            "links": LINKS,
+            "latency_seconds": LATENCY,
+            "target_kernel_loss": scaling_times.TARGET,
+        }
 
-def _forward(traffic: Traffic, shapes: Shapes, tokens: Split) -> Sequence[int]:
-    """Bytes of each rank; summaries have a bias."""
-    return bytes_sent(traffic, shapes._replace(has_bias=traffic.keys is not tokens)).forward
-
-
-def _summed(reader: PlanLayer, shapes: Shapes, num_ranks: int) -> int:
-    """Bytes that each rank sends so that all know the mean query."""
-    return 0 if reader.far is None else bytes_summed(reader.summary, shapes, num_ranks).forward[0]
-
-
-def _per_rank(layer: Sequence[Traffic], count: Callable[[Traffic], Sequence[int]]) -> list[int]:
-    """The sum over what a layer sends, rank by rank."""
-    return [sum(numbers) for numbers in zip(*map(count, layer), strict=True)]
-
-
-def _step_seconds(case: ScalingCase, result: ScalingResult, speed: float) -> dict[str, float | None]:
-    """Ring attention is taken to hide all it can behind its kernels, nearfield and Ulysses to hide nothing."""
-    times = measured(case)
-    if times is None:
-        return {}
-    ranks, layers = result.ranks, case.layers
-    sparse, dense, rest = (value / 1e3 for value in (times.sparse, times.dense, times.rest))
-    ring = layers * max(dense / ranks, result.ring / speed) + rest / ranks
-    ulysses = None
-    if result.ulysses is not None:
-        ulysses = layers * (dense / ranks + result.ulysses / speed + 2 * LATENCY) + rest / ranks
-    mine = (
-        layers * (sparse * result.pairs / ranks + result.sent / speed + result.exchanges * LATENCY)
-        + rest * result.tokens
-    )
-    return {"nearfield": mine, "ring": ring, "ulysses": ulysses}
-
-
-def measured(case: ScalingCase) -> Measured | None:
-    """Times of one GPU: measured ones, or those of a case that is alike, scaled."""
-    if case.like is None:
-        return case.measured
-    like = CASES[case.like]
-    times = like.measured
-    assert times is not None
-    tokens, other = (_geometry(one).num_tokens for one in (case, like))
-    pairs, other_pairs = (
-        sum(reader.near.num_pairs for reader in _readers(one, _BLOCK)) for one in (case, like)
-    )
-    return Measured(
-        times.sparse * pairs / other_pairs, times.dense * (tokens / other) ** 2, times.rest * tokens / other
-    )
-
-
-def _geometry(case: ScalingCase) -> Geometry:
-    return Geometry(case.grid, text=case.text)
-
-
-@lru_cache(maxsize=16)
-def _readers(case: ScalingCase, block: int) -> tuple[PlanLayer, ...]:
-    """Those of a cycle of layers."""
-    method = Hilbert(**case.fields)
-    return tuple(
-        method.layer(_geometry(case), layer, q_block=block, k_block=block) for layer in range(method.phases)
-    )
-
-
-@lru_cache(maxsize=16)
-def split_of(case: ScalingCase, num_ranks: int, block: int) -> Split:
-    """As `apply` splits it."""
-    from nearfield.parallel.cuts import even_split
-
-    return even_split(Hilbert(**case.fields), _geometry(case), num_ranks, block)
-
-
-# -- real processes ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Checked:
-    """Bytes that real ranks sent, forward and backward, beside what was counted for them."""
-
-    ranks: int
-    sent: tuple[int, ...]
-    counted: tuple[int, ...]
-
-    @property
-    def passed(self) -> bool:
-        return self.sent == self.counted
-
-
-def check(case: ScalingCase, num_ranks: int) -> Checked:
-    """Run a cycle of layers, forward and backward, on processes of this machine (gloo)."""
-    split = split_of(case, num_ranks, _SMALL_BLOCK)
-    shapes = Shapes(1, case.heads, case.heads, case.head_dim, torch.float32)
-    counted = [0] * num_ranks
-    for reader in _readers(case, _SMALL_BLOCK):
-        for way in bytes_sent(Traffic(reader.near, split), shapes):
-            counted = [total + sent for total, sent in zip(counted, way, strict=True)]
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(_attend_and_tell, (num_ranks, folder, case), num_ranks)
-        sent = [int((Path(folder) / str(rank)).read_text()) for rank in range(num_ranks)]
-    return Checked(num_ranks, tuple(sent), tuple(counted))
-
-
-def _attend_and_tell(rank: int, num_ranks: int, folder: str, case: ScalingCase) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    (Path(folder) / str(rank)).write_text(str(_bytes_of_a_cycle(case)))
-    dist.destroy_process_group()
-    os._exit(0)  # at an ordinary end, what torch still holds has aborted one process in thirty
-
-
-def _bytes_of_a_cycle(case: ScalingCase) -> int:
-    """What this rank really sends in a cycle of layers."""
-    ranks = Ranks(dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
-    split = split_of(case, ranks.size, _SMALL_BLOCK)
-    for reader in _readers(case, _SMALL_BLOCK):
-        route = Traffic(reader.near, split).route(ranks.index)
-        query, key, value = torch.randn(
-            3, 1, case.heads, route.num_queries, case.head_dim, requires_grad=True
-        )
-        attend(query, key, value, route, ranks).out.sum().backward()
-    return ranks.bytes_sent
-
-
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
-def results_table(results: Sequence[ScalingResult]) -> str:
-    links = list(LINKS)
-    rows = [
-        [
-            "case",
-            "ranks",
-            "MiB sent",
-            "ring",
-            "Ulysses",
-            "of ring",
-            "busiest",
-            *(f"step, {link}" for link in links),
+    def columns(self, records: Sequence[Record]) -> list[Column]:
+        return [
+            Column("ranks", "ranks"),
+            Column("layer", "layer"),
+            Column("MiB sent", partial(_mebibytes, "sent")),
+            Column("ring", partial(_mebibytes, "ring")),
+            Column("Ulysses", partial(_mebibytes, "ulysses")),
+            Column("of ring", _of_ring),
+            *(Column(f"step, {link}", partial(_seconds, link)) for link in LINKS),
+            Column("whole ms", "whole/median", ".3f"),
+            Column("share", _share),
+            Column("kernels", partial(_slowest, "kernels")),
+            Column("loss", "kernel_loss", "+.1%"),
+            Column("all", partial(_slowest, "layers")),
+            Column("loss", "layer_loss", "+.1%"),
+            Column("pairs", _pairs),
+            Column("bytes sent, as counted", _counted),
         ]
-    ]
-    for result in results:
-        ulysses = "-" if result.ulysses is None else _mebibytes(result.ulysses)
-        rows.append(
-            [
-                result.case,
-                str(result.ranks),
-                _mebibytes(result.sent),
-                _mebibytes(result.ring),
-                ulysses,
-                f"{result.sent / result.ring:.1%}",
-                f"{result.pairs:.2f}x",
-                *(_seconds(result.step_seconds[link]) for link in links),
+
+    def notes(self, records: Sequence[Record]) -> list[str]:
+        lines = []
+        if any(record["work"] == BYTES for record in records):
+            lines.append(
+                "sent: by the busiest rank, per layer, forward. Step times are computed, not measured."
+            )
+        if timed := [record for record in records if record["work"] == TIMES]:
+            graphs = all(record["is_graph"] for record in timed)
+            how = "as CUDA graphs" if graphs else "with what starting them takes"
+            lines += [
+                "whole: one call; share: an even part of it; kernels: of the slowest rank; all: with packing, merging;",
+                f"pairs: the busiest rank over an even share. Calls were timed {how}.",
+                f"to reach: at most {scaling_times.TARGET:+.0%} for the kernels, on 8 ranks at 4096 pixels",
             ]
-        )
-    return report.table(rows)
+        return lines
+
+    def draw(self, path: Path, records: Sequence[Record], title: str) -> None:
+        super().draw(path, [record for record in records if record["work"] == BYTES], title)
 
 
-def _mebibytes(number: int) -> str:
-    return f"{number / 2**20:.1f}"
+_WORKS = (BYTES, TIMES, PROCESSES)
 
 
-def _seconds(times: dict[str, float | None]) -> str:
-    if not times:
-        return "-"
-    return f"{times['nearfield']:.3f} s (ring {times['ring']:.3f})"
+def _wrong(case: Case, name: str, rule: str, got: object) -> NoReturn:
+    raise UsageError(f"case {case.name!r}: `{name}` must {rule}; got {got}.")
 
 
-def as_json(
-    results: Sequence[ScalingResult], checks: Sequence[Checked], machine: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "benchmark": "scaling",
-        "machine": machine,
-        "measured": "bytes of real processes (`checks`); kernel times on one H200 (hilbert-h200, model-h200)",
-        "computed": "bytes of the other sizes, by the same code; all step times",
-        "links": LINKS,
-        "latency_seconds": LATENCY,
-        "checks": [asdict(one) | {"passed": one.passed} for one in checks],
-        "results": [asdict(result) for result in results],
-    }
+def _mebibytes(name: str, record: Record) -> str | None:
+    return f"{record[name] / 2**20:.1f}" if record.get(name) is not None else None
+
+
+def _of_ring(record: Record) -> str | None:
+    return f"{record['sent'] / record['ring']:.1%}" if "ring" in record else None
+
+
+def _pairs(record: Record) -> str | None:
+    """The busiest rank over an even share."""
+    loss = record["pairs"] - 1 if "ring" in record else record.get("pair_loss")
+    return None if loss is None else f"{loss:+.1%}"
+
+
+def _seconds(link: str, record: Record) -> str | None:
+    times = record.get("step_seconds", {}).get(link)
+    return f"{times['nearfield']:.3f} s (ring {times['ring']:.3f})" if times else None
+
+
+def _share(record: Record) -> str | None:
+    return f"{record['whole']['median'] / record['ranks']:.3f}" if "whole" in record else None
+
+
+def _slowest(name: str, record: Record) -> str | None:
+    return f"{max(time['median'] for time in record[name]):.3f}" if name in record else None
+
+
+def _counted(record: Record) -> str | None:
+    return " ".join(map(str, record.get("counted", []))) or None

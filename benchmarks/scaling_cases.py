@@ -1,14 +1,26 @@
-"""The models whose tokens are split over ranks, and what of their times was measured on one H200.
+"""The models whose tokens are split over ranks, and what of their times was measured on one H200."""
 
-This file imports nothing of weight, so the command line can name the cases before it knows what else it needs.
-"""
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from dataclasses import dataclass
-from typing import Any
+from benchmarks.attention_cases import DEFAULT, hilbert_fields
+from benchmarks.cases import CPU, CUDA, QUICK, Case, named
+
+BYTES, TIMES, PROCESSES = "bytes", "times", "processes"
+DEFAULTS: dict[str, Any] = {
+    "work": BYTES,
+    "grid": [256, 256],
+    "text": 512,
+    "heads": 24,
+    "head_dim": 128,
+    "layers": 57,
+    "ranks": [2, 4, 8, 16, 32, 64],
+}
+"""What is split: tokens, heads and layers of a model; over how many ranks; and whether the bytes are counted that each
+sends, the times measured of what each computes, one after another, or real processes run that send them."""
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Milliseconds on one H200, from benchmarks/results.
 
     Args:
@@ -21,80 +33,46 @@ class Measured:
     rest: float
 
 
-@dataclass(frozen=True)
-class ScalingCase:
-    """One model at one size.
-
-    Args:
-        grid, text, heads, head_dim, layers: of the model.
-        tiles, share, shared_tokens, far, near, summary: fields of the method; no `shared_tokens`, nothing is shared.
-        measured: None where nothing was measured.
-        like: the case whose measured times are scaled by pairs and tokens, where there are none of its own.
-    """
-
-    name: str
-    grid: tuple[int, ...]
-    text: int
-    heads: int
-    layers: int
-    tiles: int | None
-    share: str = "keys"
-    shared_tokens: int | None = 256
-    far: int | None = None
-    near: str = "tile"
-    summary: str = "mean"
-    head_dim: int = 128
-    measured: Measured | None = None
-    like: str | None = None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        region = {"shared": "centre", "share": self.share, "shared_tokens": self.shared_tokens}
-        read = {"tiles": self.tiles, "near": self.near, "far": self.far, "summary": self.summary}
-        return read | (region if self.shared_tokens else {"shared": "none"})
-
-    def __str__(self) -> str:
-        sides = "x".join(map(str, self.grid))
-        shared = f"{self.shared_tokens} shared {self.share}" if self.shared_tokens else "nothing shared"
-        tiles = f"{self.tiles} tiles" if self.near == "tile" else "what is around"
-        return f"{self.name}: {sides} tokens, {tiles}, {shared}" + (
-            f", a far field of {self.far}" if self.far else ""
-        )
-
-
-_2048 = Measured(sparse=0.6920799911022186, dense=5.244095802307129, rest=526.5941162109375)
-_4096 = Measured(sparse=2.7354559898376465, dense=85.29183959960938, rest=2013.6917724609375)
-
-_TABLE = (
-    ScalingCase("flux-2048", (128, 128), 512, 24, 57, 16, measured=_2048),
-    ScalingCase("flux-4096", (256, 256), 512, 24, 57, 64, measured=_4096),
-    ScalingCase("flux-4096-two-way", (256, 256), 512, 24, 57, 64, share="two-way"),
-    # The defaults of `Hilbert`; tiles of as many tokens; and smaller tiles beside coarser summaries.
-    ScalingCase(
-        "flux-4096-default",
-        (256, 256),
-        512,
-        24,
-        57,
-        tiles=None,
-        shared_tokens=None,
-        far=16,
-        near="around",
-        summary="weighted",
-    ),
-    ScalingCase("flux-4096-tiles", (256, 256), 512, 24, 57, 16, shared_tokens=None, far=16),
-    ScalingCase("flux-4096-far-64", (256, 256), 512, 24, 57, 64, shared_tokens=None, far=64),
-    ScalingCase("flux-8192", (512, 512), 512, 24, 57, 256, like="flux-4096"),
-    ScalingCase("wan-720p", (21, 45, 80), 0, 40, 40, 64),
-)
-CASES = {case.name: case for case in _TABLE}
-TINY = ScalingCase("tiny", (24, 32), 64, 4, 4, 8, share="two-way", shared_tokens=32, head_dim=16)
-"""What real processes run, to see that they send what is counted."""
-
-RANKS = (2, 4, 8, 16, 32, 64)
-
+MEASURED = {
+    "flux-2048": Measured(sparse=0.6920799911022186, dense=5.244095802307129, rest=526.5941162109375),
+    "flux-4096": Measured(sparse=2.7354559898376465, dense=85.29183959960938, rest=2013.6917724609375),
+}
+LIKE = {"flux-8192": "flux-4096"}
+"""Cases without times of their own: those of another are scaled by pairs and tokens."""
 LINKS = {"NVLink, 450 GB/s": 450e9, "400 Gbit/s network": 50e9}
 """Bytes per second that one GPU sends; stated, not measured."""
-
 LATENCY = 20e-6
 """Seconds per exchange; stated, not measured."""
+
+_TINY = {"grid": [24, 32], "text": 64, "heads": 4, "head_dim": 16, "layers": 4}
+_TINY_FIELDS = hilbert_fields(8, "two-way", 32)
+_FLUX = {
+    "flux-2048": ([128, 128], hilbert_fields(16, "keys", 256)),
+    "flux-4096": ([256, 256], hilbert_fields(64, "keys", 256)),
+    "flux-4096-two-way": ([256, 256], hilbert_fields(64, "two-way", 256)),
+    # The defaults of `Hilbert`; tiles of as many tokens; and smaller tiles with coarser summaries.
+    "flux-4096-default": ([256, 256], DEFAULT),
+    "flux-4096-tiles": ([256, 256], hilbert_fields(16, far=16)),
+    "flux-4096-far-64": ([256, 256], hilbert_fields(64, far=64)),
+    "flux-8192": ([512, 512], hilbert_fields(256, "keys", 256)),
+}
+_WAN = {"grid": [21, 45, 80], "text": 0, "heads": 40, "layers": 40}
+
+
+def _cases() -> Iterator[Case]:
+    both = (CPU, CUDA)
+    for name, (grid, fields) in _FLUX.items():
+        yield Case(name, {"grid": grid}, "Hilbert", fields, where=both)
+    yield Case("wan-720p", _WAN, "Hilbert", hilbert_fields(64, "keys", 256), where=both)
+    for ranks in (2, 3, 4):
+        where = (QUICK,) if ranks == 2 else ()
+        on = _TINY | {"work": PROCESSES, "ranks": [ranks]}
+        yield Case(f"processes-{ranks}", on, "Hilbert", _TINY_FIELDS, where=where)
+    timed = {"work": TIMES, "ranks": [8]}
+    yield Case("flux-4096-times", timed, "Hilbert", _FLUX["flux-4096"][1], where=(CUDA,))
+    yield Case("tiny-times", _TINY | timed | {"ranks": [2]}, "Hilbert", _TINY_FIELDS, where=(QUICK,))
+
+
+CASES = named(
+    Case(case.name, {**DEFAULTS, **case.on}, case.method, case.fields, where=case.where) for case in _cases()
+)

@@ -4,71 +4,28 @@ Nothing is sent. A rank's layer is the code that runs on several GPUs (`parallel
 there: what they would have sent is random numbers of the same sizes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from benchmarks.scaling import split_of
-from benchmarks.scaling_cases import ScalingCase
-from nearfield import Geometry, Hilbert
+from benchmarks.report import Record
+from benchmarks.runner import require
+from benchmarks.scaling_split import SplitCase
 from nearfield._types import Attended
-from nearfield.cli import check, report, timing
+from nearfield.cli import check, timing
 from nearfield.cli.timing import Timing
-from nearfield.ops.attention.api import attend as attend_here
-from nearfield.ops.attention.api import attend_continued
+from nearfield.ops import attend as attend_here
+from nearfield.ops import attend_continued
 from nearfield.parallel import Ranks, Route, Shapes, Traffic, attend
 from nearfield.parallel.route import CAME
-from nearfield.plan.plan import Plan
+from nearfield.plan import Plan
 
 Sides = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
-
 _GPU_BLOCK, _CPU_BLOCK = 128, 16
 TARGET = 0.10
 """Loss of the kernels that is aimed at, on 8 ranks at 4096 pixels."""
-
-
-@dataclass(frozen=True)
-class KernelTimes:
-    """One layer of a case on one number of ranks; times in milliseconds.
-
-    Args:
-        whole: one call of `attend` over the whole sequence.
-        kernels: of each rank, its call of `attend` alone, over keys that lie ready.
-        layers: of each rank, all that it computes for the layer: packing what it sends, the call, merging.
-        pairs: of each rank, per batch element and head.
-        is_graph: whether calls were timed as CUDA graphs: without what the processor takes to start them.
-    """
-
-    case: str
-    ranks: int
-    layer: int
-    whole: Timing
-    kernels: tuple[Timing, ...]
-    layers: tuple[Timing, ...]
-    pairs: tuple[int, ...]
-    is_graph: bool = False
-    status: str = "ok"
-
-    @property
-    def kernel_loss(self) -> float:
-        return _loss(self.kernels, self.whole)
-
-    @property
-    def layer_loss(self) -> float:
-        return _loss(self.layers, self.whole)
-
-    @property
-    def pair_loss(self) -> float:
-        """The part of it that the split itself causes: the busiest rank has more pairs than others."""
-        return max(self.pairs) * self.ranks / sum(self.pairs) - 1
-
-
-def _loss(times: Sequence[Timing], whole: Timing) -> float:
-    return max(time.median for time in times) / (whole.median / len(times)) - 1
 
 
 class AbsentRanks(Ranks):
@@ -99,41 +56,22 @@ class AbsentRanks(Ranks):
         return self._noise[count], None
 
 
-class WrongAnswer(Exception):
-    """What was to be timed does not give what it should."""
-
-
-def effort(device: torch.device, quick: bool) -> timing.Effort:
+def effort(device: torch.device, usual: timing.Effort, quick: bool) -> timing.Effort:
     """Of short calls, of which there are many: 17 for 8 ranks in each layer."""
-    usual = timing.Effort.of(device, quick)
     return usual if quick or device.type == "cpu" else timing.Effort(rounds=5, seconds=0.15, most=30)
 
 
-def run_all(
-    cases: Sequence[ScalingCase],
-    ranks: Sequence[int],
-    device: torch.device,
-    effort: timing.Effort,
-    on_result: Callable[[str], None],
-) -> Iterator[KernelTimes]:
-    for case in cases:
-        for num_ranks in ranks:
-            for layer in range(Hilbert(**case.fields).phases):
-                on_result(f"{case.name} on {num_ranks}, layer {layer}")
-                yield measure(case, num_ranks, layer, device, effort)
-
-
 def measure(
-    case: ScalingCase, num_ranks: int, layer: int, device: torch.device, effort: timing.Effort
-) -> KernelTimes:
-    is_gpu = device.type == "cuda"
-    block = _GPU_BLOCK if is_gpu else _CPU_BLOCK
-    geometry = Geometry(case.grid, text=case.text)
-    plan = Hilbert(**case.fields).plan(geometry, layer, q_block=block, k_block=block, device=device)
-    split = split_of(case, num_ranks, block)
+    case: SplitCase, num_ranks: int, layer: int, device: torch.device, effort: timing.Effort
+) -> Record:
+    """Milliseconds of one layer: one call over the whole sequence; and of each rank its call of `attend` alone, over
+    keys that lie ready, and all that it computes for the layer: packing what it sends, the call, merging."""
+    block = _GPU_BLOCK if device.type == "cuda" else _CPU_BLOCK
+    plan = case.method.layer(case.geometry, layer, q_block=block, k_block=block, device=device).near
+    split = case.split(num_ranks, block)
     traffic = Traffic(plan, split)
     routes = [traffic.route(rank, device) for rank in range(num_ranks)]
-    whole = _tensors(case, geometry.num_tokens, device)
+    whole = _tensors(case, case.geometry.num_tokens, device)
     functions: dict[str, timing.Function] = {"whole": lambda: attend_here(*whole, plan)}
     _check(whole, plan, lambda: attend_here(*whole, plan))
     for route in routes:
@@ -144,25 +82,45 @@ def measure(
     with torch.no_grad():
         functions, is_graph = _graphs(functions, device)
         times = timing.measure(functions, device, effort)
-    return KernelTimes(
-        case.name,
-        num_ranks,
-        layer,
-        times["whole"],
-        tuple(times[f"kernels {rank}"] for rank in range(num_ranks)),
-        tuple(times[f"layer {rank}"] for rank in range(num_ranks)),
-        tuple(route.num_pairs for route in routes),
-        is_graph,
+    kernels, layers = (
+        [times[f"{name} {rank}"] for rank in range(num_ranks)] for name in ("kernels", "layer")
+    )
+    found = {
+        "ranks": num_ranks,
+        "layer": layer,
+        "whole": times["whole"],
+        "kernels": kernels,
+        "layers": layers,
+    }
+    return (
+        found
+        | losses(times["whole"], kernels, layers, [route.num_pairs for route in routes])
+        | {"is_graph": is_graph}
     )
 
 
+def losses(
+    whole: Timing, kernels: Sequence[Timing], layers: Sequence[Timing], pairs: Sequence[int]
+) -> Record:
+    """What the slowest rank takes over an even share; and the part of it that the split itself causes, for the busiest
+    rank has more pairs than others."""
+
+    def loss(times: Sequence[Timing]) -> float:
+        return max(time.median for time in times) / (whole.median / len(times)) - 1
+
+    pair_loss = max(pairs) * len(pairs) / sum(pairs) - 1
+    return {
+        "pairs": list(pairs),
+        "kernel_loss": loss(kernels),
+        "layer_loss": loss(layers),
+        "pair_loss": pair_loss,
+    }
+
+
 def _check(tensors: Sides, plan: Plan, run: Callable[[], Attended]) -> None:
-    """A wrong answer gets no figure."""
     with torch.no_grad(), check.poisoned_memory():
         found = run()
-    checked = check.check_forward(tensors, plan, *found)
-    if not checked.passed:
-        raise WrongAnswer(str(checked))
+    require(check.check_forward(tensors, plan, *found))
 
 
 def _graphs(
@@ -177,7 +135,7 @@ def _graphs(
         return functions, False
 
 
-def _tensors(case: ScalingCase, tokens: int, device: torch.device) -> Sides:
+def _tensors(case: SplitCase, tokens: int, device: torch.device) -> Sides:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = 3, 1, case.heads, tokens, case.head_dim
     query, key, value = torch.randn(shape, device=device, dtype=dtype)
@@ -194,7 +152,7 @@ def _layer(route: Route, mine: Sides) -> timing.Function:
     return lambda: attend(*mine, route, ranks)
 
 
-def _kernels(case: ScalingCase, route: Route, mine: Sides) -> timing.Function:
+def _kernels(case: SplitCase, route: Route, mine: Sides) -> timing.Function:
     """The call of `attend` alone, on tensors that lie ready."""
     call = route.joined
     query, key, value = mine
@@ -215,59 +173,8 @@ def _kernels(case: ScalingCase, route: Route, mine: Sides) -> timing.Function:
     return run
 
 
-def _arrived(case: ScalingCase, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _arrived(case: SplitCase, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values as they lie in what other ranks have sent."""
     row = Shapes(1, case.heads, case.heads, case.head_dim, like.dtype).key
     key, value = row.tensors(row.filled(_tensors(case, count, like.device)[1:]))
     return key, value
-
-
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
-def results_table(results: Sequence[KernelTimes]) -> str:
-    rows = [["case", "ranks", "layer", "whole", "share", "kernels", "loss", "all", "loss", "pairs"]]
-    for result in results:
-        rows.append(
-            [
-                result.case,
-                str(result.ranks),
-                str(result.layer),
-                f"{result.whole.median:.3f} ms",
-                f"{result.whole.median / result.ranks:.3f}",
-                f"{max(time.median for time in result.kernels):.3f}",
-                f"{result.kernel_loss:+.1%}",
-                f"{max(time.median for time in result.layers):.3f}",
-                f"{result.layer_loss:+.1%}",
-                f"{result.pair_loss:+.1%}",
-            ]
-        )
-    how = "as CUDA graphs" if all(result.is_graph for result in results) else "with what starting them takes"
-    return "\n".join(
-        [
-            report.table(rows),
-            "whole: one call; share: an even part of it; kernels: of the slowest rank; all: with packing and merging;",
-            f"pairs: the busiest rank over an even share. Calls were timed {how}.",
-            f"to reach: at most {TARGET:+.0%} for the kernels, on 8 ranks at 4096 pixels",
-        ]
-    )
-
-
-def as_json(results: Sequence[KernelTimes], device: str, machine: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "benchmark": "scaling-kernel-time",
-        "machine": machine,
-        "device": device,
-        "measured": "milliseconds on one device, the ranks one after another; nothing is sent",
-        "target_kernel_loss": TARGET,
-        "results": [
-            asdict(result)
-            | {
-                "kernel_loss": result.kernel_loss,
-                "layer_loss": result.layer_loss,
-                "pair_loss": result.pair_loss,
-            }
-            for result in results
-        ],
-    }

@@ -3,17 +3,17 @@
 import argparse
 from collections.abc import Sequence
 
-from benchmarks import commands as benchmarks
+from benchmarks.__main__ import main as benchmarks
 
 from nearfield import cli
-from nearfield.cli.main import parser_of, run_family
+from nearfield.cli.main import parser_of
 from nearfield_lab import commands as lab
 
 
 def main(words: Sequence[str]) -> int:
     """The exit code of a command; the word `bench` stands for `python -m benchmarks`."""
     if words and words[0] == "bench":
-        return run_family("python -m benchmarks", "Measure.", benchmarks.add_commands, words[1:])
+        return benchmarks(words[1:])
     return cli.main(words, others=[lab.add_commands])
 
 

@@ -28,11 +28,10 @@ from nearfield.ops import _triton as kernels
 from nearfield.ops._triton import launch
 from nearfield.ops.attention.api import attend
 from nearfield.plan.plan import BLOCKS
-from nearfield_lab.dense import dense_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 
-BENCH = ["bench", "attend", "--quick", "--impl", "grouped"]
+BENCH = ["bench", "attention", "--quick", "--cases", "cpu-small-random-64"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +58,10 @@ COMMANDS = [
     "doctor",
     "explain",
     "bench",
-    "bench attend",
-    "bench hilbert",
-    "bench model",
+    "bench attention",
+    "bench step",
     "bench pareto",
-    "bench quality",
+    "bench pictures",
     "studio",
 ]
 
@@ -117,17 +115,7 @@ BAD_CALLS = {
     "explain --method dense": "`--method` must be sparse; got dense.",
     "explain flux-1024 --method fast": "`--method` must be one of METHODS; got 'fast'.",
     "explain flux-3": f"`PRESET` must be one of {PRESET_NAMES}; got 'flux-3'.",
-    "bench attend --grains 64,3": "`--grains` must be one of 1, 2, 4, 8, 16, 32, 64, 128, 192; got '3'.",
-    "bench attend --impl fast": "`--impl` must be one of auto, gluon, triton, grouped, reference; got 'fast'.",
     "explain --colour": "unrecognized arguments: --colour. See `nearfield --help`.",
-    "bench attend --json .": "`--json` must name a file, not a directory; got '.'. Example: --json results.json",
-    "bench attend --json new/": "`--json` must name a file, not a directory; got 'new/'. "
-    "Example: --json results.json",
-    "bench attend --json /dev/null": "`--json` must name a plain file; got '/dev/null'. "
-    "Example: --json results.json",
-    "bench attend --plot /dev/null/x/y.png": "`--plot` must stand in a directory; got '/dev/null/x/y.png', "
-    "where /dev/null is a file. Example: --plot results.png",
-    "bench attend --json a.png --plot a.png": "`--plot` must be another file than `--json`; got 'a.png'.",
 }
 
 
@@ -187,11 +175,6 @@ def test_output_must_be_named_and_its_directory_writable(
     assert not (tmp_path / "new").exists()
 
 
-def test_repeated_values_count_once(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--presets", "cpu-small,cpu-small", "--grains", "64,64", "--impl", "grouped,grouped"]
-    assert run(capsys, "bench", "attend", *arguments, "--dry-run").startswith("2 measurements on ")
-
-
 def test_missing_matplotlib_names_the_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,13 +184,12 @@ def test_missing_matplotlib_names_the_extra(
 
 
 PLOTTING = (
-    "bench attend",
-    "bench hilbert",
+    "bench attention",
     "bench pareto",
-    "bench quality --photographs a",
+    "bench pictures",
     "bench recall --latents a",
     "bench scaling",
-    "bench retrieval --speed",
+    "bench retrieval",
     "rag --docs a --ask b",
     "tune",
 )
@@ -632,137 +614,6 @@ BAD_BENCHES = {
 def test_calls_that_cannot_be_timed_say_why(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = nearfield_bench(capsys, *words.split(), code=2)
     assert error.splitlines()[-1].startswith(f"nearfield: error: {BAD_BENCHES[words]}")
-
-
-# -- bench -------------------------------------------------------------------------------------------------------------
-
-
-def test_dry_run_lists_without_measuring(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("benchmarks.attend.run_all")
-    text = run(capsys, "bench", "attend", "--presets", "flux-2048,wan-480p", "--dry-run", "--backward")
-    assert text.startswith("9 measurements on ")
-    assert "  wan-480p forward, random, blocks 192 x 1, auto\n" in text
-    assert "  flux-2048 backward, random, blocks 128 x 64, auto\n" in text
-
-
-def test_bench_writes_table_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    document, picture = tmp_path / "results.json", tmp_path / "results.png"
-    files = ["--json", str(document), "--plot", str(picture)]
-    text = run(capsys, *BENCH, "--grains", "64,1", "--backward", "--ragged", *files)
-    assert "over the sum of its parts" in text
-    written = json.loads(document.read_text())
-    assert {"date", "commit", "versions", "cpu", "gpus", "system"} <= set(written["machine"])
-    results = written["results"]
-    assert [(r["pattern"], r["direction"]) for r in results] == [
-        ("random", "forward"),
-        ("random", "forward"),
-        ("ragged", "forward"),
-        ("random", "backward"),
-    ]
-    for result in results:
-        assert result["status"] == "ok"
-        assert result["impl"] == "grouped"
-        assert result["check"]["passed"]
-        assert result["milliseconds"]["median"] > 0
-        assert result["dense_survey_milliseconds"]["sdpa"] > 0
-        assert result["fraction_of_dense_rate"] == pytest.approx(result["speed_up"] * result["density"])
-    assert is_a_picture(picture)
-
-
-def test_the_picture_is_drawn_where_the_json_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("nearfield.cli.reports.write_json", full)
-    document, picture = tmp_path / "results.json", tmp_path / "results.png"
-    assert cli.main([*BENCH, "--grains", "16", "--json", str(document), "--plot", str(picture)]) == 1
-    captured = capsys.readouterr()
-    assert f"error: {document} was not written: [Errno 28] No space left on device\n" in captured.err
-    assert f"wrote {picture}\n" in captured.out
-    assert is_a_picture(picture)
-
-
-def test_bench_compares_with_every_dense_implementation(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As on a GPU, where there is a choice; one that refuses the tensors is left out."""
-
-    def refusing(inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        raise RuntimeError("no kernel for these tensors")
-
-    dense = dense_attention(torch.device("cpu"))["sdpa"]
-    offered = {"cudnn": dense, "flash": dense, "other": refusing}
-    monkeypatch.setattr("benchmarks.attend.dense_attention", lambda device: offered)
-    document = tmp_path / "results.json"
-    run(capsys, *BENCH, "--grains", "64,16,1", "--json", str(document))
-    results = json.loads(document.read_text())["results"]
-    assert [(r["pattern"], r["grain"]) for r in results] == [
-        ("random", 64),
-        ("random", 16),
-        ("random", 1),
-        ("tiles", 16),
-    ]
-    for result in results:
-        assert result["dense_backend"] in ("cudnn", "flash")
-        assert set(result["dense_survey_milliseconds"]) == {"cudnn", "flash"}
-        fractions = result["fractions_of_dense_rates"]
-        assert set(fractions) == {"cudnn", "flash"}
-        assert fractions["cudnn"] == result["fraction_of_cudnn_rate"]
-        assert fractions[result["dense_backend"]] == pytest.approx(result["fraction_of_dense_rate"])
-
-
-def broken_attend(*tensors: torch.Tensor, impl: str) -> Attended:
-    """Right everywhere but in the last query block of the last head, where a key too few was read."""
-    out, lse = attend(*tensors, impl=impl)
-    out[-1, -1, -1] *= 0.99
-    return Attended(out, lse)
-
-
-def unwritten_attend(*tensors: torch.Tensor, impl: str) -> Attended:
-    out, lse = attend(*tensors, impl=impl)
-    out[0, 0, 100] = torch.empty_like(out[0, 0, 100])
-    return Attended(out, lse)
-
-
-def raising_attend(*tensors: torch.Tensor, impl: str) -> Attended:
-    raise RuntimeError("the kernel is lost")
-
-
-@pytest.mark.parametrize(
-    ("broken", "status", "message"),
-    [
-        (broken_attend, "check failed", "relative error"),
-        (unwritten_attend, "check failed", "out holds values that are not finite"),
-        (raising_attend, "broke", "RuntimeError: the kernel is lost"),
-    ],
-)
-def test_a_wrong_answer_gets_no_figure(
-    broken,
-    status: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr("benchmarks.attend.attend", broken)
-    document, picture = tmp_path / "results.json", tmp_path / "results.png"
-    assert cli.main([*BENCH, "--grains", "16", "--json", str(document), "--plot", str(picture)]) == 1
-    text = capsys.readouterr().out
-    assert f"cpu-small forward, random, blocks 64 x 16, grouped: {status}: {message}" in text
-    for result in json.loads(document.read_text())["results"]:
-        assert result["status"] == status
-        for figure in ("milliseconds", "tflops", "speed_up", "fraction_of_dense_rate"):
-            assert result[figure] is None
-    assert not picture.exists()
-
-
-def test_an_implementation_that_cannot_run_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "attend", "--quick", "--impl", "triton", "--grains", "16"]) == 1
-    assert "triton: not run: " in capsys.readouterr().out
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -19,7 +18,6 @@ from tests.cats import CATS, lively_model
 from nearfield import FineGrained, Hilbert, LogLinear, Merge
 from nearfield.cli import methods
 from nearfield.cli.progress import Bar, time_for
-from nearfield.cli.reports import collect
 from nearfield.methods import BlockTopK, method_class, method_classes
 from nearfield_lab.commands import generating, training
 from nearfield_lab.embedded import generate
@@ -417,21 +415,3 @@ def test_time_for_some_minutes_ends_and_for_none_never(monkeypatch: pytest.Monke
     assert not short()
     now = 1e12
     assert endless()
-
-
-def test_results_are_written_one_by_one_and_kept_if_interrupted(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-
-    def measured(count: int) -> Iterator[int]:
-        for result in range(count):
-            yield result
-            assert json.loads(path.read_text())["results"] == list(range(result + 1))
-        raise KeyboardInterrupt
-
-    def document(results: list[int]) -> dict[str, list[int]]:
-        return {"results": results}
-
-    assert collect(measured(3), document, path) == ([0, 1, 2], False)
-    assert collect([4, 5], document, path) == ([4, 5], True)
-    with pytest.raises(KeyboardInterrupt):
-        collect(measured(0), document, path)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from benchmarks import commands as benchmarks
+from benchmarks.__main__ import BENCHMARKS
 from tests import command_line as cli
 
 from nearfield import Hilbert, Merge
@@ -141,13 +141,7 @@ def commands(parser: argparse.ArgumentParser, before: str = "nearfield") -> Iter
             yield from commands(child, f"{before} {name}")
 
 
-def benchmarks_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    benchmarks.add_commands(parser.add_subparsers())
-    return parser
-
-
-COMMANDS = [*commands(cli.parser()), *commands(benchmarks_parser(), "python -m benchmarks")]
+COMMANDS = [*commands(cli.parser()), *(f"python -m benchmarks {name}" for name in BENCHMARKS)]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -147,7 +147,6 @@ def test_numbers_by_layer_are_drawn(near: Any, numbers: list[int]) -> None:
             "generate --set tiles=4,x",
             "`tiles` must be an integer, numbers between commas or none; got '4,x'.",
         ),
-        ("bench model --tiles 4,16", "`--tiles` must be an integer of at least 1; got '4,16'."),
     ],
 )
 def test_bad_numbers_are_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`nearfield rag` and the benchmark `retrieval`, on tiny models; and the small real one where it is installed."""
+"""`nearfield rag` and `python -m benchmarks retrieval` on tiny models, and on the small real one where it is."""
 
 import importlib.util
 import json
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import retrieval_answers, retrieval_questions, retrieval_speed
+from benchmarks import retrieval, retrieval_cases, retrieval_questions
 from tests import command_line as cli
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
 from nearfield.retrieval import assemble, fidelity, prefill_chunk, recompute, verify
 from nearfield.retrieval.embedded import load_embedded, random_model
 from nearfield.retrieval.ranking import rank
-from nearfield_lab.commands import retrieval_cases
+from nearfield_lab.studio import results as studio_results
 
 QUESTION = "Which river flows through Bern?"
 
@@ -84,13 +84,12 @@ BAD_CALLS = {
     "rag --docs . --ask x --ratio 2": "`--ratio` must lie between 0 and 1; got 2.0.",
     "rag --docs . --ask x --selector best": "`--selector` must be one of none, random, epic, cacheblend, infoflow, "
     "all; got 'best'.",
-    "bench retrieval --speed --models gpt": "`--models` must be any of smollm2-135m, llama-3.1-8b, qwen3-14b, "
-    "tiny-llama, tiny-qwen3, or folders; got 'gpt'.",
+    'bench retrieval --case {"model":"gpt"}': "`model` must be one of smollm2-135m, llama-3.1-8b, qwen3-14b, "
+    "tiny-llama, tiny-qwen3, or a folder; got 'gpt'.",
     "bench retrieval --questions none.json": "`--questions` must name a file that is there; got 'none.json'.",
-    "bench retrieval --speed --ratios 3": "`--ratios` must lie between 0 and 1; got 3.0.",
-    "bench retrieval --speed --plot a.png": "`--plot` must be given with `--questions`, and without `--answers`; got "
-    "a.png.",
-    "bench retrieval --speed --answers": "`--answers` must be given with `--questions`; got `--speed`.",
+    'bench retrieval --case {"ratio":3}': "`ratio` must lie between 0 and 1; got 3.",
+    "bench retrieval --plot a.png": "`--plot` must be given with `--questions`; got a.png.",
+    "bench retrieval --answers": "`--answers` must be given with `--questions`; got True.",
 }
 
 
@@ -126,65 +125,51 @@ def test_speed_is_measured_step_by_step(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "speed.json"
-    options = ["--lengths", "256", "--chunk-tokens", 64, "--rounds", 2, "--out", out]
-    printed = run(capsys, "bench", "retrieval", "--speed", "--models", model, *options)
+    run(capsys, "bench", "retrieval", "--cases", f"{model}-256", "--rounds", 2, "--json", out)
     (record,) = json.loads(out.read_text())["results"]
     assert record["status"] == "ok"
     times = record["milliseconds"]
-    assert list(times) == ["full prefill", *retrieval_speed.STEPS, "reuse"]
-    assert sum(times[step]["low"] for step in retrieval_speed.STEPS) <= times["reuse"]["high"]
+    assert list(times) == ["full prefill", *retrieval.STEPS, "reuse"]
+    assert sum(times[step]["low"] for step in retrieval.STEPS) <= times["reuse"]["high"]
+    assert record["speed_up"] == pytest.approx(times["full prefill"]["median"] / times["reuse"]["median"])
     assert record["selected"] == int(0.15 * 256)
     assert record["gate"]["everything"] <= record["gate"]["allowed"]
     assert record["target"] is None
-    assert model in printed
 
 
 def test_speed_dry_run_builds_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrieval_speed, "SpeedBench", lambda *_: 1 / 0)
-    models, lengths = "llama-3.1-8b,qwen3-14b", "8192,16384,32768,65536"
-    printed = run(capsys, *f"bench retrieval --speed --dry-run --models {models} --lengths {lengths}".split())
+    monkeypatch.setattr(retrieval.Retrieval, "_model", lambda *_: 1 / 0)
+    printed = run(capsys, "bench", "retrieval", "--dry-run", "--cases", "llama-3.1-8b-*,qwen3-14b-*")
     assert len(printed.splitlines()) == 9
-    assert "qwen3-14b, 65,536 tokens in chunks of 1,024, 64 of question, infoflow at 15%" in printed
+    assert "qwen3-14b-65536: model qwen3-14b, length 65536, chunk 1024, question 64, ratio 0.15" in printed
 
 
-def test_lengths_that_were_timed_are_kept_and_the_gate_is_asked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, out = [], tmp_path / "speed.json"
+def test_the_gate_is_asked_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
 
     def counted(model: Any) -> Any:
         asked.append(model)
         return verify(model)
 
-    measured = retrieval_speed.SpeedBench._measured
-
-    def stopped(self: Any, case: Any, *rest: Any) -> Any:
-        if case.length == 192:
-            raise KeyboardInterrupt
-        return measured(self, case, *rest)
-
-    monkeypatch.setattr(retrieval_speed, "verify", counted)
-    monkeypatch.setattr(retrieval_speed.SpeedBench, "_measured", stopped)
-    words = "bench retrieval --speed --models tiny-llama --lengths 128,160,192 --chunk-tokens 64 --rounds 1"
-    assert cli.main([*words.split(), "--device", "cpu", "--out", str(out)]) == 130
-    assert [record["length"] for record in json.loads(out.read_text())["results"]] == [128, 160]
+    monkeypatch.setattr("nearfield.retrieval.verify", counted)
+    own = '{"model": "tiny-llama", "length": 128, "chunk": 64}'
+    words = ["bench", "retrieval", "--case", own, "--cases", "tiny-llama-256", "--rounds", "1"]
+    assert cli.main([*words, "--device", "cpu"]) == 0
     assert len(asked) == 1
 
 
-def test_what_breaks_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = retrieval_speed.SpeedBench("tiny-llama", torch.device("cpu"))
-    case = retrieval_speed.SpeedCase("tiny-llama", 128, 64, 8)
-    with monkeypatch.context() as patch:
-        patch.setattr(retrieval_speed, "first_logits", lambda *_: 1 / 0)
-        assert bench.run(case, 1).status == "broke"
-    with monkeypatch.context() as patch:
-        patch.setattr(retrieval_speed, "verify", lambda _: int("x"))
-        found = retrieval_speed.SpeedBench("tiny-llama", torch.device("cpu")).run(case, 1)
-    assert found.status == "check failed"
-    assert found.speed_up is None
-    assert "check failed" in retrieval_speed.table([found])
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("first_logits", "broke: ZeroDivisionError"), ("verify", "check failed: invalid literal")],
+)
+def test_what_breaks_or_is_wrong_is_a_record(
+    name: str, status: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(f"nearfield.retrieval.{name}", lambda *_: int("x") if name == "verify" else 1 / 0)
+    assert cli.main(["bench", "retrieval", "--cases", "tiny-llama-256", "--rounds", "1"]) == 1
+    assert f"tiny-llama-256: {status}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-14b", 14.8)])
@@ -196,10 +181,13 @@ def test_architectures_have_their_real_sizes(name: str, billions: float) -> None
 
 
 def test_targets_are_those_of_whole_models() -> None:
-    assert retrieval_speed.SpeedCase("llama-3.1-8b", 32768).target == 5.5
-    assert retrieval_speed.SpeedCase("llama-3.1-8b", 32768, ratio=0.3).target is None
-    assert retrieval_speed.SpeedCase("tiny-llama", 32768).target is None
-    assert retrieval_speed.SpeedCase("smollm2-135m", 4096).target == 4.0
+    def targets(name: str) -> dict[str, float]:
+        return dict(retrieval_cases.CASES[name].targets)
+
+    assert targets("llama-3.1-8b-32768") == {"speed": 5.5}
+    assert not targets("llama-3.1-8b-8192")
+    assert not targets("tiny-llama-256")
+    assert targets("smollm2-135m-4096") == {"speed": 4.0}
 
 
 def write_questions(path: Path, count: int) -> Path:
@@ -221,32 +209,34 @@ def test_questions_are_measured_once(
         "retrieval",
         "--questions",
         questions,
-        "--models",
+        "--model",
         folder,
-        "--out",
+        "--json",
         out,
         "--ratios",
         "0.2,1",
     ]
     run(capsys, *call, "--num", 2, "--answer-tokens", 4)
     first = json.loads(out.read_text())
-    assert len(first["questions"]) == 2
-    measured = retrieval_questions.Evaluation._measured
-    calls = []
+    assert len(first["results"]) == 2
+    measured, calls = retrieval_questions.Evaluation.measure, []
     monkeypatch.setattr(
         retrieval_questions.Evaluation,
-        "_measured",
+        "measure",
         lambda self, question: calls.append(question.text) or measured(self, question),
     )
     printed = run(capsys, *call, "--answer-tokens", 4, "--plot", tmp_path / "f.png")
     assert calls == [f"{QUESTION} 2"]
     document = json.loads(out.read_text())
-    assert document["questions"][:2] == first["questions"]
-    rows = {(row["selector"], row["ratio"]): row for row in document["results"]}
+    assert document["results"][:2] == first["results"]
+    rows = {(row["selector"], row["ratio"]): row for row in document["summary"]}
     assert rows["infoflow", 1.0]["divergence"]["mean"] < 1e-6
     assert rows["infoflow", 1.0]["agreement"]["mean"] == 1
     assert rows["none", 0.0]["divergence"]["mean"] > 1e-4
     assert len(document["differences"]) == 6
+    shown = studio_results.read("f", tmp_path)
+    assert shown.draw is not None
+    shown.draw(tmp_path / "studio.png")
     assert "cacheblend" in printed
     assert (tmp_path / "f.png").stat().st_size > 1000
 
@@ -256,26 +246,28 @@ def test_answers_are_scored_beside_full_prefill(
 ) -> None:
     """A random model says nothing right, so what it says after full prefill is made the right answer."""
     questions, out = write_questions(tmp_path / "q.json", 2), tmp_path / "a.json"
-    call = f"bench retrieval --answers --questions {questions} --models {folder} --ratios 0.2,1 --answer-tokens 5"
-    run(capsys, *call.split(), "--out", out)
-    said = [record["full"]["said"] for record in json.loads(out.read_text())["questions"]]
+    call = (
+        f"bench retrieval --answers --questions {questions} --model {folder} --ratios 0.2,1 --answer-tokens 5"
+    )
+    run(capsys, *call.split(), "--json", out)
+    said = [record["full"]["said"] for record in json.loads(out.read_text())["results"]]
     assert all(said)
     records = json.loads(questions.read_text())
     records[0]["answer"] = said[0]
     questions.write_text(json.dumps(records))
     out.unlink()
-    printed = run(capsys, *call.split(), "--out", out)
+    printed = run(capsys, *call.split(), "--json", out)
 
     document = json.loads(out.read_text())
     assert (document["num_questions"], document["num_answered"]) == (2, 1)
-    assert document["questions"][1]["results"] == []  # not asked again
+    assert document["results"][1]["results"] == []  # not asked again
     assert document["full"]["mean"] == 1
-    assert document["full_of_all"]["mean"] == pytest.approx((1 + document["questions"][1]["full"]["f1"]) / 2)
-    rows = {(row["selector"], row["ratio"]): row["f1"]["mean"] for row in document["results"]}
+    assert document["full_of_all"]["mean"] == pytest.approx((1 + document["results"][1]["full"]["f1"]) / 2)
+    rows = {(row["selector"], row["ratio"]): row["f1"]["mean"] for row in document["summary"]}
     for selector in ("random", "epic", "cacheblend", "infoflow"):  # with everything computed again
         assert rows[selector, 1.0] == 1
-    first = {(one["selector"], one["ratio"]): one for one in document["questions"][0]["results"]}
-    assert rows["none", 0.0] == retrieval_answers.word_f1(first["none", 0.0]["said"], said[0]) < 1
+    first = {(one["selector"], one["ratio"]): one for one in document["results"][0]["results"]}
+    assert rows["none", 0.0] == retrieval_questions.word_f1(first["none", 0.0]["said"], said[0]) < 1
     assert len(document["differences"]) == 6
     assert "1 of 2 questions are answered after full prefill" in printed
 
@@ -308,7 +300,7 @@ def test_an_answer_ends_where_the_model_ends_it() -> None:
     ],
 )
 def test_f1_of_words(found: str, right: str, f1: float) -> None:
-    assert retrieval_answers.word_f1(found, right) == pytest.approx(f1)
+    assert retrieval_questions.word_f1(found, right) == pytest.approx(f1)
 
 
 def test_questions_without_answers_are_refused(
@@ -317,7 +309,7 @@ def test_questions_without_answers_are_refused(
     path = tmp_path / "q.json"
     path.write_text(json.dumps([{"question": "x", "passages": []}]))
     assert (
-        cli.main(["bench", "retrieval", "--questions", str(path), "--answers", "--models", str(folder)]) == 2
+        cli.main(["bench", "retrieval", "--questions", str(path), "--answers", "--model", str(folder)]) == 2
     )
     assert "`--questions` must have an `answer` each for `--answers`; got" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nearfield.cli import model_cases, presets
+from nearfield.cli import presets
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 interrupted"
@@ -79,10 +79,6 @@ def grid_sides(text: str) -> tuple[int, ...]:
     return grid
 
 
-def grid_name(grid: tuple[int, ...]) -> str:
-    return "x".join(map(str, grid))
-
-
 def integer(argument: str, least: int, most: int = 2**24) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
@@ -98,16 +94,6 @@ def integer(argument: str, least: int, most: int = 2**24) -> Callable[[str], int
     return parse
 
 
-def tile_counts(argument: str, most: int = 2**24) -> Callable[[str], int | tuple[int, ...]]:
-    """A number of tiles, or some between commas: of the layers from the first on."""
-
-    def parse(text: str) -> int | tuple[int, ...]:
-        numbers = tuple(integer(argument, 1, most)(part.strip()) for part in text.split(","))
-        return numbers if len(numbers) > 1 else numbers[0]
-
-    return parse
-
-
 def number(argument: str, *, least: float, is_above: bool = False) -> Callable[[str], float]:
     """A number of at least `least`, or above it."""
 
@@ -118,21 +104,6 @@ def number(argument: str, *, least: float, is_above: bool = False) -> Callable[[
             value = float("nan")
         if not (value > least if is_above else value >= least) or value == float("inf"):
             wrong(argument, f"be a number {'above' if is_above else 'of at least'} {least:g}", repr(text))
-        return value
-
-    return parse
-
-
-def share(argument: str) -> Callable[[str], float]:
-    """A number from 0 on, below 1."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < 1:
-            wrong(argument, "be a number from 0 on, below 1", repr(text))
         return value
 
     return parse
@@ -155,31 +126,6 @@ def preset_name(argument: str) -> Callable[[str], str]:
 def comma_list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Values between commas, each once."""
     return lambda text: list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
-
-
-def pixels(argument: str) -> Callable[[str], tuple[int, int]]:
-    """`1024` or `768x1344`, in whole tokens, or a name: `480p`."""
-    step = model_cases.PIXELS_PER_TOKEN
-
-    def parse(text: str) -> tuple[int, int]:
-        if text in model_cases.NAMED_SIZES:
-            return model_cases.NAMED_SIZES[text]
-        sides = text.lower().split("x")
-        numbers = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in sides]
-        if len(numbers) > 2 or any(number < step or number % step for number in numbers):
-            rule = f"be pixels or height x width, in multiples of {step}"
-            wrong(argument, rule, repr(text), f"Example: {argument} 1024,768x1344")
-        return numbers[0], numbers[-1]
-
-    return parse
-
-
-def block_counts(text: str) -> tuple[int, ...]:
-    """Numbers of blocks of each kind, joined by +."""
-    parts = text.split("+")
-    if not all(part.isdecimal() and 0 < int(part) < 1000 for part in parts):
-        wrong("--layers", "be numbers of blocks joined by +", repr(text), "Example: --layers 2+4")
-    return tuple(map(int, parts))
 
 
 def layer_numbers(argument: str) -> Callable[[str], list[int]]:

@@ -2,21 +2,17 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from nearfield._files import write_json
-from nearfield.cli.arguments import FAILED, OK
 
 if TYPE_CHECKING:
-    import torch
-
     from nearfield.cli.check import Checked
 
 Drawing = Callable[[Path, Sequence[dict[str, Any]], str], None]
-Result = TypeVar("Result")
 
 
 def note_load(device: str) -> None:
@@ -24,40 +20,6 @@ def note_load(device: str) -> None:
 
     if device == "cpu" and (load := machine.load()) and load > (os.cpu_count() or 1):
         print(f"note: {load} processes want to run here; times will be long and uneven", file=sys.stderr)
-
-
-def list_measurements(cases: Sequence[object], device: "torch.device") -> int:
-    """What `--dry-run` says."""
-    from nearfield.cli import machine
-
-    print(f"{len(cases)} measurements on {machine.device_name(device)}:", *cases, sep="\n  ")
-    return OK
-
-
-def collect(
-    measured: Iterable[Result], document: Callable[[list[Result]], dict[str, Any]], json_path: Path | None
-) -> tuple[list[Result], bool]:
-    """The results, and whether these are all: an interruption ends them, and is raised only where there is none.
-
-    What is measured is written at once, as a `document`: whatever stops a command, it has taken minutes.
-    """
-    results: list[Result] = []
-    try:
-        for result in measured:
-            results.append(result)
-            write_so_far(document(results), json_path)
-    except KeyboardInterrupt:
-        if not results:
-            raise
-        return results, False
-    return results, True
-
-
-def verdict(results: Sequence[Any], written: bool) -> int:
-    """Done if something was measured, nothing was wrong, and all of it was written."""
-    measured = any(result.status == "ok" for result in results)
-    failed = any(result.status in ("check failed", "broke") for result in results)
-    return OK if measured and written and not failed else FAILED
 
 
 def write_so_far(document: dict[str, Any], json_path: Path | None) -> None:

@@ -14,7 +14,6 @@ from nearfield.cli.progress import Bar
 from nearfield.cli.reports import write_reports
 from nearfield_lab.commands.drawing import require_reports
 from nearfield_lab.commands.generating import chosen_device
-from nearfield_lab.commands.retrieval_cases import SELECTORS
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 _ENDINGS = (".txt", ".md", ".rst")
 _PLOTTED = (0.05, 0.15, 0.3, 0.6)
 _COMPARED_TOKENS = 16
+SELECTORS = ("none", "random", "epic", "cacheblend", "infoflow")
 NAMES = (*SELECTORS, "all")
 _FIXED = ("none", "all")
 

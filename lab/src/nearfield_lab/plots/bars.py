@@ -1,4 +1,4 @@
-"""Bars of what the benchmarks `attend`, `hilbert` and `model` measured."""
+"""Bars of measured attention calls and steps."""
 
 import math
 from collections.abc import Sequence
@@ -55,10 +55,19 @@ def _bar_places(records: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def hilbert_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
-    """For each measured case its speed-up over everything it ran beside, its bound and its target."""
-    cases = {record["case"]: record for record in records if record["status"] == "ok"}
+    """What `call_bars` draws, of calls of one method."""
+    call_bars(path, records, f"Hilbert on {machine}")
+
+
+def call_bars(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
+    """For each measured call its speed-up over everything it was timed with, its bound and its target."""
+    cases = {
+        ", ".join(filter(None, (record["case"], record.get("work")))): record
+        for record in records
+        if record["status"] == "ok"
+    }
     words = "speed-up of one attention call;  solid line: bound by pairs over the best dense, dotted: target"
-    _speed_up_bars(path, cases, f"Hilbert on {machine}", words)
+    _speed_up_bars(path, cases, title, words)
 
 
 def model_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> None:
@@ -69,9 +78,23 @@ def model_bars(path: Path, records: Sequence[dict[str, Any]], machine: str) -> N
         for record in records
         if record["status"] == "ok"
     }
-    words = "speed-up of one denoising step;  solid line: with no attention at all over the best dense, dotted: target"
     model = {"wan21-1.3b": "Wan 2.1 1.3B"}.get(records[0].get("model", "") if records else "", "FLUX.1")
-    _speed_up_bars(path, sizes, f"{model}'s architecture on {machine}", words)
+    _step_bars(path, sizes, f"{model}'s architecture on {machine}")
+
+
+def step_bars(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
+    """The same for measured steps of any models."""
+    steps = {
+        f"{record['case']}, {record['variant']}": record | {"bound": record["ceiling"]}
+        for record in records
+        if record["status"] == "ok"
+    }
+    _step_bars(path, steps, title)
+
+
+def _step_bars(path: Path, steps: dict[str, dict[str, Any]], title: str) -> None:
+    words = "speed-up of one denoising step;  solid line: with no attention at all over the best dense, dotted: target"
+    _speed_up_bars(path, steps, title, words)
 
 
 def _speed_up_bars(path: Path, records: dict[str, dict[str, Any]], title: str, words: str) -> None:

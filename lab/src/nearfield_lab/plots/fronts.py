@@ -1,4 +1,4 @@
-"""Points of cost and quality, and the front of those that nothing beats: of benchmarks, and of `tune`."""
+"""Points of cost and quality, and the front of those that nothing beats: of measured pictures, and of `tune`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,8 +98,8 @@ def _front_axes(axis: Any, distances: Sequence[float], samples: set[int]) -> Non
 def pareto_panels(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
     """Methods as points of speed, pairs and distance to dense, a panel for every two figures that some points have.
 
-    Records are those of the benchmark `pareto`. Colours tell methods, marks tell groups, and those that nothing in
-    their group beats are joined by a line.
+    Records are points of `python -m benchmarks pareto`. Colours tell methods, marks tell groups, and those that nothing
+    in their group beats are joined by a line.
     """
     pyplot = require_pyplot()
     panels = [panel for panel in PANELS if _drawn_in(panel, records)]

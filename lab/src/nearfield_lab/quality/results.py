@@ -62,6 +62,11 @@ class QualityRow:
     date: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "QualityRow":
+        """From a record; keys that are not known are passed over."""
+        return cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
+
     @property
     def is_tuned(self) -> bool:
         """Whether something was done to the model for the pattern."""
@@ -142,21 +147,15 @@ def as_document(rows: Sequence[QualityRow], machine: Mapping[str, Any], about: s
 
 
 def read_rows(path: Path) -> list[QualityRow]:
-    """Rows of a file that `as_document` describes; keys that are not known are passed over.
+    """Rows of a file that `as_document` describes, or of `python -m benchmarks pictures`.
 
     Older rows do not say of which commit and date they are: they get the file's.
     """
     document = json.loads(path.read_text(encoding="utf-8"))
-    if (
-        not isinstance(document, dict)
-        or document.get("benchmark") != "quality"
-        or document.get("format") != FORMAT
-    ):
+    kind = (document.get("benchmark"), document.get("format")) if isinstance(document, dict) else None
+    if kind not in (("quality", FORMAT), ("pictures", 2)):
         raise ValueError(f"{path} does not hold quality results of format {FORMAT}.")
-    known = {each.name for each in fields(QualityRow)}
-    rows = [
-        QualityRow(**{key: record[key] for key in record if key in known}) for record in document["results"]
-    ]
+    rows = [QualityRow.of(record) for record in document["results"] if record.get("status", "ok") == "ok"]
     machine = document.get("machine", {})
     made = {"commit": machine.get("commit"), "date": machine.get("date")}
     return [row if row.date else replace(row, **made) for row in rows]

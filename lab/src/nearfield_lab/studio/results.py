@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nearfield_lab.plots.bars import attend_bars, hilbert_bars, model_bars
+from nearfield_lab.plots.bars import attend_bars, call_bars, hilbert_bars, model_bars, step_bars
 from nearfield_lab.plots.fronts import pareto_panels, quality_front
 from nearfield_lab.plots.lines import fidelity_lines, loss_lines, recall_lines, scaling_lines
 from nearfield_lab.quality.results import QualityRow, read_rows
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).resolve().parents[4] / "benchmarks" / "results"
 
 NONE_THERE = (
     "There are no results here: they are part of a checkout (`benchmarks/results`), not of the installed package. "
-    "`python -m benchmarks attend --quick` measures this machine there."
+    "`python -m benchmarks attention --quick` measures this machine there."
 )
 _LONGEST = 40
 
@@ -25,8 +25,16 @@ _COLUMNS = {
                "dense_milliseconds.median", "dense_backend", "speed_up", "bound", "fraction_of_dense_rate"),
     "hilbert": ("case", "impl", "density", "milliseconds", "dense_backend", "speed_up", "speed_ups.flex", "bound",
                 "fraction_of_bound", "target", "target_reached"),
+    "attention": ("case", "work", "impl", "density", "milliseconds.median", "dense_backend", "speed_up", "bound",
+                  "fraction_of_bound", "target", "target_reached"),
     "model": ("pixels", "variant", "tokens", "density", "milliseconds.nearfield.median", "dense_backend", "speed_up",
               "ceiling", "target", "target_reached"),
+    "step": ("case", "variant", "tokens", "density", "milliseconds.nearfield.median", "dense_backend", "speed_up",
+             "ceiling", "target", "target_reached"),
+    "retrieval": ("case", "questions", "divergence.mean", "divergence.low", "divergence.high", "agreement.mean",
+                  "f1.mean", "milliseconds.full prefill.median", "milliseconds.reuse.median", "speed_up", "target"),
+    "pictures": ("pattern", "samples", "pairs_kept", "tokens_kept", "speed_up", "fid", "lpips", "psnr", "ssim", "seam",
+                 "dense_seam", "inception_distance", "efficientnet_distance"),
     "bench retrieval": ("selector", "ratio", "questions", "divergence.mean", "divergence.low", "divergence.high",
                         "agreement.mean"),
     "pixel-training": ("name", "size", "steps", "seconds", "tokens_per_second", "equal_samples.loss",
@@ -58,7 +66,7 @@ def read(name: str, folder: Path = RESULTS) -> Results:
     path = folder / f"{name}.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        records, machine = document["results"], _machine(document)
+        records, machine = _records(document), _machine(document)
         kind = document["benchmark"] if "benchmark" in document else document["command"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path.name} holds no benchmark results: {type(error).__name__} {error}.") from None
@@ -66,6 +74,12 @@ def read(name: str, folder: Path = RESULTS) -> Results:
     return Results(
         name, kind, f"`{kind}` on {machine}", headings, rows, _drawing(kind, path, document, machine)
     )
+
+
+def _records(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is shown: a summary of the records where there is one."""
+    found: list[dict[str, Any]] = document.get("summary") or document["results"]
+    return found
 
 
 def _machine(document: dict[str, Any]) -> str:
@@ -116,17 +130,19 @@ def _words(value: Any) -> str:
 
 def _drawing(kind: str, path: Path, document: dict[str, Any], machine: str) -> Callable[[Path], None] | None:
     """What draws the picture that the library has for this kind."""
-    records = document["results"]
+    records = _records(document)
     known: dict[str, Callable[[Path], None]] = {
+        "attention": lambda out: call_bars(out, records, f"Attention calls on {machine}"),
         "attend": lambda out: attend_bars(out, records, machine),
         "hilbert": lambda out: hilbert_bars(out, records, machine),
+        "step": lambda out: step_bars(out, records, f"Steps on {machine}"),
         "model": lambda out: model_bars(out, records, machine),
         "pareto": lambda out: pareto_panels(out, records, f"Methods of nearfield on {machine}"),
         "recall": lambda out: recall_lines(out, records, document["source"]["kind"]),
         "scaling": lambda out: scaling_lines(out, records),
         "pixel-training": lambda out: loss_lines(out, records, f"Training on pixels, {machine}"),
     }
-    if kind == "quality":
+    if kind in ("quality", "pictures"):
         rows: list[QualityRow] = read_rows(path)
         if any(row.fid is not None for row in rows):
             return lambda out: quality_front(out, rows, document.get("about") or path.stem)

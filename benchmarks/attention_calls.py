@@ -1,0 +1,350 @@
+"""What is timed of an attention call, and what its answer is judged by."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import layouts
+from benchmarks.cases import Case
+from benchmarks.fitted import Fitted, FittedReader
+from benchmarks.runner import WrongAnswer
+from nearfield import FineGrained, Geometry, LogLinear, Method, attend_with, explain_choice, planning
+from nearfield._types import Attended, Impl, Moment
+from nearfield.cli.check import (
+    Checked,
+    Inputs,
+    check_backward,
+    check_forward,
+    compare,
+    keys_of,
+    poisoned_memory,
+    worst,
+)
+from nearfield.cli.presets import PRESETS, Preset
+from nearfield.cli.timing import Function
+from nearfield.methods import PlanLayer
+from nearfield.methods.baselines.blocks import BlockLayer
+from nearfield.methods.loglinear import Chosen, choose
+from nearfield.ops import attend, pool
+from nearfield.plan import Plan
+from nearfield_lab.dense import random_inputs
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+_TILES = 16
+_STEPS = 2**30
+
+
+@dataclass(frozen=True)
+class Work:
+    """One thing that is timed.
+
+    Args:
+        judged: runs it, and says whether it was right.
+        kept: the share of all pairs that it reads.
+        direction: which dense call it stands for.
+        parts: of what it consists, or needs.
+        in_graph: whether it never waits for the device, so that it can be captured.
+        layer: the layer whose plans say who reads whom, where there is one.
+        facts: for its record.
+    """
+
+    run: Function
+    judged: Callable[[], Checked]
+    kept: float
+    direction: str = FORWARD
+    parts: Mapping[str, Function] = field(default_factory=dict)
+    in_graph: bool = False
+    layer: PlanLayer | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Call:
+    """The tensors of a case."""
+
+    def __init__(self, case: Case, device: torch.device, impl: Impl) -> None:
+        self.on, self.device, self.impl = case.on, device, impl
+        self.preset = preset_of(case)
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.geometry = Geometry(self.preset.grid, text=self.preset.text)
+        self.method: Method | None = case.made() if case.method else None
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return random_inputs(self.preset, self.device, self.dtype)
+
+    @cached_property
+    def alike(self) -> Inputs:
+        """Tensors whose neighbours are alike, as in a picture: of pure noise every key would be worth the same."""
+        batch, heads, tokens, dim = self.preset.shape
+        generator = torch.Generator(self.device).manual_seed(0)
+        shapes = ((3, batch, heads, count, dim) for count in (-(-tokens // 64), tokens))
+        rough, fine = (torch.randn(shape, generator=generator, device=self.device) for shape in shapes)
+        made = (rough.repeat_interleave(64, 3)[:, :, :, :tokens] + fine).to(self.dtype)
+        return made[0], made[1], made[2]
+
+    @cached_property
+    def grad_out(self) -> Tensor:
+        return random_inputs(self.preset, self.device, self.dtype, seed=1)[0]
+
+    def gradients(self, attention: Callable[..., Tensor], inputs: Inputs) -> Callable[[], Inputs]:
+        """A function that differentiates one forward call again and again."""
+        leaves = tuple(x.detach().requires_grad_() for x in inputs)
+        out = attention(*leaves)
+
+        def backward() -> Inputs:
+            query, key, value = torch.autograd.grad(out, leaves, self.grad_out, retain_graph=True)
+            return query, key, value
+
+        return backward
+
+    def differentiated(self, attention: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
+        """One forward call and its backward."""
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(attention(*leaves), leaves, self.grad_out)
+
+    def works(self) -> dict[str, Work]:
+        """What is timed, by name."""
+        if self.method is None:
+            return dict(plan_works(self))
+        if isinstance(self.method, LogLinear):
+            return dict(loglinear_works(self, self.method))
+        if isinstance(self.method, FineGrained):
+            return dict(fine_works(self, self.method))
+        return {FORWARD: method_work(self, self.method)}
+
+    @property
+    def tensors(self) -> Inputs:
+        """What its works are called with."""
+        chooses = self.method is not None and not self.method.can_split
+        return self.alike if chooses else self.inputs
+
+
+def preset_of(case: Case) -> Preset:
+    """The tensors of a case: a preset by name, or sizes."""
+    given = case.on["preset"]
+    if isinstance(given, str):
+        if given not in PRESETS:
+            raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}; got {given!r}.")
+        return PRESETS[given]
+    return Preset(case.name, **{**given, "grid": tuple(given["grid"])}, kept=given.get("kept", 0.25))
+
+
+# -- a plan ------------------------------------------------------------------------------------------------------------
+
+
+def plan_works(call: Call) -> Iterator[tuple[str, Work]]:
+    """A plan that is given: forward, or the backward alone."""
+    plan, backward = made_plan(call), bool(call.on["backward"])
+    ran = explain_choice(*call.inputs[:2], plan, backward=backward, impl=call.impl).impl
+    if backward and ran == "gluon":
+        ran = "triton"  # whose kernels are the backward of gluon too
+    facts = {"q_block": plan.q_block, "k_block": plan.k_block, "impl": ran}
+    if not backward:
+        run = partial(attend, *call.inputs, plan, impl=call.impl)
+        parts = _row_parts(call, plan) if call.on["plan"] == "ragged" else {}
+        yield (
+            FORWARD,
+            Work(run, partial(_judged, call, run, plan), plan.density, FORWARD, parts, True, facts=facts),
+        )
+        return
+    with poisoned_memory():
+        gradients = call.gradients(lambda q, k, v: attend(q, k, v, plan, impl=call.impl).out, call.inputs)
+
+    def judged() -> Checked:
+        with poisoned_memory():
+            found = gradients()
+        return check_backward(call.inputs, plan, call.grad_out, found)
+
+    yield BACKWARD, Work(gradients, judged, plan.density, BACKWARD, facts=facts)
+
+
+def made_plan(call: Call) -> Plan:
+    kind, grain, preset = call.on["plan"], call.on["grain"], call.preset
+    if kind == "random":
+        q_block = call.on["q_block"] or preset.queries_per_list(grain)
+        return layouts.random_lists(preset, grain, q_block, call.device)
+    if kind not in ("tiles", "ragged"):
+        raise ValueError(
+            f"`plan` must be one of random, tiles, ragged where there is no method; got {kind!r}."
+        )
+    blocks = {"q_block": call.on["q_block"] or 128, "k_block": grain}
+    return layouts.tiles(preset, _TILES, centre=True, **blocks, device=call.device)
+
+
+def _judged(call: Call, run: Function, plan: Plan, rows: tuple[int, ...] = (), **far: Any) -> Checked:
+    with poisoned_memory():
+        found: Any = run()
+    return check_forward(call.tensors, plan, *found, rows=rows, **far)
+
+
+def _row_parts(call: Call, plan: Plan) -> dict[str, Function]:
+    """Rows that read everything and rows that read little, each as a call of its own."""
+    full = int((plan.counts[0, 0] == plan.num_columns).sum())
+    ends = {"rows that read all": (0, full), "rows that read tiles": (full, plan.num_rows)}
+    query, key, value = call.inputs
+    parts: dict[str, Function] = {}
+    for name, (start, stop) in ends.items():
+        part = layouts.rows_of(plan, start, stop)
+        rows = query[:, :, start * plan.q_block : start * plan.q_block + part.num_queries]
+        parts[name] = partial(attend, rows, key, value, part, impl=call.impl)
+    return parts
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+def method_work(call: Call, method: Method) -> Work:
+    """A layer of a method that knows who reads whom, or whose choice can be asked for."""
+    blocks = {name: call.on[name] for name in ("q_block", "k_block") if call.on[name] is not None}
+    maker: Any = method.layer
+    layer = maker(call.geometry, call.on["layer"], heads=call.preset.heads, device=call.device, **blocks)
+    run = partial(layer.attend, *call.tensors, impl=call.impl)
+    ordering = method.ordering(call.geometry, device=call.device)
+    width = call.preset.heads * call.preset.head_dim
+    states = torch.randn(call.preset.batch, len(ordering), width, device=call.device, dtype=call.dtype)
+    moved = {"reordering": lambda: ordering.leave(ordering.enter(states))}
+    if isinstance(layer, BlockLayer):
+        query, key, _ = call.tensors
+        keep = layer.method.predict(query, key, call.geometry, impl=call.impl).keep
+        plan = layer.blocks.plan(keep, compact=False)
+        sizes = {"q_block": plan.q_block, "k_block": plan.k_block}
+        return Work(run, partial(_judged, call, run, plan), plan.density, parts=moved, facts=sizes)
+    if not isinstance(layer, PlanLayer):
+        raise NotImplementedError(f"nothing here can judge what {type(method).__name__} chooses")
+    kept = layer.num_pairs / call.geometry.num_tokens**2
+    facts: dict[str, Any] = {
+        "q_block": layer.near.q_block,
+        "k_block": layer.near.k_block,
+        "impl": _implementations(call, layer),
+    }
+    rows = _rows_of_every_kind(method, call, layer.near)
+    judged = partial(_judged, call, run, layer.near, rows, far=layer.far, summary=layer.summary)
+    return Work(run, judged, kept, parts=moved, in_graph=True, layer=layer, facts=facts)
+
+
+def _rows_of_every_kind(method: Method, call: Call, near: Plan) -> tuple[int, ...]:
+    """Of the text, of what is shared, the first of the rest."""
+    shared = getattr(method, "shared_tokens", None) or 0
+    firsts = (call.preset.text, call.preset.text + shared)
+    return tuple(min(first // near.q_block, near.num_rows - 1) for first in firsts)
+
+
+def _implementations(call: Call, layer: PlanLayer) -> str:
+    """What runs it; the far field may be a call of its own, and run by another."""
+    query, key, _ = call.tensors
+    names = [explain_choice(query, key, layer.near, impl=call.impl).impl]
+    if layer.far is not None:
+        bias = layer.far.bias.expand(*key.shape[:2], -1)
+        pooled = layer.far.pooled(key)
+        names.append(explain_choice(query, pooled, layer.far.plan, key_bias=bias, impl=call.impl).impl)
+    return " + ".join(dict.fromkeys(names))
+
+
+def loglinear_works(call: Call, method: LogLinear) -> Iterator[tuple[str, Work]]:
+    """The call, and with its backward; pooling and choosing by themselves."""
+    attention = partial(attend_with, method, impl=call.impl)
+    tokens = call.preset.tokens
+    kept = min(1.0, method.keys_per_query(tokens) / tokens)
+    levels = method.num_levels(tokens, tokens)
+    parts: dict[str, Function] = {
+        "pooling": lambda: [pool(x, method.block, levels, call.impl) for x in call.alike],
+        "pooling, choosing and lists": lambda: choose(method, *call.alike, impl=call.impl),
+    }
+    facts = {"keys_per_query": method.keys_per_query(tokens)}
+    run = partial(attention, *call.alike)
+    yield (
+        FORWARD,
+        Work(run, partial(_judge_chosen, call, method, run), kept, FORWARD, parts, True, facts=facts),
+    )
+    if call.on["backward"]:
+        both = partial(call.differentiated, attention, call.alike)
+        judged = partial(_judge_chosen, call, method, lambda: both()[0], gradients=True)
+        yield BOTH, Work(both, judged, kept, BOTH, in_graph=True, facts=facts)
+
+
+def _judge_chosen(
+    call: Call, method: LogLinear, run: Callable[[], Tensor], *, gradients: bool = False
+) -> Checked:
+    """Some blocks of queries against float64, for what was chosen.
+
+    Args:
+        run: gives results, or the gradients of the queries.
+    """
+    with poisoned_memory():
+        out = run()
+    if not bool(torch.isfinite(out).all()):
+        return Checked(float("nan"), 0.0, "out holds values that are not finite")
+    found = choose(method, *call.alike, impl=call.impl)
+    samples = []
+    for head in ((0, 0), (out.shape[0] - 1, out.shape[1] - 1)):
+        for row in sorted({0, found.near.num_rows // 2, found.near.num_rows - 1}):
+            rows = slice(row * method.block, (row + 1) * method.block)
+            grad_out = call.grad_out[head][rows] if gradients else None
+            exact, rough = (
+                _chosen_row(call.alike, found, head, row, dtype, grad_out)
+                for dtype in (torch.float64, out.dtype)
+            )
+            samples.append(compare(out[head][rows], exact, rough, f"head {head[1]}, row {row}"))
+    return worst(samples)
+
+
+def _chosen_row(
+    inputs: Inputs,
+    found: Chosen,
+    head: tuple[int, int],
+    row: int,
+    dtype: torch.dtype,
+    grad_out: Tensor | None,
+) -> Tensor:
+    """What one block of queries should give, or the gradient of these queries, computed in `dtype`."""
+    query, key, value = (x.detach()[head].to(dtype) for x in inputs)
+    first, block = row * found.near.q_block, found.near.q_block
+    near = keys_of(found.near, head, row)
+    keys, values, bias = [key[near]], [value[near]], [key.new_zeros(len(near))]
+    if found.far is not None and found.key is not None and found.value is not None:
+        assert found.bias is not None
+        far = keys_of(found.far, head, first // found.far.q_block)
+        keys.append(found.key[head][far].to(dtype))
+        values.append(found.value[head][far].to(dtype))
+        bias.append(found.bias[0, 0, far].to(dtype))
+    rows = query[first : first + block].requires_grad_(grad_out is not None)
+    scores = rows @ torch.cat(keys).mT * query.shape[-1] ** -0.5
+    out = torch.softmax(scores + torch.cat(bias), -1) @ torch.cat(values)
+    return out if grad_out is None else torch.autograd.grad(out, rows, grad_out.to(dtype))[0]
+
+
+def fine_works(call: Call, method: FineGrained) -> Iterator[tuple[str, Work]]:
+    """A call that finds its lists, one that predicts them, and one that makes them; each skips the share asked for."""
+    skipped = 0.7 if call.on["skipped"] is None else call.on["skipped"]
+    cached = Fitted.of(method, skipped, predict="cached", refresh=(0.0,))
+    online = Fitted.of(method, skipped, predict="online", guard=None)
+    finds, makes, predicts = (each.layer(call.geometry) for each in (cached, cached, online))
+    makes.fitted.readers[0] = finds  # what is kept is asked of the one that finds its lists
+    full = planning.full(call.preset.tokens, call.preset.tokens, device=call.device)
+    facts = {"q_block": method.query_block, "k_block": method.grain}
+
+    def attended(layer: FittedReader, step: int) -> Attended:
+        layer.set_step(Moment(step, _STEPS))
+        return layer.attend(*call.alike, impl=call.impl)
+
+    def made_anew() -> Attended:
+        makes.forget()
+        return attended(makes, 0)
+
+    attended(finds, 0)
+    for name, fitted, layer, run in (
+        ("cached", cached, finds, partial(attended, finds, 1)),
+        ("online", online, predicts, partial(attended, predicts, 1)),
+    ):
+        run()
+        if fitted.misfit:
+            raise WrongAnswer(fitted.misfit)
+        (plan,) = fitted.lists().values() if name == "cached" else (layer.plan,)
+        assert plan is not None
+        memory = {"list_bytes": plan.blocks.nbytes}
+        yield name, Work(run, partial(_judged, call, run, plan), fitted.kept, facts=facts | memory)
+    yield "refresh", Work(made_anew, partial(_judged, call, made_anew, full), 1.0, facts=facts)

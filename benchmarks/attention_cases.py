@@ -1,0 +1,165 @@
+"""The attention calls that are measured, and what is to be reached on one H200."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.cases import CPU, CUDA, QUICK, Case, named
+from nearfield.cli import presets
+
+DEFAULTS: dict[str, Any] = {
+    "preset": "cpu-small",
+    "layer": 1,
+    "plan": "",
+    "grain": 64,
+    "q_block": None,
+    "k_block": None,
+    "backward": False,
+    "skipped": None,
+}
+"""What a call is: the tensors (a preset's name, or batch, heads, head_dim, grid and text), the layer of a method, or in
+place of a method a plan ("random" lists of so many keys per id, "tiles", or "ragged": tiles and the parts they
+consist of), blocks, whether the backward is timed, and the share of keys that FineGrained is to skip."""
+
+
+def _plans() -> Iterator[Case]:
+    """Lists of several grains, tiles, and the backward, for every preset."""
+    for name, preset in presets.PRESETS.items():
+        on_cpu = name.startswith("cpu-")
+        where = (CPU,) if name in presets.ON_CPU else () if on_cpu else (CUDA,)
+        if name in (*presets.QUICK_ON_CPU,):
+            where = (QUICK,)
+        for grain in (64, 16, 1):
+            yield Case(
+                f"{name}-random-{grain}", {"preset": name, "plan": "random", "grain": grain}, where=where
+            )
+        if preset.text:
+            # On the CPU small blocks cost nothing and fit tiles of any length; kernels want whole compute tiles. Text,
+            # centre and tiles are multiples of 128 tokens, not of 192.
+            rows, grain = (16, 16) if on_cpu else (128, 64)
+            for plan in ("tiles", "ragged"):
+                on = {"preset": name, "plan": plan, "grain": grain, "q_block": rows}
+                yield Case(f"{name}-{plan}", on, where=where)
+        on = {"preset": name, "plan": "random", "grain": 64, "backward": True}
+        yield Case(f"{name}-random-64-backward", on, where=where)
+
+
+def hilbert_fields(
+    tiles: int | None,
+    share: str = "two-way",
+    shared_tokens: int = 0,
+    far: int | None = None,
+    near: str = "tile",
+    summary: str = "mean",
+    **others: Any,
+) -> dict[str, Any]:
+    """Nothing is left dense; with no `shared_tokens` nothing is shared."""
+    region = {"shared": "centre", "shared_tokens": shared_tokens} if shared_tokens else {"shared": "none"}
+    own = {"tiles": tiles, "share": share, "far": far, "near": near, "summary": summary}
+    return own | region | {"dense_layers": 0, "dense_steps": 0} | others
+
+
+DEFAULT = hilbert_fields(None, far=16, near="around", summary="weighted")
+"""What `Hilbert()` reads in a sparse call."""
+_HILBERT: dict[str, tuple[str, dict[str, Any], float | None]] = {
+    "1024-two-way": ("flux-1024", hilbert_fields(16, "two-way", 256), 2.5),
+    "1024-keys": ("flux-1024", hilbert_fields(16, "keys", 256), 2.85),
+    "2048-two-way": ("flux-2048", hilbert_fields(16, "two-way", 1024), 4.2),
+    "2048-keys": ("flux-2048", hilbert_fields(16, "keys", 1024), 5.3),
+    "2048-keys-256": ("flux-2048", hilbert_fields(16, "keys", 256), 7.0),
+    "4096-keys-256": ("flux-4096", hilbert_fields(64, "keys", 256), 25.0),
+    "2048-far": ("flux-2048", hilbert_fields(16, "two-way", 1024, 64), None),
+    **{
+        f"{size}-{kind}": (f"flux-{size}", fields, None)
+        for kind, fields in {
+            "default": DEFAULT,
+            "text": DEFAULT | {"text_reads": "summary"},
+            "tiles": hilbert_fields(16, far=16),
+            "around": hilbert_fields(16, far=16, near="around"),
+        }.items()
+        for size in (1024, 2048, 4096)
+    },
+    "4096-far-64": ("flux-4096", hilbert_fields(64, far=64), None),
+    "4096-around-64": ("flux-4096", hilbert_fields(64, far=64, near="around"), None),
+    "2048-interleave": ("flux-2048", hilbert_fields(16, "two-way", 1024, interleave=True), None),
+    "tiny-two-way": ("cpu-small", hilbert_fields(4, "two-way", 32), None),
+    "tiny-keys": ("cpu-small", hilbert_fields(4, "keys", 32), None),
+    "tiny-far": ("cpu-small", hilbert_fields(4, "two-way", 32, 16), None),
+    "tiny-default": ("cpu-small", DEFAULT, None),
+    "tiny-around": ("cpu-small", hilbert_fields(4, far=16, near="around"), None),
+    "tiny-interleave": ("cpu-small", hilbert_fields(4, "keys", 32, interleave=True), None),
+}
+
+
+def _hilbert() -> Iterator[Case]:
+    for name, (preset, fields, target) in _HILBERT.items():
+        where = (QUICK,) if name.startswith("tiny") else (CUDA, CPU) if name.startswith("1024") else (CUDA,)
+        targets = {"forward": target} if target else {}
+        yield Case(f"hilbert-{name}", {"preset": preset}, "Hilbert", fields, targets, where)
+
+
+def _line(batch: int, heads: int, tokens: int, head_dim: int) -> dict[str, Any]:
+    """Tensors whose tokens stand in one line."""
+    return {"batch": batch, "heads": heads, "head_dim": head_dim, "grid": [tokens], "text": 0}
+
+
+def _loglinear() -> Iterator[Case]:
+    for shape, levels, where in (
+        ((4, 6, 16384, 64), 2, CUDA),
+        ((1, 6, 65536, 64), 2, CUDA),
+        ((4, 6, 65536, 64), 2, CUDA),
+        ((1, 6, 131072, 64), 2, CUDA),
+        ((1, 6, 16384, 64), "auto", CUDA),
+        ((1, 6, 65536, 64), "auto", CUDA),
+        ((1, 6, 262144, 64), "auto", CUDA),
+        ((1, 2, 1024, 32), 1, QUICK),
+        ((1, 2, 1000, 32), "auto", QUICK),
+    ):
+        name = "loglinear-" + "x".join(map(str, shape)) + ("-auto" if levels == "auto" else "")
+        on = {"preset": _line(*shape), "backward": True}
+        yield Case(name, on, "LogLinear", {"levels": levels}, where=(where,))
+
+
+MILLISECONDS = {
+    "loglinear-4x6x16384x64": (0.29, 1.3),
+    "loglinear-1x6x65536x64": (0.39, 2.0),
+    "loglinear-4x6x65536x64": (1.45, 6.5),
+    "loglinear-1x6x131072x64": (0.95, 5.0),
+}
+"""Milliseconds to reach on one H200: forward, and forward with backward."""
+_FINE_TARGETS = {
+    ("wan-480p", 0.7): {
+        "cached": 3.1,
+        "online": 2.8,
+        "refresh": 1 / 1.6,
+    },  # a refresh takes 1.6 dense calls at most
+    ("wan-720p", 0.7): {"cached": 3.0},
+    ("wan-480p", 0.9): {"cached": 9.0},
+}
+_FINE_TENSORS: dict[str, Any] = {
+    "wan-480p": "wan-480p",
+    "wan-720p": {"batch": 1, "heads": 40, "head_dim": 128, "grid": [21, 45, 80], "text": 0},
+    "small": _line(1, 2, 900, 32),
+}
+
+
+def _fine() -> Iterator[Case]:
+    for model, skipped, blocks, where in (
+        ("wan-480p", 0.7, ((128, 1), (128, 4), (128, 8), (192, 1), (192, 4), (192, 8)), CUDA),
+        ("wan-480p", 0.9, ((128, 8), (192, 8)), CUDA),
+        ("wan-720p", 0.7, ((128, 8), (192, 8)), CUDA),
+        ("small", 0.7, ((64, 4),), QUICK),
+    ):
+        for queries, grain in blocks:
+            name = f"fine-{model}-{100 * skipped:.0f}-{queries}x{grain}"
+            fields = {"query_block": queries, "grain": grain}
+            targets = _FINE_TARGETS.get((model, skipped), {})
+            on = {"preset": _FINE_TENSORS[model], "skipped": skipped}
+            yield Case(name, on, "FineGrained", fields, targets, (where,))
+
+
+def _all() -> Iterator[Case]:
+    for case in (*_plans(), *_hilbert(), *_loglinear(), *_fine()):
+        yield Case(case.name, {**DEFAULTS, **case.on}, case.method, case.fields, case.targets, case.where)
+
+
+CASES = named(_all())

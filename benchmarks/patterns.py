@@ -1,0 +1,230 @@
+"""Patterns of attention whose pictures are compared, in groups: methods with their fields, on the embedded model."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.cases import CPU, CUDA, QUICK, Case, Fields, named
+from benchmarks.rivals import masks  # noqa: F401, registers them
+
+DENSE = "dense"
+DEFAULTS: dict[str, Any] = {"pattern": "", "weights": None, "lora": None}
+"""What people call it, if that is not the case's name; another model file than the one given for all, such as one that
+was trained with the pattern; and a LoRA."""
+
+
+def _pattern(name: str, fields: Fields | None = None, method: str = "Hilbert") -> Case:
+    return Case(name, DEFAULTS, method, fields or {})
+
+
+def tuning_of(case: Case) -> str:
+    """What was done to the model for this pattern."""
+    return "LoRA" if case.on.get("lora") else "own weights" if case.on.get("weights") else "none"
+
+
+def _sparse(name: str, **fields: Any) -> Case:
+    """Tiles with nothing dense, unless the fields say so: what the pattern itself does."""
+    return _pattern(name, {"near": "tile", "summary": "mean", "dense_layers": 0, "dense_steps": 0} | fields)
+
+
+def _paper(name: str, **fields: Any) -> Case:
+    """The same of the paper's method: a shared centre, and no far field."""
+    return _sparse(name, **{"shared": "centre", "far": None} | fields)
+
+
+def _chosen(name: str, method: str, **fields: Any) -> Case:
+    """A method that chooses by what the tokens hold, with nothing dense."""
+    return _pattern(name, {"dense_layers": 0, "dense_steps": 0} | fields, method)
+
+
+def _weighted(name: str, **fields: Any) -> Case:
+    """Weighted summaries, dense at both ends of the steps and nowhere else."""
+    return _sparse(name, summary="weighted", dense_steps=_THREE_STEPS[_BOTH_ENDS], **fields)
+
+
+def _around(name: str, **fields: Any) -> Case:
+    """What is around a block in the place of its tile, and weighted summaries, unless the fields say else."""
+    return _sparse(name, **{"near": "around", "summary": "weighted"} | fields)
+
+
+def _merge_fields(**fields: Any) -> Fields:
+    """Of `Merge`; all but the first block of each kind merge, for the embedded model has few."""
+    return {"skip_blocks": (1, 1)} | fields
+
+
+def _merge_then_tiles(tiles: int) -> Case:
+    parts = {
+        "merge": {"method": "Merge", "fields": _merge_fields()},
+        "attention": {"method": "Hilbert", "fields": {**_paper("").fields, "tiles": tiles}},
+    }
+    return _pattern(f"merge 0.5, {tiles} tiles", parts, "Composition")
+
+
+_CURVES = ("hilbert-closed", "hilbert", "morton", "raster")
+_REGIONS = [(place, share) for place in ("centre", "distributed") for share in ("two-way", "keys")]
+_BOTH_ENDS = "first and last 2 steps dense"
+_THREE_STEPS = {"3 dense steps": 3, "last 3 steps dense": (0, 3), _BOTH_ENDS: (1, 2)}
+_STEPS = {
+    "first step dense": 1,
+    "first 3 steps dense": 3,
+    "last 3 steps dense": (0, 3),
+    _BOTH_ENDS: (1, 2),
+}
+_TILES_BY_LAYER = {8: (8, 8, 32, 8, 4, 8, 8, 32, 32, 32, 8, 32), 16: (4, 4, 8, 4, 4, 4, 8, 32, 32, 8, 8, 32)}
+"""Of the twelve layers of the embedded model, by `far`: the least error that a quarter of the pairs buys, if layers add
+to it as they do when each alone is sparse."""
+_LAYERS = {
+    "first layer": 1,
+    "every fourth layer": (0, 4, 8),
+    "last four": (-4, -3, -2, -1),
+    "first four": 4,
+}
+
+GROUPS: dict[str, Sequence[Case]] = {
+    "default": [_pattern("Hilbert()"), _pattern("Hilbert(tiles=4)", {"tiles": 4})],
+    "far": [
+        *(_sparse(f"far {window}", far=window) for window in (8, 16, 32, 64)),
+        *(_sparse(f"far 16, {tiles} tiles", tiles=tiles) for tiles in (4, 8, 32, 64)),
+        _sparse("far 8, 32 tiles", far=8, tiles=32),
+    ],
+    "far-weighted": [
+        _sparse("far 16, weighted", summary="weighted"),
+        _sparse("far 16, centre, two-way, weighted", shared="centre", summary="weighted"),
+        _sparse("far 32, weighted", far=32, summary="weighted"),
+        _sparse("far 8, weighted", far=8, summary="weighted"),
+        _weighted(f"far 16, 8 tiles, weighted, {_BOTH_ENDS}", tiles=8),
+        _sparse(
+            "far 16, centre, weighted, 3 dense steps", shared="centre", summary="weighted", dense_steps=3
+        ),
+    ],
+    "far-shared": [
+        *(_sparse(f"far 16, {place}, {share}", shared=place, share=share) for place, share in _REGIONS),
+        *(
+            _sparse(f"far 16, {tokens} in the centre", shared="centre", shared_tokens=tokens)
+            for tokens in (64, 512)
+        ),
+    ],
+    "far-curve": [_sparse(f"far 16, {curve}", curve=curve) for curve in _CURVES],
+    "far-slide": [
+        *(_sparse(f"far 16, cycle {cycle}", cycle=cycle) for cycle in (1, 2, 8)),
+        _sparse("far 16, interleave", interleave=True),
+    ],
+    "far-steps": [
+        *(_sparse(f"far 16, {words}", dense_steps=ends) for words, ends in _STEPS.items()),
+        # Shares are rounded up: of 16 steps 10 % are 2, 20 % are 4.
+        *(_sparse(f"far 16, {share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)),
+        _sparse("far 16, interleave, 1 dense step", interleave=True, dense_steps=1),
+        _sparse("far 16, centre, 3 dense steps", shared="centre", dense_steps=3),
+        _sparse("far 16, interleave, 3 dense steps", interleave=True, dense_steps=3),
+        _sparse("far 8, interleave, 3 dense steps", far=8, interleave=True, dense_steps=3),
+    ],
+    "far-layers": [
+        _sparse(f"far 16, {words} dense", dense_layers=layers) for words, layers in _LAYERS.items()
+    ],
+    "search": [_around("around"), _around("around, 16 tiles, far 8", tiles=16, far=8)],
+    "around": [
+        _around("around, means", summary="mean"),
+        *(_around(f"around, far {window}", far=window) for window in (8, 32)),
+        _around("around, nothing far", far=None, summary="mean"),
+        *(_around(f"around, {tiles} tiles", tiles=tiles) for tiles in (4, 16, 32)),
+        _around("around, 16 tiles, means", tiles=16, summary="mean"),
+        _around("around, text in summary", text_reads="summary"),
+        _around("around, centre", shared="centre"),
+        *(_around(f"around, {curve}", curve=curve) for curve in ("morton", "raster")),
+        *(_around(f"around, {words}", dense_steps=ends) for words, ends in _STEPS.items()),
+    ],
+    "three-steps": [
+        *(
+            _sparse(
+                f"far 16, centre, interleave, {words}", shared="centre", interleave=True, dense_steps=ends
+            )
+            for words, ends in _THREE_STEPS.items()
+        ),
+        _weighted(f"far 8, weighted, {_BOTH_ENDS}", far=8),
+    ],
+    "far-tiles": [
+        _weighted(f"far 8, tiles by layer, weighted, {_BOTH_ENDS}", far=8, tiles=_TILES_BY_LAYER[8]),
+        _weighted(f"far 16, tiles by layer, weighted, {_BOTH_ENDS}", tiles=_TILES_BY_LAYER[16]),
+        _weighted(f"far 8, 12 tiles, weighted, {_BOTH_ENDS}", far=8, tiles=12),
+    ],
+    "tiles": [_paper(f"{tiles} tiles", tiles=tiles) for tiles in (2, 4, 8, 16)],
+    "curve": [_paper(f"{curve}, nothing shared", shared="none", curve=curve) for curve in _CURVES],
+    "slide": [
+        *(_paper(f"cycle {cycle}", cycle=cycle) for cycle in (1, 2)),
+        _paper("interleave", interleave=True),
+    ],
+    "shared": [
+        *(_paper(f"{place}, {share}", shared=place, share=share) for place, share in _REGIONS),
+        _paper("nothing shared", shared="none"),
+        *(_paper(f"{tokens} shared", shared_tokens=tokens) for tokens in (64, 512)),
+    ],
+    "steps": [_paper(f"{share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)],
+    "layers": [_paper(f"{words} dense", dense_layers=layers) for words, layers in _LAYERS.items()],
+    "rivals": [
+        *(
+            _pattern(f"disc of radius {radius}", {"radius": radius}, "window")
+            for radius in (4, 8, 12, 15, 18)
+        ),
+        *(_pattern(f"band of {width}", {"width": width}, "band") for width in (256, 512, 600, 832)),
+    ],
+    "chosen": [
+        *(_chosen(f"LogLinear, top {topk}", "LogLinear", topk=topk) for topk in (8, 16)),
+        *(
+            _chosen(f"FineGrained, {weight}", "FineGrained", threshold=weight)
+            for weight in ("0.25/N", "0.5/N", "1/N")
+        ),
+        *(
+            _chosen(f"FineGrained online, {mass:.0%}", "FineGrained", predict="online", mass=mass)
+            for mass in (0.9, 0.7)
+        ),
+        *(_chosen(f"BlockTopK, {keep:.0%}", "BlockTopK", keep=keep) for keep in (0.25, 0.5)),
+    ],
+    "merge": [
+        *(
+            _pattern(f"merge {ratio}, {region}", _merge_fields(ratio=ratio, region=region), "Merge")
+            for region in ("run", "window", "global")
+            for ratio in (0.25, 0.5, 0.75)
+        ),
+        _pattern("merge 0.5, by module", _merge_fields(placement="module"), "Merge"),
+    ],
+    "peers": [
+        *(
+            _pattern(f"bipartite {ratio}", _merge_fields(ratio=ratio), "BipartiteMerge")
+            for ratio in (0.25, 0.5, 0.75)
+        ),
+        _chosen("strided keys", "StridedKeys"),
+    ],
+    "together": [_merge_then_tiles(tiles) for tiles in (4, 16)],
+}
+
+ALL_METHODS = ("tiles", "default", "far", "far-shared", "chosen", "merge", "peers", "together")
+"""Groups in which every method of the library has its place: what is measured where nothing is asked for."""
+
+
+def as_file_name(name: str) -> str:
+    """A pattern's name, as far as files may be called so."""
+    return re.sub("[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def without_dense_steps(case: Case) -> Case:
+    """The same with every step sparse, and a name that speaks of none: all that tuning knows of a pattern."""
+    words = [word for word in case.name.split(", ") if not re.search("dense steps?$|steps? dense$", word)]
+    return replace(case, name=", ".join(words), fields={**case.fields, "dense_steps": 0})
+
+
+def _where(group: str) -> tuple[str, ...]:
+    return ((CPU, CUDA) if group in ALL_METHODS else ()) + ((QUICK,) if group == "default" else ())
+
+
+CASES = named(
+    replace(
+        case,
+        name=f"{group}/{as_file_name(case.name)}",
+        on={**case.on, "pattern": case.name},
+        where=_where(group),
+    )
+    for group, patterns in GROUPS.items()
+    for case in patterns
+)
+"""Called by the group and the pattern, which the results name as people do."""

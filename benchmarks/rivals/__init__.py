@@ -1,0 +1,1 @@
+"""What nearfield is compared with, where the library itself has no such method."""
