@@ -34,8 +34,8 @@ BASE_READS = {("_checks", "layout"), ("_checks", "plan")}
 # which may not import each other. A folder inside of a room is one sibling.
 SHARED = {
     "methods": (
-        "registry", "borders", "dense_parts", "blockwise", "layers", "view", "base", "composition", "fields",
-        "recipes", "self_attention",
+        "registry", "borders", "dense_parts", "blockwise", "layers", "view", "base", "select", "composition",
+        "fields", "recipes", "self_attention",
     ),
 }  # fmt: skip
 

@@ -6,7 +6,15 @@ from nearfield import methods, planning
 from nearfield._types import Attended, Positions
 from nearfield.diffusers import Handle, apply, remove
 from nearfield.layout import Geometry, Ordering, curves
-from nearfield.methods import LayerAttention, Method, PlanMethod, SelfAttention, attend_with, recipes
+from nearfield.methods import (
+    LayerAttention,
+    Method,
+    PlanMethod,
+    SelectMethod,
+    SelfAttention,
+    attend_with,
+    recipes,
+)
 from nearfield.ops import KeyValuePart, attend, attend_parts, explain_choice, merge_attended
 from nearfield.plan import Plan
 
@@ -31,6 +39,7 @@ __all__ = [
     "Plan",
     "PlanMethod",
     "Positions",
+    "SelectMethod",
     "SelfAttention",
     "__version__",
     "apply",

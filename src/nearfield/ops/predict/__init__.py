@@ -1,4 +1,4 @@
-"""What full attention would read, predicted by weights or by means."""
+"""What full attention would read, predicted by weights, by means or by other scores."""
 
 from nearfield.ops.predict.api import (
     Blocks,
@@ -6,9 +6,22 @@ from nearfield.ops.predict.api import (
     Prediction,
     ReadStats,
     by_means,
+    by_scores,
     by_weights,
+    log_masses,
     packed,
     unpacked,
 )
 
-__all__ = ["Blocks", "Mask", "Prediction", "ReadStats", "by_means", "by_weights", "packed", "unpacked"]
+__all__ = [
+    "Blocks",
+    "Mask",
+    "Prediction",
+    "ReadStats",
+    "by_means",
+    "by_scores",
+    "by_weights",
+    "log_masses",
+    "packed",
+    "unpacked",
+]

@@ -1,8 +1,8 @@
 """Predicting what full attention would read: which blocks of keys are worth reading for each block of queries.
 
-Two ways, at any grain. By weights: the largest weight that full attention gives each block, computed exactly in a
+Three ways, at any grain. By weights: the largest weight that full attention gives each block, computed exactly in a
 second pass over the scores; worth doing once for many calls. By means: attention among the means of blocks, cheap
-enough for every call.
+enough for every call. By scores: whatever a method computes for each pair of blocks.
 """
 
 import math
@@ -159,7 +159,7 @@ def by_means(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     whole, always = blocks.always(query.device)
     keep, lost = torch.ops.nearfield.keep_by_means(
-        query.detach(), key.detach(), _log_sizes(blocks, key_bias, query), whole, always,
+        query.detach(), key.detach(), log_masses(blocks, key_bias, query), whole, always,
         blocks.q_block, blocks.k_block, mass, topk, guard, scale, impl,
     )  # fmt: skip
     return Prediction(keep, _dropped(lost, blocks))
@@ -188,15 +188,8 @@ def _keep_by_means(
     whole, always = (part.expand(*x.shape[:2], -1) for part, x in ((whole, query), (always, key)))
     if guard is not None:
         whole, always = whole | (query_likeness < guard), always | (key_likeness < guard)
-    if mass is not None and mass >= 1:
-        whole = torch.ones_like(whole)
     scores = _scores_of_means(scale * queries, keys).add_(log_sizes)
-    pick = _module("choose", choose, impl, scores)
-    with torch.cuda.device_of(scores):
-        keep, lost = pick.choose(
-            scores, whole, always, mass=mass, count=scores.shape[-1] if topk is None else topk
-        )
-    return keep, lost
+    return _chosen(scores, whole, always, mass, topk, impl)
 
 
 @_keep_by_means.register_fake
@@ -214,6 +207,41 @@ def _(
     wide = torch.promote_types(query.dtype, torch.float32)
     keep = query.new_empty(*rows, -(-key.shape[2] // k_block), dtype=torch.bool)
     return keep, query.new_empty(rows, dtype=wide)
+
+
+def by_scores(
+    scores: Tensor, blocks: Blocks, *, mass: float | None = None, topk: int | None = None, impl: Impl = "auto"
+) -> Prediction:
+    """Keep the best blocks by scores `[B, H, rows, columns]`: the fewest that hold `mass` of their softmax, or the `topk`
+    best. Rows whose softmax is not a number are read whole."""
+    whole, always = (part.expand(*scores.shape[:2], -1) for part in blocks.always(scores.device))
+    keep, lost = torch.ops.nearfield.keep_by_scores(scores.detach(), whole, always, mass, topk, impl)
+    return Prediction(keep, _dropped(lost, blocks))
+
+
+@torch.library.custom_op("nearfield::keep_by_scores", mutates_args=())
+def _keep_by_scores(
+    scores: Tensor, whole: Tensor, always: Tensor, mass: float | None, topk: int | None, impl: str
+) -> tuple[Tensor, Tensor]:
+    return _chosen(scores, whole, always, mass, topk, impl)
+
+
+@_keep_by_scores.register_fake
+def _(scores: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return scores.new_empty(scores.shape, dtype=torch.bool), scores.new_empty(scores.shape[:3])
+
+
+def _chosen(
+    scores: Tensor, whole: Tensor, always: Tensor, mass: float | None, topk: int | None, impl: str
+) -> tuple[Tensor, Tensor]:
+    """What is kept, and the mass that each row loses."""
+    if mass is not None and mass >= 1:
+        whole = torch.ones_like(whole)
+    pick = _module("choose", choose, impl, scores)
+    count = scores.shape[-1] if topk is None else topk
+    with torch.cuda.device_of(scores):
+        keep, lost = pick.choose(scores, whole, always, mass=mass, count=count)
+    return keep, lost
 
 
 def _scores_of_means(queries: Tensor, keys: Tensor) -> Tensor:
@@ -334,8 +362,9 @@ def unpacked(bits: Tensor, columns: int) -> Tensor:
     return mask[..., :columns]
 
 
-def _log_sizes(blocks: Blocks, key_bias: Tensor | None, query: Tensor) -> Tensor:
-    """What a block adds to the score of its mean: the log of its number of keys, weighted by their bias."""
+def log_masses(blocks: Blocks, key_bias: Tensor | None, query: Tensor) -> Tensor:
+    """What a block adds to the score of its mean: the log of its number of keys, weighted by their bias. `[columns]`, or
+    with a bias `[B, H or 1, 1, columns]`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     if key_bias is None:
         sizes = num_represented(blocks.num_keys, blocks.k_block, 1, query.device)
