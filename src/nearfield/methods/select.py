@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearfield._checks import check_member, check_share, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.layout import Geometry, Span, check_geometry, num_represented
+from nearfield.layout import CurveOrder, Geometry, Span, check_geometry, num_represented
 from nearfield.methods.base import Method
 from nearfield.methods.layers import LayerAttention
 from nearfield.ops import (
@@ -33,8 +33,8 @@ class Summaries(NamedTuple):
 
     Args:
         means: `[B, H, blocks, D]`, float32 (float64 of float64). Heads of queries that share keys see the same ones.
-        log_masses: the log of how many tokens a block holds, broadcastable to `[B, H, blocks]`. A key counts by its bias:
-            not at all where that hides it, several times where it stands for merged tokens.
+        log_masses: the log of how many tokens a block holds, broadcastable to `[B, H, blocks]`. A key counts by its
+            bias: not at all where that hides it, several times where it stands for merged tokens.
         scale: by what attention multiplies products of queries and keys.
         tokens: those of the blocks, `[B, H or fewer, N, D]`, for other statistics.
         block: tokens per block; the last may hold fewer.
@@ -82,12 +82,15 @@ class SelectMethod(Method):
         if self.top_p is not None:
             check_share("top_p", self.top_p)
         check_member("rest", self.rest, get_args(Rest))
+        check_member("order", self.order, get_args(CurveOrder))
         self.check_dense_parts()
 
     @abstractmethod
     def scores(self, queries: Summaries, keys: Summaries) -> Tensor:
-        """How much each block of queries wants each block of keys, `[B, H, rows, columns]`; larger is better. Blocks that
-        score `-inf` come last."""
+        """How much each block of queries wants each block of keys, `[B, H, rows, columns]`; larger is better.
+
+        A row of scores that holds NaN is read whole.
+        """
 
     def forced(self, geometry: Geometry) -> Sequence[Span]:
         """Spans of tokens that read everything and that everyone reads, exactly: the text."""

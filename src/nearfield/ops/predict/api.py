@@ -212,8 +212,8 @@ def _(
 def by_scores(
     scores: Tensor, blocks: Blocks, *, mass: float | None = None, topk: int | None = None, impl: Impl = "auto"
 ) -> Prediction:
-    """Keep the best blocks by scores `[B, H, rows, columns]`: the fewest that hold `mass` of their softmax, or the `topk`
-    best. Rows whose softmax is not a number are read whole."""
+    """Keep the best blocks by scores `[B, H, rows, columns]`: the fewest that hold `mass` of their softmax, or the
+    `topk` best. Rows whose softmax is not a number are read whole."""
     whole, always = (part.expand(*scores.shape[:2], -1) for part in blocks.always(scores.device))
     keep, lost = torch.ops.nearfield.keep_by_scores(scores.detach(), whole, always, mass, topk, impl)
     return Prediction(keep, _dropped(lost, blocks))
@@ -363,8 +363,10 @@ def unpacked(bits: Tensor, columns: int) -> Tensor:
 
 
 def log_masses(blocks: Blocks, key_bias: Tensor | None, query: Tensor) -> Tensor:
-    """What a block adds to the score of its mean: the log of its number of keys, weighted by their bias. `[columns]`, or
-    with a bias `[B, H or 1, 1, columns]`."""
+    """What a block adds to the score of its mean: the log of its number of keys, weighted by their bias.
+
+    `[columns]`, or with a bias `[B, H or 1, 1, columns]`.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     if key_bias is None:
         sizes = num_represented(blocks.num_keys, blocks.k_block, 1, query.device)
