@@ -267,6 +267,26 @@ def masked_in(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor) -> 
     return (torch.softmax(logits, -1) @ value).double()
 
 
+def test_autocast_does_not_round_scores() -> None:
+    query, key, _ = (x.float() for x in tensors())
+    layer = Likest().layer(GEOMETRY)
+    expected = layer.choose(query, key)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer.choose(query, key)
+    assert torch.equal(found.dropped, expected.dropped)
+
+
+def test_a_layer_made_in_inference_mode_can_be_trained() -> None:
+    query, key, value = tensors()
+    with torch.inference_mode():
+        layer = Nearest(rest="pooled").layer(GEOMETRY)
+        layer.attend(query, key, value)
+    key.requires_grad_()
+    layer.attend(query, key, value).out.sum().backward()
+    assert key.grad is not None
+    assert bool((key.grad != 0).any())
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("rest", ["drop", "pooled"])
 def test_what_is_not_a_number_stays_in_its_sample(rest: str, place: int) -> None:

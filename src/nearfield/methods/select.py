@@ -66,7 +66,7 @@ class SelectMethod(Method):
         keep: which share of the blocks of keys each block of queries reads, at least one of them.
         top_p: instead of `keep`: the fewest blocks that hold this share of the softmax of the scores.
         rest: what stands for the blocks that are not read: "drop", nothing; "pooled", the mean of their keys and that
-            of their values, which weigh as often as the block has tokens.
+            of their values, which count as often as the block has tokens.
     """
 
     q_block: int = 128
