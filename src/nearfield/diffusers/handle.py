@@ -279,10 +279,9 @@ def _check_is_no_name(method: object) -> None:
     if not isinstance(method, str) or method in shipped or method.endswith(".json"):
         return
     if not Path(method).is_file():
-        hint = "Write a method as nearfield.Hilbert(), without quotes; recipes that ship: " + ", ".join(
-            shipped
-        )
-        wrong_value("method", "be a method, or name a recipe", repr(method), f"{hint}.")
+        listed = f"; recipes that ship: {', '.join(shipped)}" if shipped else ""
+        hint = f"Write a method as nearfield.{DEFAULT.label}, without quotes{listed}."
+        wrong_value("method", "be a method, or name a recipe", repr(method), hint)
 
 
 # -- finding out what to change ------------------------------------------------------------------------------------
