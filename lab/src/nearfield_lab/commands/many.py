@@ -1,4 +1,4 @@
-"""`nearfield generate --engine`: many pictures, each in a file of its own, by one process or by a Ray cluster.
+"""`nearfield generate --option engine=NAME`: many pictures, each in a file of its own, by a process or a Ray cluster.
 
 Workers send pictures, packed, to the process that was started, and that one writes them: each once, whole or not at
 all, whatever workers die meanwhile, and on clusters without a shared file system, too. What is there is not made again.
@@ -89,13 +89,14 @@ def _opened_engine(arguments: argparse.Namespace, job: "_Job") -> Iterator["Work
 
     if arguments.device not in (None, "cpu", "cuda"):
         hint = "Ray gives each worker a GPU of its own."
-        wrong("--device", "be cpu or cuda with `--engine ray`", repr(arguments.device), hint)
+        wrong("device", "be cpu or cuda with `engine=ray`", repr(arguments.device), hint)
     with cluster.joined(arguments.ray_address) as resources:
         gpus, cores = (int(resources.get(name, 0)) for name in ("GPU", "CPU"))
         job.arguments.device = arguments.device or ("cuda" if gpus else "cpu")
         uses_gpus = job.arguments.device == "cuda"
         if uses_gpus and not (gpus or arguments.workers):
-            wrong("--device", "be there: the cluster has no GPU", "cuda", "Say how many will come: --workers")
+            hint = "Say how many will come: --option workers=N."
+            wrong("device", "be there: the cluster has no GPU", "cuda", hint)
         num_workers = arguments.workers or max(gpus if uses_gpus else cores, 1)
         with cluster.on_ray(job, num_workers, gpus=int(uses_gpus)) as ray_workers:
             yield ray_workers
