@@ -20,6 +20,8 @@ from tests.cats import CATS
 from tests.readme_smoke import tiny_flux
 
 ROOT = Path(__file__).resolve().parents[1]
+PLACES = [place for place in sys.path if "thirdparty_files" not in place]
+"""Where packages are installed. Ray, once another test imports it, adds a folder of packages that it carries itself."""
 FOLDERS = {"nearfield": ".", "nearfield-lab": "./lab"}
 PROJECTS: dict[str, dict[str, Any]] = {
     name: tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -140,8 +142,11 @@ def needs_of(name: str, extras: set[str]) -> list[Requirement]:
 def hidden(installed: str) -> list[str]:
     """The top-level modules of all that a requirement does not bring."""
     modules = importlib.metadata.packages_distributions() | {name: [owner] for name, owner in OWN.items()}
-    brought = provided(installed)
-    return [name for name, owners in modules.items() if brought.isdisjoint(map(canonicalize_name, owners))]
+    known = {canonicalize_name(found.name) for found in importlib.metadata.distributions(path=PLACES)}
+    known |= {canonicalize_name(owner) for owner in OWN.values()}
+    others = known - provided(installed)
+    owned = {name: set(map(canonicalize_name, owners)) & known for name, owners in modules.items()}
+    return [name for name, owners in owned.items() if owners and owners <= others]
 
 
 @pytest.fixture(scope="module")
