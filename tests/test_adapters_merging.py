@@ -27,7 +27,7 @@ import nearfield
 from nearfield import Geometry, Merge
 from nearfield.methods import BipartiteMerge, Composition
 from nearfield.methods.baselines import shortening as peers
-from nearfield.ops.merge.reference import locate as reference
+from nearfield.ops.merge.reference import destinations as reference
 
 NAMES = ("flux", "flux2", "sd3", "qwen", "sdxl", "pixart")
 HARD = Merge(sharpness=math.inf, region_size=16, skip_blocks=(1, 1))
@@ -73,7 +73,7 @@ class Oracle:
         chosen, shares = [], []
         for ids, count in self.regions:
             mine = tokens[ids]
-            picked = reference.locate(
+            picked = reference.choose_destinations(
                 mine[None, None], torch.tensor([len(ids)]), torch.tensor([count]), count
             )
             destinations = ids[picked[0, 0].long()]

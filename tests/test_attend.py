@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 import nearfield
 from nearfield import Plan, planning
 from nearfield._types import Impl, Positions
-from nearfield.ops.attention.api import attend_continued
+from nearfield.ops import KeyValuePart, attend_continued
+from nearfield.ops.attention.operators import flatten
 
 IMPLEMENTATIONS = [
     "reference",
@@ -378,17 +379,13 @@ def test_merging_is_differentiable() -> None:
 # -- torch.compile and the operator ------------------------------------------------------------------------------
 
 
-def operator_arguments(call: Call, impl: str) -> tuple[Any, ...]:
+def operator_arguments(call: Call, impl: Any) -> tuple[Any, ...]:
     """What `attend` hands to `torch.ops.nearfield.attend`."""
-    plan = call.plan
-    transposed = plan.transpose()
-    leaves = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
+    query, key, value = (x.clone().requires_grad_() for x in (call.query, call.key, call.value))
     bias = call.key_bias
     if bias is not None:
         bias = bias.expand(*call.query.shape[:2], -1).clone().requires_grad_()
-    positions = call.positions or (None, None)
-    lists = plan.offsets, plan.blocks, None, transposed.offsets, transposed.blocks, None
-    return *leaves, *lists, bias, *positions, plan._extent, plan.q_block, plan.k_block, 0.25, impl
+    return flatten(query, [KeyValuePart(key, value, call.plan, bias, call.positions)], 0.25, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS[1:3])

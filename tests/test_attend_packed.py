@@ -8,9 +8,10 @@ from tests.attending import NEEDS_TRITON, assert_budget, random_bias, random_inp
 from torch import Tensor
 
 from nearfield import Plan
+from nearfield._types import Attended
 from nearfield.cli.check import poisoned_memory
+from nearfield.ops import KeyValuePart, attend_parts
 from nearfield.ops.attention import operators, reference
-from nearfield.ops.attention.api import KeyValuePart, attend_parts
 
 pytestmark = NEEDS_TRITON
 
@@ -81,9 +82,10 @@ def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) 
         tensors = [x.to(dtype) for x in (query, key, value)]
         wide_bias = None if bias is None else bias.to(dtype)
         out, lse = reference.attend_forward(*tensors, plan, wide_bias, None, 0.25)
-        grads = (grad_out.to(dtype), torch.zeros_like(lse))
-        found = reference.attend_backward(*grads, *tensors, out, lse, plan, wide_bias, None, 0.25)
-        return [out, lse, *(x for x in found if x is not None)]
+        grads = Attended(grad_out.to(dtype), torch.zeros_like(lse))
+        parts = [KeyValuePart(*tensors[1:], plan, wide_bias)]
+        found = reference.attend_backward(grads, tensors[0], parts, Attended(out, lse), 0.25, [has_bias])
+        return [out, lse, found.query, *(x for x in found.parts[0] if x is not None)]
 
     with poisoned_memory():
         tiles = Tiles(4 * q_block, 32, 4, 2, pack=4)
@@ -145,17 +147,23 @@ def test_small_blocks_of_keys_fill_a_tile_where_rows_are_alike(
     key_gradient_tiles = launch.key_gradient_tiles
     monkeypatch.setattr(backward, "key_gradient_tiles", chosen)
     found = []
-    for alike, has_room in ((False, True), (True, True), (True, False)):
+    for similar, has_room in ((False, True), (True, True), (True, False)):
         if not has_room:
             monkeypatch.setattr(backward, "has_room_for_bits", lambda _, pack: pack == 1)
         leaves = [x.clone().requires_grad_() for x in (query, key, value, far_key, far_value)]
-        parts = [KeyValuePart(*leaves[1:3], near), KeyValuePart(*leaves[3:], far, similar_rows=alike)]
+        plan = similar_rows(far) if similar else far
+        parts = [KeyValuePart(*leaves[1:3], near), KeyValuePart(*leaves[3:], plan)]
         out = attend_parts(leaves[0], parts, impl="triton").out
         found.append(torch.autograd.grad(out.square().sum(), leaves))
     assert packs == [1, 1, 1, 16 // grain, 1, 16 // grain, 1]
     for one, packed, unpacked in zip(*found, strict=True):
         torch.testing.assert_close(one, packed)
         assert torch.equal(one, unpacked)
+
+
+def similar_rows(plan: Plan) -> Plan:
+    sizes = plan.q_block, plan.k_block, plan.num_queries, plan.num_keys
+    return Plan(plan.offsets, plan.blocks, *sizes, similar_rows=True, check=False)
 
 
 def test_ids_have_room_for_bits(device: torch.device) -> None:
@@ -206,7 +214,7 @@ def test_two_parts_are_read_by_one_kernel(
     bias, far_bias = (random_bias(2, 2, length, device=device) for length in (num_keys, 40))
     parts = [
         KeyValuePart(far_key, far_value, far, far_bias),
-        KeyValuePart(key, value, near, bias, similar_rows=True),
+        KeyValuePart(key, value, similar_rows(near), bias),
     ]
     weights = torch.randn(query.shape, device=device)
 
@@ -222,8 +230,8 @@ def test_two_parts_are_read_by_one_kernel(
     for function in ("pair_tiles", "pair_gradient_tiles"):
         monkeypatch.setattr(pair, function, lambda query, near, far: tiles)
     paired = attended(parts)
-    # Rows that nobody calls alike are walked one by one.
-    assert all(map(torch.equal, attended([part._replace(similar_rows=False) for part in parts]), apart))
+    # Rows that nobody calls similar are walked one by one.
+    assert all(map(torch.equal, attended([parts[0], parts[1]._replace(plan=near)]), apart))
     for mine, theirs in zip(paired, apart, strict=True):
         assert not torch.equal(mine, theirs)  # the other kernel ran
         torch.testing.assert_close(mine, theirs)

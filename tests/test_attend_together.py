@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch import Tensor
 from nearfield import attend as attend_function
 from nearfield import planning
 from nearfield._types import Positions
+from nearfield.ops import KeyValuePart, attend_parts, attend_pooled, find_boxes
 from nearfield.ops.attention import operators
-from nearfield.ops.attention.api import KeyValuePart, Pooling, attend_parts
 from nearfield.ops.pool_select import api as pyramid
 from nearfield.plan.plan import BLOCKS, Plan
 
@@ -57,6 +56,7 @@ def results(
     weights = [torch.randn(x.shape, generator=generator).to(query.device, dtype) for x in (out, lse)]
     loss = (out * weights[0]).sum() + (lse.masked_fill(lse == -INF, 0) * weights[1]).sum()
     names = ["query", "key", "value", "far key", "far value", "bias"]
+    names += [f"{name} again" for name in names[1 : len(leaves) - 5]]
     gradients = torch.autograd.grad(loss, leaves)
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
 
@@ -125,42 +125,13 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
     for plain, compiled in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, compiled)
     torch._dynamo.reset()
-    lists = [
-        x
-        for part in parts
-        for x in (
-            part.plan.offsets,
-            part.plan.blocks,
-            None,
-            part.plan.transpose().offsets,
-            part.plan.transpose().blocks,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
-    ]
     bias = parts[1].key_bias
     assert bias is not None
+    parts[1] = parts[1]._replace(key_bias=bias.expand(2, -1, -1))
+    leaves, fresh = leaves_of(query, parts, query.dtype)
     torch.library.opcheck(
-        torch.ops.nearfield.attend_parts.default,
-        (
-            query.clone().requires_grad_(),
-            [part.key.clone().requires_grad_() for part in parts],
-            [part.value.clone().requires_grad_() for part in parts],
-            lists,
-            [bias.expand(2, -1, -1)],
-            [1],
-            [],
-            [],
-            [],
-            [],
-            [part.plan._extent for part in parts],
-            [16, 16, 0, 0, 0, 32, 8, 0, 0, 0],
-            0.25,
-            "triton",
-        ),
+        torch.ops.nearfield.attend_2_parts.default,
+        operators.flatten(leaves[0], fresh, 0.25, "triton"),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),  # compiled above
     )
 
@@ -168,7 +139,6 @@ def test_it_is_a_proper_operator_that_compiles(device: torch.device) -> None:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_part_may_have_positions(impl: Any, number: int, device: torch.device) -> None:
-    """Forward in one operator, with gradients part by part."""
     query, parts = call(device, key_heads=1)
     keys = parts[number].key.shape[2]
     places = torch.randperm(64, generator=torch.Generator().manual_seed(2)).to(device)
@@ -184,11 +154,11 @@ def test_a_part_may_have_positions(impl: Any, number: int, device: torch.device)
 
 @NEEDS_TRITON
 @pytest.mark.parametrize(
-    ("key_heads", "learns", "compiles", "turned"),
+    ("key_heads", "learns", "compiles", "transposed"),
     [(2, False, False, False), (1, True, False, False), (1, True, True, False), (2, False, False, True)],
 )
 def test_gradients_of_means_go_to_what_they_are_means_of(
-    key_heads: int, learns: bool, compiles: bool, turned: bool, device: torch.device
+    key_heads: int, learns: bool, compiles: bool, transposed: bool, device: torch.device
 ) -> None:
     """Two levels above an odd number of keys: by the kernel as by autograd; whether the bias is learned or not, and if
     means of values lie in another order than those of keys."""
@@ -199,33 +169,49 @@ def test_gradients_of_means_go_to_what_they_are_means_of(
     leaves = [x.clone().requires_grad_() for x in (query, key[:, :key_heads], value[:, :key_heads])]
     leaves += [bias.requires_grad_()] if learns else []
 
-    def loss(pooling: Pooling | None, *leaves: Tensor) -> Tensor:
+    def loss(by_kernel: bool, *leaves: Tensor) -> Tensor:
         query, key, value, *_ = leaves
         means = [pyramid.pool(x, 4, 2, "triton").data for x in (key, value)]
-        if turned:
+        if transposed:
             means[1] = means[1].mT.contiguous().mT
         parts = [KeyValuePart(key, value, near), KeyValuePart(means[0], means[1], far, bias)]
-        out, lse = attend_parts(query, parts, impl="triton", pooling=pooling)
+        if by_kernel:
+            out, lse = attend_pooled(query, *parts, 4, 2, impl="triton")
+        else:
+            out, lse = attend_parts(query, parts, impl="triton")
         return out.square().sum() + lse.masked_fill(lse == -INF, 0).sum()
 
     torch._dynamo.reset()
     function = torch.compile(loss, backend="aot_eager") if compiles else loss
-    by_kernel = torch.autograd.grad(function(Pooling(4, 2), *leaves), leaves)
-    by_autograd = torch.autograd.grad(loss(None, *leaves), leaves)
+    by_kernel = torch.autograd.grad(function(True, *leaves), leaves)
+    by_autograd = torch.autograd.grad(loss(False, *leaves), leaves)
     torch._dynamo.reset()
     for mine, theirs in zip(by_kernel, by_autograd, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
-@NEEDS_TRITON
 def test_means_must_be_of_the_first_part(device: torch.device) -> None:
     query, parts = call(device)
-    with pytest.raises(
-        ValueError, match="`parts` must have 12 keys in the second, pooled from the first; got 24"
-    ):
-        attend_parts(query, parts, impl="triton", pooling=Pooling(4, 1))
-    with pytest.raises(ValueError, match="`parts` must be two where the second is pooled"):
-        attend_parts(query, parts[:1], impl="triton", pooling=Pooling(4, 1))
+    with pytest.raises(ValueError, match="`far` must have 12 keys, pooled from those of `near`; got 24"):
+        attend_pooled(query, *parts, 4, 1)
+
+
+def test_there_must_be_a_part(device: torch.device) -> None:
+    query, _ = call(device)
+    with pytest.raises(ValueError, match="`parts` must hold at least one part; got none"):
+        attend_parts(query, [])
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_calls_of_more_parts_than_an_operator_takes_are_merged(impl: Any, device: torch.device) -> None:
+    query, parts = call(device)
+    many = parts * 2
+    assert len(many) > operators.MOST_PARTS
+    exact = results(dense, query, many, torch.float64)
+    low = results(dense, query, many, torch.float32)
+    got = results(lambda q, p: attend_parts(q, p, impl=impl), query, many, torch.float32)
+    for name in exact:
+        assert_budget(name, got[name], exact[name], low[name])
 
 
 @NEEDS_TRITON
@@ -425,15 +411,15 @@ def stretches(num_queries: int, num_keys: int, q_block: int, heads: int, device:
         mask[0, head, 2] = torch.rand(num_keys, generator=generator) > 0.9
     sizes = {"q_block": q_block, "k_block": 1, "num_queries": num_queries, "num_keys": num_keys}
     plan = planning.from_mask(mask, **sizes).to(device)
-    plan.find_boxes()
+    find_boxes(plan)
     return plan
 
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_boxes_hold_what_the_lists_hold(heads: int) -> None:
     plan = stretches(700, 333, 128, heads, torch.device("cpu"))
-    assert plan.boxes is not None
-    offsets, boxes = plan.boxes
+    assert plan.prepared.boxes is not None
+    offsets, boxes = plan.prepared.boxes
     for head in range(heads):
         for row in range(plan.num_rows):
             found = [
@@ -465,7 +451,7 @@ def test_boxes_of_any_lists(seed: int) -> None:
     )
     room = torch.nn.functional.pad(made.blocks, (0, 9), value=77)
     plan = Plan(made.offsets, room, 16, 1, 100, 200)
-    offsets, boxes = plan.find_boxes()
+    offsets, boxes = find_boxes(plan)
     times = torch.zeros_like(plan.block_counts())
     for batch, head, row in itertools.product(range(2), range(3), range(plan.num_rows)):
         for box in boxes[batch, head, offsets[batch, head, row] : offsets[batch, head, row + 1]].tolist():
@@ -478,12 +464,12 @@ def test_lists_that_hold_nothing_have_no_boxes() -> None:
     plan = planning.from_mask(
         torch.zeros(2, 10, dtype=torch.bool), q_block=16, k_block=1, num_queries=20, num_keys=10
     )
-    assert plan.find_boxes().offsets.tolist() == [[[0, 0, 0]]]
+    assert find_boxes(plan).offsets.tolist() == [[[0, 0, 0]]]
 
 
 def test_boxes_are_of_single_keys() -> None:
     with pytest.raises(ValueError, match="`k_block` must be 1 where lists are to be boxes; got 16"):
-        planning.full(64, k_block=16).find_boxes()
+        find_boxes(planning.full(64, k_block=16))
 
 
 @NEEDS_TRITON
@@ -497,7 +483,7 @@ def test_boxes_cross_the_operator(
     seen = []
 
     def none_at_once(_: Tensor, parts: Sequence[Any], __: float) -> None:
-        seen.append([plan.boxes for _, _, plan, *_ in parts])
+        seen.append([part.plan.prepared.boxes for part in parts])
 
     monkeypatch.setattr("nearfield.ops.attention.triton.attend_parts_forward", none_at_once)
 
@@ -509,8 +495,8 @@ def test_boxes_cross_the_operator(
     torch._dynamo.reset()
     ((near_boxes, far_boxes),) = seen
     assert near_boxes is None
-    assert far.boxes is not None
-    assert all(map(torch.equal, far_boxes, far.boxes))
+    assert far.prepared.boxes is not None
+    assert all(map(torch.equal, far_boxes, far.prepared.boxes))
 
 
 @NEEDS_TRITON
@@ -547,24 +533,18 @@ def test_which_parts_one_kernel_reads_on_a_hopper() -> None:
         (["triton", "triton"], ["triton"]),
     ],
 )
-def test_the_fastest_kernel_is_asked_first_if_it_reads_every_part(
-    names: list[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-
-    def load(name: str) -> Any:
-        return SimpleNamespace(attend_parts_forward=lambda *_: seen.append(name))
-
-    monkeypatch.setattr("nearfield.ops._triton.load", load)
-    query, parts = call(torch.device("cpu"))
-    assert operators._at_once(query, parts, names, 1.0) is None
-    assert seen == asked
+def test_the_fastest_kernel_is_asked_first_if_it_reads_every_part(names: list[str], asked: list[str]) -> None:
+    _, parts = call(torch.device("cpu"))
+    assert list(operators._at_once(parts, names)) == asked
+    steps = torch.arange(40)[None]
+    parts[0] = parts[0]._replace(positions=Positions(steps, steps))
+    assert not operators._at_once(parts, names)
 
 
 def test_a_key_that_is_read_twice_begins_a_box() -> None:
     offsets = torch.tensor([[[0, 5]]], dtype=torch.int32)
     blocks = torch.tensor([[[3, 4, 4, 5, 9]]], dtype=torch.int32)
-    boxes = Plan(offsets, blocks, 16, 1, 16, 10).find_boxes().boxes
+    boxes = find_boxes(Plan(offsets, blocks, 16, 1, 16, 10)).boxes
     assert boxes.tolist() == [[[3 * 128 + 2, 4 * 128 + 2, 9 * 128 + 1]]]
 
 
@@ -591,7 +571,7 @@ def _out_of(parts: Sequence[KeyValuePart]) -> Any:
     return function
 
 
-def test_transforms_of_torch_func_read_parts_apart() -> None:
+def test_parts_may_be_read_under_transforms_of_torch_func() -> None:
     query, parts = _plain_call()
     tensors = [query, *(x for part in parts for x in (part.key, part.value))]
     function = _out_of(parts)
@@ -619,31 +599,14 @@ def test_an_exported_graph_can_be_differentiated() -> None:
 
 
 def test_compiled_inference_gives_the_bits_of_eager() -> None:
-    """Where tracing tells compiling from exporting. Torch before 2.13 does not, and parts are read apart."""
     query, parts = _plain_call()
     tensors = [query, *(x for part in parts for x in (part.key, part.value))]
     torch._dynamo.reset()
     function = _out_of(parts)
     with torch.no_grad():
         compiled = torch.compile(function, fullgraph=True, backend="eager")(*tensors)
-        traced = torch.compile(
-            lambda x: x + int(torch.compiler.is_exporting()), fullgraph=True, backend="eager"
-        )
-        if bool(traced(torch.zeros(()))):
-            torch.testing.assert_close(compiled, function(*tensors))
-        else:
-            assert torch.equal(compiled, function(*tensors))
-
-
-def test_gradients_of_parts_that_were_read_without_any_are_refused() -> None:
-    query, parts = _plain_call()
-    inputs = [part.key for part in parts], [part.value for part in parts]
-    with pytest.raises(NotImplementedError, match="read together by 'grouped', without gradients"):
-        torch.ops.nearfield.attend_parts_backward(
-            query, query[..., 0], query, query, query[..., 0], *inputs,
-            [x for part in parts for x in (part.plan.offsets, part.plan.blocks, *[None] * 8)],
-            [], [], [], [], [16, 16, 0, 0, 0, 16, 8, 0, 0, 0], 0.25, "grouped",
-        )  # fmt: skip
+    assert torch.equal(compiled, function(*tensors))
+    torch._dynamo.reset()
 
 
 def test_a_bias_of_another_kind_is_told() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nearfield import LogLinear, attend_with
 from nearfield.cli.check import poisoned_memory
 from nearfield.cli.timing import captured
-from nearfield.ops.attention.api import KeyValuePart, attend_parts
+from nearfield.ops import KeyValuePart, attend_parts
 from nearfield.ops.pool_select import api as pyramid
 
 GPU = torch.device("cuda", 0)

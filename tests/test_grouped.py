@@ -14,8 +14,9 @@ from torch import Tensor
 import nearfield
 from nearfield import planning
 from nearfield._types import Positions
+from nearfield.ops import KeyValuePart, attend_parts, merge_attended
 from nearfield.ops.attention import cpu as grouped
-from nearfield.ops.attention.api import KeyValuePart, attend_parts, merge_attended
+from nearfield.ops.lists import runs as lists_as_runs
 
 CPU = torch.device("cpu")
 
@@ -236,13 +237,13 @@ def test_parts_of_different_rows_are_read_apart(change: str, monkeypatch: pytest
 def test_runs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, plan = random_inputs(1, 2, 64, dim=8), planning.ring(64, 16, q_block=16, k_block=16)
     first = nearfield.attend(*inputs, plan, impl="grouped")
-    kept = grouped._runs_of_rows(plan, 0)
-    assert grouped._runs_of_rows(plan, 0) is kept
+    kept = lists_as_runs.runs_of_rows(plan, 0)
+    assert lists_as_runs.runs_of_rows(plan, 0) is kept
     assert torch.equal(nearfield.attend(*inputs, plan, impl="grouped").out, first.out)
     again = planning.ring(64, 16, q_block=16, k_block=16)
-    monkeypatch.setattr(grouped, "_MOST_KEPT_RUNS", 0)
-    assert grouped._runs_of_rows(again, 0) == kept
-    assert "runs" not in {name[0] for name in again._derived}
+    monkeypatch.setattr(lists_as_runs, "_MOST_KEPT_RUNS", 0)
+    assert lists_as_runs.runs_of_rows(again, 0) == kept
+    assert not again.prepared.runs
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -22,6 +22,7 @@ from nearfield.ops.predict.reference import choose as choose_reference
 from nearfield.ops.predict.reference import columns as columns_reference
 from nearfield.ops.predict.reference import means as means_reference
 from nearfield.ops.rotary.reference import rotate as rotate_reference
+from nearfield.plan import PreparedPlan
 
 
 def inputs(num_queries: int, num_keys: int, dim: int, *, heads: int = 4, key_heads: int = 2) -> list[Tensor]:
@@ -137,15 +138,15 @@ def test_an_order_of_many_rows_is_written_where_it_is_wanted(
     room = kernel.room_for_order(plan, 1, 2)
     assert room is not None
     kernel.order_into(room, plan, 1, 2)
-    assert not plan._derived
-    assert torch.equal(room, plan._sorted_rows(1, 2))
+    assert plan.prepared == PreparedPlan()
+    assert torch.equal(room, plan.sorted_rows(1, 2))
     assert kernel.room_for_order(plan, 1, 4) is None  # a head of keys then has several lists
 
 
 @NEEDS_TRITON
 def test_transposing_is_a_proper_operator(device: torch.device) -> None:
     plan = random_plan(70, 50, q_block=16, k_block=8, heads=2, empty_rows=True, device=device)
-    arguments = (plan.offsets, plan.blocks, plan._extent, 16, 8)
+    arguments = (plan.offsets, plan.blocks, plan.extent, 16, 8)
     torch.library.opcheck(torch.ops.nearfield.transpose.default, arguments)
     assert Plan(*torch.ops.nearfield.transpose(*arguments), 8, 16, 50, 70) == plan.transpose()
 

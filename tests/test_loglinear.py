@@ -17,7 +17,7 @@ from nearfield.layout import levels
 from nearfield.methods.loglinear import choose
 from nearfield.ops.pool_select import api as pyramid
 from nearfield.ops.pool_select.reference import select as reference
-from nearfield.plan.plan import Packing
+from nearfield.plan import Packing
 
 INF = float("inf")
 
@@ -181,18 +181,19 @@ def test_pooling_differentiates_and_is_a_proper_operator() -> None:
     torch.library.opcheck(torch.ops.nearfield.pool.default, (x, 2, 3, "auto"))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("negated", [False, True])
 @pytest.mark.parametrize("packing", [None, Packing(4, 4)])
 def test_pooling_and_choosing_is_each_of_them_and_a_proper_operator(
-    packing: Packing | None, turned: bool
+    packing: Packing | None, negated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The query's means only choose: they have no gradient."""
+    monkeypatch.setattr(pyramid, "packing_for", lambda *_: packing)
     query, key, value = (x.detach().requires_grad_() for x in inputs(37))
-    found = pyramid.pool_and_select(query, key, value, 4, 2, 3, keep_own=True, turned=turned, packing=packing)
+    found = pyramid.pool_and_select(query, key, value, 4, 2, 3, keep_own=True, negate_scores=negated)
     queries, keys, values = (pyramid.pool(x, 4, 2) for x in (query, key, value))
     assert torch.equal(found.keys.data, keys.data)
     assert torch.equal(found.values.data, values.data)
-    chooser = queries._replace(data=-queries.data) if turned else queries
+    chooser = queries._replace(data=-queries.data) if negated else queries
     assert all(map(torch.equal, found.picks, pyramid.select_blocks(chooser, keys, 3, keep_own=True)))
     assert (found.packed is None) == (packing is None)
     if found.packed:
@@ -204,7 +205,7 @@ def test_pooling_and_choosing_is_each_of_them_and_a_proper_operator(
     alone = torch.autograd.grad(keys.data.sum() + values.data.sum(), [key, value])
     assert all(map(torch.equal, both, alone))
     leaves = [x.detach().requires_grad_(x is not query) for x in (query, key, value)]
-    arguments = (*leaves, 4, 2, 3, True, turned, list(packing or ()), "auto")
+    arguments = (*leaves, 4, 2, 3, True, negated, *(packing or (0, 0)), "auto")
     torch.library.opcheck(torch.ops.nearfield.pool_and_select.default, arguments)
 
 

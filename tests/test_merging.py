@@ -19,7 +19,7 @@ from nearfield._types import Impl
 from nearfield.cli.check import poisoned_memory
 from nearfield.methods.merge import Merge
 from nearfield.ops.merge.api import Merging, Regions, merging_of
-from nearfield.ops.merge.reference import locate as reference
+from nearfield.ops.merge.reference import destinations as reference
 
 INF = float("inf")
 REGIONS = ("run", "window", "global")
@@ -44,7 +44,7 @@ OPPOSITE = torch.tensor([[math.nan] * 4, [2.0, 0, 0, 0], [-2.0, 0, 0, 0]])
 def chosen(features: Tensor, count: int) -> list[int]:
     """What the reference chooses among `[n, D]`, without the ids that mean nothing."""
     n = len(features)
-    ids = reference.locate(features[None, None], torch.tensor([n]), torch.tensor([count]), count)
+    ids = reference.choose_destinations(features[None, None], torch.tensor([n]), torch.tensor([count]), count)
     return [id_ for id_ in ids[0, 0].tolist() if id_ < n]
 
 
@@ -137,19 +137,19 @@ def test_nan_is_chosen_last_and_misleads_nobody() -> None:
 def test_regions_choose_for_themselves_and_see_only_what_exists() -> None:
     features = random_features(2, 3, 10, 4)
     lengths, counts = torch.tensor([10, 4, 7]), torch.tensor([3, 4, 6])
-    got = reference.locate(features, lengths, counts, 6)
+    got = reference.choose_destinations(features, lengths, counts, 6)
     assert got.dtype == torch.int32
     for batch in range(2):
         for region, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
             alone = chosen(features[batch, region, :length], count)
             assert got[batch, region].tolist() == alone + [10] * (6 - count)
             features[batch, region, length:] = math.nan
-    assert torch.equal(reference.locate(features, lengths, counts, 6), got)
+    assert torch.equal(reference.choose_destinations(features, lengths, counts, 6), got)
 
 
 def test_more_than_there_are_means_all() -> None:
     features = random_features(1, 2, 3, 4)
-    got = reference.locate(features, torch.tensor([2, 0]), torch.tensor([5, 1]), 5)
+    got = reference.choose_destinations(features, torch.tensor([2, 0]), torch.tensor([5, 1]), 5)
     assert got.tolist() == [[[0, 1, 3, 3, 3], [3, 3, 3, 3, 3]]]
 
 
@@ -173,11 +173,13 @@ KERNEL_CASES = [
 def test_kernel_chooses_as_the_reference(
     n: int, lengths: list[int], counts: list[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    from nearfield.ops.merge.triton import locate as kernel
+    from nearfield.ops.merge.triton import destinations as kernel
 
     features = exact_features(2, len(lengths), n, 24).to(device, dtype)
     call = (*(torch.tensor(x, device=device, dtype=torch.int32) for x in (lengths, counts)), max(counts))
-    assert torch.equal(kernel.locate(features, *call), reference.locate(features, *call))
+    assert torch.equal(
+        kernel.choose_destinations(features, *call), reference.choose_destinations(features, *call)
+    )
 
 
 @NEEDS_TRITON
@@ -198,12 +200,14 @@ def test_gains_that_are_remembered_are_those_computed_anew(
     device: torch.device,
 ) -> None:
     """The kernel for many tokens, with few of them where it is interpreted."""
-    from nearfield.ops.merge.triton import locate as kernel
+    from nearfield.ops.merge.triton import destinations as kernel
 
     monkeypatch.setattr(kernel, "_FEW", 0)
     features = exact_features(2, len(lengths), n, 24).to(device)
     call = (*(torch.tensor(x, device=device, dtype=torch.int32) for x in (lengths, counts)), max(counts))
-    assert torch.equal(kernel.locate(features, *call), reference.locate(features, *call))
+    assert torch.equal(
+        kernel.choose_destinations(features, *call), reference.choose_destinations(features, *call)
+    )
 
 
 @NEEDS_TRITON
@@ -211,7 +215,7 @@ def test_gains_that_are_remembered_are_those_computed_anew(
 def test_kernel_takes_nan_zeros_and_strides(
     n: int, few: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    from nearfield.ops.merge.triton import locate as kernel
+    from nearfield.ops.merge.triton import destinations as kernel
 
     monkeypatch.setattr(kernel, "_FEW", few)
     features = exact_features(n, 2, 1, 24).to(device).permute(2, 1, 0, 3)
@@ -221,12 +225,12 @@ def test_kernel_takes_nan_zeros_and_strides(
     call = (*(torch.tensor(x, device=device, dtype=torch.int32) for x in ([n, 12], [n, 9])), n)
     if n > 100:
         call = (call[0], call[1].clamp(max=5), 5)
-    got = kernel.locate(features, *call)
-    assert torch.equal(got, reference.locate(features, *call))
+    got = kernel.choose_destinations(features, *call)
+    assert torch.equal(got, reference.choose_destinations(features, *call))
     if n < 100:
         assert got[0, 0].tolist() == list(range(n))
     three, one = (torch.tensor([x], device=device, dtype=torch.int32) for x in (3, 1))
-    assert kernel.locate(OPPOSITE.to(device)[None, None], three, one, 1).tolist() == [[[1]]]
+    assert kernel.choose_destinations(OPPOSITE.to(device)[None, None], three, one, 1).tolist() == [[[1]]]
 
 
 @NEEDS_TRITON
@@ -235,7 +239,7 @@ def test_cosines_beyond_one_are_no_less_than_the_least(
     few: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """As products in tf32 are. Of tokens that are alike or opposite nothing is gained after two choices."""
-    from nearfield.ops.merge.triton import locate as kernel
+    from nearfield.ops.merge.triton import destinations as kernel
 
     monkeypatch.setattr(kernel, "_FEW", few)
     for module in (kernel, reference):
@@ -243,7 +247,9 @@ def test_cosines_beyond_one_are_no_less_than_the_least(
     features = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [1, 0], [-1, 0], [-1, 0]]).to(device)[None, None]
     length, count = (torch.tensor([x], device=device, dtype=torch.int32) for x in (6, 4))
     for call in ((length, count, 4), (length, length, 6)):
-        assert torch.equal(kernel.locate(features, *call), reference.locate(features, *call))
+        assert torch.equal(
+            kernel.choose_destinations(features, *call), reference.choose_destinations(features, *call)
+        )
 
 
 @NEEDS_TRITON
@@ -258,7 +264,7 @@ def test_autocast_does_not_reach_the_choice(impl: Impl, device: torch.device) ->
 
 @NEEDS_TRITON
 def test_what_the_kernel_leaves_to_plain_torch_has_a_reason(device: torch.device) -> None:
-    from nearfield.ops.merge.triton import locate as kernel
+    from nearfield.ops.merge.triton import destinations as kernel
 
     assert kernel.unsupported(torch.empty(1, 1, 16384, 8, device=device)) is None
     assert "float64" in str(kernel.unsupported(torch.empty(1, 1, 16, 8, device=device).double()))
@@ -279,12 +285,12 @@ def test_maps_are_the_same_by_either_implementation(dtype: torch.dtype, device: 
 
 @NEEDS_TRITON
 def test_the_kernel_runs_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    from nearfield.ops.merge.triton import locate as kernel
+    from nearfield.ops.merge.triton import destinations as kernel
 
     def refuse(*call: Any) -> None:
         raise AssertionError("the kernel")
 
-    monkeypatch.setattr(kernel, "locate", refuse)
+    monkeypatch.setattr(kernel, "choose_destinations", refuse)
     features = exact_features(1, 99, 24).to(device)
     Merge().merging(features, Geometry((9, 11)), impl="reference")
     with pytest.raises(AssertionError, match="the kernel"):
@@ -293,7 +299,7 @@ def test_the_kernel_runs_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
 
 def test_locating_is_a_proper_operator() -> None:
     call = (random_features(1, 11, 3), [6, 5], [2, 3], "auto")
-    torch.library.opcheck(torch.ops.nearfield.locate.default, call)
+    torch.library.opcheck(torch.ops.nearfield.choose_destinations.default, call)
 
 
 # -- the map ------------------------------------------------------------------------------------------------------

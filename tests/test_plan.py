@@ -149,7 +149,7 @@ def test_transpose_of_lists_too_large_for_32_bits(monkeypatch):
     narrow = [plan.transpose() for plan in plans]
     monkeypatch.setattr("nearfield.plan.plan._INT32", 0)
     for plan, want in zip(plans, narrow, strict=True):
-        plan._derived.clear()
+        plan.prepared.transpose = None
         assert plan.transpose() == want
         assert plan.transpose().blocks.dtype == torch.int32
 
@@ -377,17 +377,17 @@ def test_lists_are_not_read_where_check_is_off():
 
 @pytest.mark.parametrize("uniform", [False, True])
 def test_a_plan_of_known_lists_is_what_checks_would_have_given(uniform):
-    plan, known = Plan(**GOOD, uniform=uniform), Plan._of_known(**GOOD, uniform=uniform)
+    plan, known = Plan(**GOOD, uniform=uniform), Plan.of_known(**GOOD, uniform=uniform)
     assert known == plan
     assert vars(known).keys() == vars(plan).keys()
     assert (known.uniform, known.layout) == (plan.uniform, plan.layout)
-    assert (known._extent.shape, known._extent.dtype) == (plan._extent.shape, plan._extent.dtype)
+    assert (known.extent.shape, known.extent.dtype) == (plan.extent.shape, plan.extent.dtype)
 
 
 def test_a_plan_of_known_lists_steps_through_them_by_one():
     apart = {name: GOOD[name].repeat_interleave(2, -1)[..., ::2] for name in ("offsets", "blocks")}
     assert not any(lists.is_contiguous() for lists in apart.values())
-    known = Plan._of_known(**{**GOOD, **apart})
+    known = Plan.of_known(**{**GOOD, **apart})
     assert known == Plan(**GOOD)
     assert known.offsets.is_contiguous()
     assert known.blocks.is_contiguous()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import nearfield
 from nearfield import planning
-from nearfield._types import Positions
+from nearfield._types import Attended, Positions
+from nearfield.ops import KeyValuePart
 from nearfield.ops.attention import reference
 from nearfield.plan.plan import Plan
 
@@ -103,7 +104,8 @@ def test_bias_has_a_gradient_only_if_there_is_one() -> None:
     query, key, value = random_inputs(1, 1, 8, dim=4)
     plan = planning.full(8, q_block=8, k_block=8)
     out, lse = reference.attend_forward(query, key, value, plan, None, None, 0.5)
-    rest = query, key, value, out, lse, plan
-    assert reference.attend_backward(out, lse, *rest, None, None, 0.5).key_bias is None
-    bias = torch.zeros(1, 1, 8)
-    assert reference.attend_backward(out, lse, *rest, bias, None, 0.5).key_bias is not None
+    attended = Attended(out, lse)
+    for bias in (None, torch.zeros(1, 1, 8)):
+        parts = [KeyValuePart(key, value, plan, bias)]
+        found = reference.attend_backward(attended, query, parts, attended, 0.5, [bias is not None])
+        assert (found.parts[0][2] is None) == (bias is None)

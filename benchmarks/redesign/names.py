@@ -10,10 +10,10 @@ from torch import Tensor
 
 import nearfield
 from nearfield import Geometry, Plan, Positions, curves, methods, planning
+from nearfield.ops import attend_pooled, find_boxes
+from nearfield.ops import merge_attended as merge
 from nearfield.ops.attention import partials_reference
-from nearfield.ops.attention.api import attend_parts
-from nearfield.ops.attention.operators import KeyValuePart, Pooling
-from nearfield.ops.attention.operators import merge_attended as merge
+from nearfield.ops.attention.operators import Pooling
 from nearfield.ops.merge import api as merging
 from nearfield.ops.pool_select import api as pyramid
 from nearfield.ops.predict import api as predict
@@ -37,6 +37,30 @@ __all__ = [
     "merge",
     "planning",
 ]
+
+
+def KeyValuePart(
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    key_bias: Tensor | None = None,
+    positions: Any = None,
+    similar_rows: bool = False,
+) -> Any:
+    """A part as it was: who reads whom said nothing of rows that are alike."""
+    if similar_rows:
+        sizes = plan.q_block, plan.k_block, plan.num_queries, plan.num_keys
+        plan = Plan.of_known(plan.offsets, plan.blocks, *sizes, uniform=plan.uniform, similar_rows=True)
+    return nearfield.ops.KeyValuePart(key, value, plan, key_bias, positions)
+
+
+def attend_parts(query: Tensor, parts: Any, *, pooling: Any = None, once: bool = False, **more: Any) -> Any:
+    if once:
+        for part in parts:
+            part.plan.prepared.transposes_later = True
+    if pooling is not None:
+        return attend_pooled(query, *parts, *pooling, **more)
+    return nearfield.ops.attend_parts(query, parts, **more)
 
 
 def hilbert_attention(
@@ -70,7 +94,7 @@ def start_order(plan: Plan, batch: int, heads: int) -> Tensor | None:
 
 
 def boxes(plan: Plan) -> tuple[Tensor, Tensor]:
-    found = plan.find_boxes()
+    found = find_boxes(plan)
     return found.offsets, found.boxes
 
 
@@ -127,7 +151,13 @@ window_means = windows.window_means
 weighted_windows = windows.weighted_windows
 query_sums = windows.query_sums
 pool = pyramid.pool
-pool_and_select = pyramid.pool_and_select
+
+
+def pool_and_select(*call: Any, turned: bool = False, packing: Any = None, **more: Any) -> Any:
+    del packing  # the operation decides
+    return pyramid.pool_and_select(*call, negate_scores=turned, **more)
+
+
 select_blocks = pyramid.select_blocks
 chosen_blocks = pyramid.chosen_blocks
 Blocks = predict.Blocks

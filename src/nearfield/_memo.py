@@ -13,21 +13,21 @@ Make = TypeVar("Make", bound=Callable[..., Tensor])
 
 
 def device_name(device: torch.device | str) -> str:
-    """A device as the key of what is kept: "cuda" is the one that is current, as tensors on it say."""
+    """A device as the key of a cache: "cuda" is the current GPU, by its number, as its tensors say."""
     name = str(device)
     return f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name
 
 
-def kept(make: Make) -> Make:
-    """Remember what a function of hashable arguments, a device among them, gives.
+def tensor_cache(make: Make) -> Make:
+    """Call a function of hashable arguments, one of them a device, once for each set of arguments.
 
-    Not while something is traced or captured: a tracer's stand-ins hold no values and take nothing real beside them,
-    and a graph's memory holds none before its first replay.
+    Nothing is kept while a call is traced or captured: a tracer's stand-ins hold no values and do not mix with real
+    tensors, and the memory of a graph under capture holds none before its first replay.
     """
     known: dict[Hashable, Tensor] = {}
 
     @wraps(make)
-    def remembered(*sizes: Hashable) -> Tensor:
+    def cached(*sizes: Hashable) -> Tensor:
         if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
             return make(*sizes)
         if sizes in known:
@@ -41,4 +41,4 @@ def kept(make: Make) -> Make:
             known[sizes] = made
         return made
 
-    return remembered  # type: ignore[return-value]
+    return cached  # type: ignore[return-value]

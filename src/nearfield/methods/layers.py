@@ -85,7 +85,7 @@ class LayerAttention(ABC):
         if tracer is None:
             return
         for plan in self.plans:
-            tracer.maybe_mark_dynamic(plan._extent, (0, 1))
+            tracer.maybe_mark_dynamic(plan.extent, (0, 1))
         for each in self.lists():
             tracer.maybe_mark_dynamic(each, each.dim() - 1)
 
@@ -199,8 +199,7 @@ class PlanLayer(LayerAttention):
         else:
             keys, values = (self.far.pooled(x, impl) for x in (key, value))
             bias = self.far.bias
-        # Who reads a summary reads its neighbours, but for the edges of what it reads exactly.
-        far = KeyValuePart(keys, values, self.far.plan, bias, similar_rows=True)
+        far = KeyValuePart(keys, values, self.far.plan, bias)
         return attend_parts(query, [near, far], scale=scale, impl=impl)
 
 

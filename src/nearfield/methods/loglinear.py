@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nearfield._checks import check_bool, check_int, check_member, wrong_value
-from nearfield._memo import kept
+from nearfield._memo import tensor_cache
 from nearfield._types import Attended, Impl
 from nearfield.layout import CurveOrder, Geometry, level_length, level_starts, most_levels, num_represented
 from nearfield.methods.base import Method
@@ -30,14 +30,14 @@ from nearfield.methods.dense_parts import DenseSteps
 from nearfield.methods.layers import LayerAttention
 from nearfield.ops import (
     KeyValuePart,
-    Pooling,
     attend,
     attend_parts,
+    attend_pooled,
     check_pooling,
-    packing_for,
+    for_one_call,
     pool_and_select,
 )
-from nearfield.plan import Packed, Plan
+from nearfield.plan import Plan
 from nearfield.plan import builders as planning
 
 _ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -209,20 +209,18 @@ class Chosen(NamedTuple):
 
     Args:
         near: which blocks of tokens are read exactly.
-        packed: the same for several rows at a time, where kernels read them so.
         key, value: summaries, then text, `[B, G, M, D]`; None where there are neither.
         bias: on those keys, `[B or 1, H or 1, M]`.
         far: which of them are read.
-        pooling: how the summaries were made, where there is nothing else among those keys.
+        levels: up to which level these keys are summaries and nothing else; 0 where there is text among them.
     """
 
     near: Plan
-    packed: Packed | None = None
     key: Tensor | None = None
     value: Tensor | None = None
     bias: Tensor | None = None
     far: Plan | None = None
-    pooling: Pooling | None = None
+    levels: int = 0
 
 
 def choose(
@@ -238,13 +236,18 @@ def choose(
     """Pool, choose from coarse to fine, and write down who reads whom. Never waits for the device."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     levels = method.num_levels(num_queries, num_keys)
-    packing = packing_for(query, method.block, impl)
-    # Choosing compares products; a negative scale turns best into worst.
-    turned = scale is not None and scale < 0
     keys, values, picks, packed = pool_and_select(
-        query, key, value, method.block, levels, method.topk,
-        keep_own=method.keep_own, turned=turned, packing=packing, impl=impl,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        method.block,
+        levels,
+        method.topk,
+        keep_own=method.keep_own,
+        # Choosing compares products; a negative scale turns best into worst.
+        negate_scores=scale is not None and scale < 0,
+        impl=impl,
+    )
     near = planning.key_lists(
         picks[0],
         None,
@@ -252,11 +255,13 @@ def choose(
         k_block=method.block,
         num_queries=num_queries,
         num_keys=num_keys,
+        similar_rows=True,  # neighbours choose among the same blocks
         check=False,
     )
+    for_one_call(near, packed)
     enriched = levels if method.enrich is None else min(method.enrich, levels)
     if not enriched and text is None:
-        return Chosen(near, packed)
+        return Chosen(near)
     bias = _summary_bias(num_keys, method.block, enriched, method.weighted, _bias_dtype(query), query.device)
     far_key, far_value = keys.up_to(enriched), values.up_to(enriched)
     if text is not None:
@@ -267,8 +272,8 @@ def choose(
     far = _Lists(method, picks, num_queries, num_keys, enriched).plan(
         0 if text is None else text.key.shape[2]
     )
-    pooling = Pooling(method.block, enriched) if text is None else None
-    return Chosen(near, packed, far_key, far_value, bias, far, pooling)
+    for_one_call(far)
+    return Chosen(near, far_key, far_value, bias, far, enriched if text is None else 0)
 
 
 def _attend(
@@ -284,16 +289,17 @@ def _attend(
     chosen = choose(method, query, key, value, text=text, scale=scale, impl=impl)
     if chosen.far is None or chosen.key is None or chosen.value is None:
         return attend(query, key, value, chosen.near, scale=scale, impl=impl)
-    # Neighbours choose among the same blocks.
-    near = KeyValuePart(key, value, chosen.near, similar_rows=True, packed=chosen.packed)
+    near = KeyValuePart(key, value, chosen.near)
     far = KeyValuePart(chosen.key, chosen.value, chosen.far, chosen.bias)
-    return attend_parts(query, [near, far], scale=scale, impl=impl, pooling=chosen.pooling, once=True)
+    if chosen.levels:
+        return attend_pooled(query, near, far, method.block, chosen.levels, scale=scale, impl=impl)
+    return attend_parts(query, [near, far], scale=scale, impl=impl)
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------
 
 
-@kept
+@tensor_cache
 def _summary_bias(
     num_keys: int, block: int, levels: int, weighted: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -403,13 +409,13 @@ class _Lists(NamedTuple):
         return picks.index_select(2, _ancestors(self.num_queries, self.q_block, size, picks.device))
 
 
-@kept
+@tensor_cache
 def _every(start: int, stop: int, device: torch.device) -> Tensor:
     """All ids of a span, for every row."""
     return torch.arange(start, stop, device=device, dtype=torch.int32).view(1, 1, 1, -1)
 
 
-@kept
+@tensor_cache
 def _ancestors(num_queries: int, q_block: int, size: int, device: torch.device) -> Tensor:
     """Which token of a level, each of `size` queries, every row belongs to."""
     return torch.arange(0, num_queries, q_block, device=device) // size

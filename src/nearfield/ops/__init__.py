@@ -1,22 +1,21 @@
 """The sums. One folder for each operation: what it does (`api`), its specification in plain torch, and its kernels."""
 
-import nearfield.ops.lists.api  # noqa: F401, declares an operator that builders of plans call
 from nearfield.ops import predict
-from nearfield.ops.attention.api import (
-    KeyValuePart,
-    Pooling,
-    attend,
-    attend_continued,
-    attend_parts,
-    check_tensors,
-    gradients,
-    merge_attended,
-    packing_for,
-)
+from nearfield.ops.attention.api import attend, attend_continued, attend_parts, check_tensors, gradients
 from nearfield.ops.attention.dispatch import explain_choice
 from nearfield.ops.attention.partials import merge_partials
+from nearfield.ops.attention.parts import KeyValuePart, merge_attended
+from nearfield.ops.lists.api import for_one_call
+from nearfield.ops.lists.boxes import find_boxes
 from nearfield.ops.merge.api import Assignment, Group, Merging, Regions, matched, merging_of
-from nearfield.ops.pool_select.api import check_pooling, chosen_blocks, log_sizes, pool, pool_and_select
+from nearfield.ops.pool_select.api import (
+    attend_pooled,
+    check_pooling,
+    chosen_blocks,
+    log_sizes,
+    pool,
+    pool_and_select,
+)
 from nearfield.ops.predict.api import Blocks, Mask, Prediction, ReadStats
 from nearfield.ops.rotary.api import is_rotated_by_kernel, rerotate_keys, rotate
 from nearfield.ops.windows.api import WeightedWindows, query_sums, weighted_windows, window_means
@@ -28,7 +27,6 @@ __all__ = [
     "KeyValuePart",
     "Mask",
     "Merging",
-    "Pooling",
     "Prediction",
     "ReadStats",
     "Regions",
@@ -36,10 +34,13 @@ __all__ = [
     "attend",
     "attend_continued",
     "attend_parts",
+    "attend_pooled",
     "check_pooling",
     "check_tensors",
     "chosen_blocks",
     "explain_choice",
+    "find_boxes",
+    "for_one_call",
     "gradients",
     "is_rotated_by_kernel",
     "log_sizes",
@@ -47,7 +48,6 @@ __all__ = [
     "merge_attended",
     "merge_partials",
     "merging_of",
-    "packing_for",
     "pool",
     "pool_and_select",
     "predict",

@@ -2,15 +2,18 @@
 
 from nearfield.plan import builders
 from nearfield.plan.builders import Span, from_mask, from_spans, full, key_lists, ring, topk
-from nearfield.plan.plan import BOX, Boxes, KnownPart, Packed, Packing, Plan, check_block
+from nearfield.plan.plan import Plan, check_block
+from nearfield.plan.prepared import BOX, Boxes, Packed, Packing, PreparedPlan, Run, Runs
 
 __all__ = [
     "BOX",
     "Boxes",
-    "KnownPart",
     "Packed",
     "Packing",
     "Plan",
+    "PreparedPlan",
+    "Run",
+    "Runs",
     "Span",
     "builders",
     "check_block",

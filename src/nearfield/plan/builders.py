@@ -21,7 +21,7 @@ from nearfield._checks import (
     wrong_type,
     wrong_value,
 )
-from nearfield._memo import kept
+from nearfield._memo import tensor_cache
 from nearfield.plan.plan import Plan, check_block
 
 Span = tuple[int, int]
@@ -229,7 +229,14 @@ def _from_spans(starts: Tensor, stops: Tensor, sizes: _Sizes, device: torch.devi
 
 
 def from_mask(
-    mask: Tensor, *, q_block: int, k_block: int, num_queries: int, num_keys: int, compact: bool = True
+    mask: Tensor,
+    *,
+    q_block: int,
+    k_block: int,
+    num_queries: int,
+    num_keys: int,
+    compact: bool = True,
+    similar_rows: bool = False,
 ) -> Plan:
     """The plan of a block mask: row `r` reads column `c` where `mask[..., r, c]`.
 
@@ -238,6 +245,7 @@ def from_mask(
             `rows = ceil(num_queries / q_block)` and `columns = ceil(num_keys / k_block)`.
         compact: give lists as little memory as they need. This waits for the device: how long they are is known only
             from the mask. Without it nothing does, and they get as much as a mask that is all true would need.
+        similar_rows: see `Plan`.
     """
     sizes = _sizes(q_block, k_block, num_queries, num_keys)
     mask = _with_leading("mask", mask, sizes)
@@ -252,7 +260,7 @@ def from_mask(
         uniform = shortest == longest
     _check_capacity(capacity)
     blocks = torch.ops.nearfield.lists_of(mask, offsets, capacity)  # of `ops.lists`
-    return Plan(offsets, blocks, *sizes, uniform=uniform, check=False)
+    return Plan(offsets, blocks, *sizes, uniform=uniform, similar_rows=similar_rows, check=False)
 
 
 def topk(scores: Tensor, k: int, *, q_block: int, k_block: int, num_queries: int, num_keys: int) -> Plan:
@@ -288,6 +296,7 @@ def key_lists(
     k_block: int = 1,
     num_queries: int,
     num_keys: int,
+    similar_rows: bool = False,
     check: bool = True,
 ) -> Plan:
     """The plan of padded lists: row `r` reads the ids `keys[..., r, : counts[..., r]]`.
@@ -296,6 +305,7 @@ def key_lists(
         keys: `[b, h, rows, width]` integer ids of key blocks (of keys, at the default grain), ascending, with
             `rows = ceil(num_queries / q_block)`. A repeated id is read twice. Entries from the count on are ignored.
         counts: `[b, h, rows]` integer, from 0 to `width`. None: every list is full.
+        similar_rows: see `Plan`.
         check: verify counts, range and order. This waits for the device; without it nothing does.
 
     The capacity is `rows * width`.
@@ -315,25 +325,27 @@ def key_lists(
     if check:
         every = torch.full((), keys.shape[3], device=keys.device).expand(keys.shape[:3])
         _check_key_lists(keys, every if counts is None else counts, sizes)
-    return _full_rows(keys, sizes) if counts is None else _from_rows(keys, counts, sizes)
+    if counts is None:
+        return _full_rows(keys, sizes, similar_rows)
+    return _from_rows(keys, counts, sizes, similar_rows)
 
 
-def _full_rows(ids: Tensor, sizes: _Sizes) -> Plan:
+def _full_rows(ids: Tensor, sizes: _Sizes, similar_rows: bool) -> Plan:
     """Rows without gaps: nothing has to be moved."""
     batch, heads, rows, width = ids.shape
     _check_capacity(rows * width)
     offsets = _even_offsets(batch, heads, rows, width, ids.device)
     blocks = ids.to(torch.int32).flatten(2)
-    return Plan(offsets, blocks, *sizes, uniform=True, check=False)
+    return Plan(offsets, blocks, *sizes, uniform=True, similar_rows=similar_rows, check=False)
 
 
-@kept
+@tensor_cache
 def _even_offsets(batch: int, heads: int, rows: int, width: int, device: torch.device) -> Tensor:
     offsets = torch.arange(rows + 1, device=device, dtype=torch.int32) * width
     return offsets.expand(batch, heads, -1).contiguous()
 
 
-def _from_rows(ids: Tensor, counts: Tensor, sizes: _Sizes) -> Plan:
+def _from_rows(ids: Tensor, counts: Tensor, sizes: _Sizes, similar_rows: bool = False) -> Plan:
     """Closes the gaps of padded rows: `ids [b, h, rows, width]`, of which the first `counts [b, h, rows]` are used.
 
     Unused slots go behind all used ones, each to a place of its own: with no two writes to one place the result is
@@ -352,7 +364,7 @@ def _from_rows(ids: Tensor, counts: Tensor, sizes: _Sizes) -> Plan:
     values = torch.where(used, ids, 0).to(torch.int32)
     blocks = values.new_empty(batch, heads, rows * width)
     blocks.scatter_(-1, slot.flatten(2), values.flatten(2))
-    return Plan(offsets, blocks, *sizes, check=False)
+    return Plan(offsets, blocks, *sizes, similar_rows=similar_rows, check=False)
 
 
 def _offsets(counts: Tensor) -> Tensor:

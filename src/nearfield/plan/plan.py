@@ -6,65 +6,23 @@ consecutive keys one id stands for. Everything that reads (the reference, the CP
 backward) walks these lists and nothing else, so no two of them can disagree about which pairs exist.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from nearfield._checks import check_int, check_member, check_tensor, wrong_type, wrong_value
-from nearfield._memo import kept
+from nearfield._memo import tensor_cache
 from nearfield.layout import num_represented
+from nearfield.plan.prepared import PreparedPlan
 
 _INT32 = 2**31
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 """Permitted block sizes. 192 is three warpgroups of 64 rows on Hopper; below 16 is meant for the grain of keys."""
 
-Derived = TypeVar("Derived", Tensor, "Plan")
-
-
-BOX = 64
-"""The most keys of one of `Boxes`."""
-
-
-class Boxes(NamedTuple):
-    """Lists of single keys as stretches of consecutive ones: a copy engine loads a stretch at once.
-
-    Args:
-        offsets: `[b, h, rows + 1]` int32, as a plan's.
-        boxes: `[b, h, capacity]` int32, each `first * 2 * BOX + length`.
-    """
-
-    offsets: Tensor
-    boxes: Tensor
-
-
-class Packing(NamedTuple):
-    """How the lists of several rows are merged into one.
-
-    Args:
-        rows: how many.
-        multiple: of how many ids a list is to be; ids of no row fill it up.
-    """
-
-    rows: int
-    multiple: int
-
-
-class Packed(NamedTuple):
-    """The lists of a plan, merged.
-
-    Args:
-        bounds: `[b, h, 2 * lists]` int32: where each starts and how long it is.
-        blocks: `[b, h, capacity]` int32, each `id * 2**rows` and a bit for each of the rows that read it.
-        rows, multiple: see `Packing`.
-    """
-
-    bounds: Tensor
-    blocks: Tensor
-    rows: int
-    multiple: int
+Made = TypeVar("Made")
 
 
 class Layout(NamedTuple):
@@ -91,6 +49,9 @@ class Plan:
         k_block: keys per id.
         num_queries, num_keys: true lengths; the last block of either side may be ragged.
         uniform: every row holds equally many ids. Builders know it; it spares a sort.
+        similar_rows: neighbouring rows read much the same ids. Kernels may then walk several rows at once, which is
+            slower where it is not so; and a NaN or an infinity in what only one of those rows reads (or, in the
+            backward, is read by) may reach the others.
         check: verify the lists themselves. This waits for the device, so builders, whose lists are right by
             construction, pass False.
     """
@@ -102,22 +63,22 @@ class Plan:
     num_queries: int
     num_keys: int
     uniform: bool = field(default=False, repr=False)
+    similar_rows: bool = field(default=False, repr=False)
     check: InitVar[bool] = True
-    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-    _extent: Tensor = field(init=False, repr=False)
+    prepared: PreparedPlan = field(init=False, repr=False)
+    extent: Tensor = field(init=False, repr=False)
 
     def __post_init__(self, check: bool) -> None:
         _check_layout(self)
-        # The lengths as the shape of a tensor without elements: torch.compile ties a graph to numbers, not to shapes.
-        extent = torch.empty(self.num_queries, self.num_keys, 0, device=self.offsets.device)
-        object.__setattr__(self, "_extent", extent)
+        object.__setattr__(self, "prepared", PreparedPlan())
+        object.__setattr__(self, "extent", _extent(self.num_queries, self.num_keys, self.offsets.device))
         for name in ("offsets", "blocks"):  # kernels step through lists by one
             object.__setattr__(self, name, getattr(self, name).contiguous())
         if check:
             _check_lists(self)
 
     @classmethod
-    def _of_known(
+    def of_known(
         cls,
         offsets: Tensor,
         blocks: Tensor,
@@ -125,15 +86,19 @@ class Plan:
         k_block: int,
         num_queries: int,
         num_keys: int,
+        *,
         uniform: bool = False,
+        similar_rows: bool = False,
     ) -> "Plan":
-        """A plan of lists and sizes that are another plan's, or follow from them: nothing is checked again. Every call
-        makes several, and checks would take most of their time."""
+        """Make a plan of lists and sizes that belong to another plan or follow from one; nothing is checked.
+
+        Every call makes several such plans, and checks would take most of their time.
+        """
         plan = cls.__new__(cls)
         vars(plan).update(
             offsets=offsets.contiguous(), blocks=blocks.contiguous(), q_block=q_block, k_block=k_block,
-            num_queries=num_queries, num_keys=num_keys, uniform=uniform, _derived={},
-            _extent=torch.empty(num_queries, num_keys, 0, device=offsets.device),
+            num_queries=num_queries, num_keys=num_keys, uniform=uniform, similar_rows=similar_rows,
+            prepared=PreparedPlan(), extent=_extent(num_queries, num_keys, offsets.device),
         )  # fmt: skip
         return plan
 
@@ -239,7 +204,12 @@ class Plan:
 
         Never waits for the device; computed once per plan.
         """
-        return self._derive("transpose", self._transposed)
+        if self.prepared.transpose is not None:
+            return self.prepared.transpose
+        made = self.make(self._transposed)
+        if self.can_keep(made.offsets):
+            self.prepared.transpose = made
+        return made
 
     def _transposed(self) -> "Plan":
         batch, heads, capacity = self.blocks.shape
@@ -256,7 +226,8 @@ class Plan:
         starts = torch.searchsorted(ordered, cells) - _first_slots(batch * heads, capacity, self.device)
         offsets = starts.to(torch.int32).view(batch, heads, -1)
         blocks = (ordered % self.num_rows).to(torch.int32).view(batch, heads, capacity)
-        return Plan(offsets, blocks, self.k_block, self.q_block, self.num_keys, self.num_queries, check=False)
+        sizes = self.k_block, self.q_block, self.num_keys, self.num_queries
+        return Plan(offsets, blocks, *sizes, similar_rows=self.similar_rows, check=False)
 
     def longest_first(self, batch: int, heads: int) -> Tensor | None:
         """The order in which to start rows so that no long one starts last.
@@ -265,64 +236,50 @@ class Plan:
         that run together share keys in the cache. None where every row is equally long, and where a head (of keys)
         serves several lists and so has no one length to go by.
         """
-        if not self._has_order(heads):
+        if not self.has_order(heads):
             return None
-        return self._derive(("order", batch, heads), lambda: self._sorted_rows(batch, heads))
+        known = self.prepared.orders.get((batch, heads))
+        if known is not None:
+            return known
+        made = self.make(lambda: self.sorted_rows(batch, heads))
+        if self.can_keep(made):
+            self.prepared.orders[batch, heads] = made
+        return made
 
-    def _has_order(self, heads: int) -> bool:
-        """Whether `longest_first` has something to say."""
+    def has_order(self, heads: int) -> bool:
+        """Whether `longest_first` gives an order."""
         return not self.uniform and self.blocks.shape[1] in (1, heads)
 
-    def _sorted_rows(self, batch: int, heads: int) -> Tensor:
+    def sorted_rows(self, batch: int, heads: int) -> Tensor:
         """What `longest_first` gives, made anew and not kept."""
         counts = self.counts.expand(batch, heads, self.num_rows).flatten()
         similar = (counts.clamp(min=1).float().log2() * 2).round().to(torch.int32)
         return torch.argsort(similar, descending=True, stable=True).to(torch.int32)
 
-    @property
-    def boxes(self) -> Boxes | None:
-        """What `find_boxes` found, if it was asked."""
-        found: Boxes | None = self._derived.get("boxes")
-        return found
-
-    def find_boxes(self) -> Boxes:
-        """The lists as stretches of consecutive keys, where `k_block` is 1. Waits for the device; computed once.
-
-        Who reads boxes may load what follows a short one, too, and weigh it zero: a NaN there may come out.
-        """
-        if self.boxes is None:
-            with torch.inference_mode(False):
-                self._derived["boxes"] = _found_boxes(self)
-        assert self.boxes is not None
-        return self.boxes
-
     def lists(self) -> Iterator[Tensor]:
         """Everything along whose last axis a plan may be of any length, with what was derived so far."""
         yield from (self.offsets, self.blocks)
-        for value in self._derived.values():
-            if isinstance(value, Plan):
-                yield from value.lists()
-            elif isinstance(value, Boxes):
-                yield from value
-            elif isinstance(value, Tensor):
-                yield value
+        if self.prepared.transpose is not None:
+            yield from self.prepared.transpose.lists()
+        yield from self.prepared.orders.values()
+        yield from self.prepared.boxes or ()
 
-    def _derive(self, name: Hashable, make: Callable[[], Derived]) -> Derived:
-        """What `make` gives, kept for the next time wherever that is safe."""
-        if name in self._derived:
-            kept: Derived = self._derived[name]
-            return kept
+    @staticmethod
+    def make(make: Callable[[], Made]) -> Made:
+        """Make what may be kept: in inference mode it could not serve a training step later."""
         if torch.compiler.is_compiling():
             return make()
-        # Made in inference mode it could not serve a training step later.
         with torch.inference_mode(False):
-            value = make()
-        made = value.offsets if isinstance(value, Plan) else value
-        is_real = type(made) is type(self.offsets)  # not a stand-in of a tracer
-        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if is_real and not is_captured:  # a graph's memory holds nothing before its first replay
-            self._derived[name] = value
-        return value
+            return make()
+
+    def can_keep(self, made: Tensor) -> bool:
+        """Whether a derived tensor may be kept for later calls.
+
+        A tracer's stand-ins hold no values, and the memory of a graph under capture holds none before its first replay.
+        """
+        if torch.compiler.is_compiling() or type(made) is not type(self.offsets):
+            return False
+        return not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
     def to(self, device: torch.device | str) -> "Plan":
         """The same plan with its lists on `device`; itself if they are there already."""
@@ -330,7 +287,7 @@ class Plan:
         if lists[0] is self.offsets:  # torch knows that "cuda" and "cuda:0" may be one device
             return self
         sizes = self.q_block, self.k_block, self.num_queries, self.num_keys
-        return Plan(*lists, *sizes, uniform=self.uniform, check=False)
+        return Plan(*lists, *sizes, uniform=self.uniform, similar_rows=self.similar_rows, check=False)
 
     # -- equality ------------------------------------------------------------------------------------------------
 
@@ -352,47 +309,21 @@ class Plan:
         return hash(self.layout._replace(capacity=0))
 
 
-@kept
+def _extent(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """The lengths as the shape of a tensor without elements: torch.compile ties a graph to numbers, not to shapes."""
+    return torch.empty(num_queries, num_keys, 0, device=device)
+
+
+@tensor_cache
 def _first_cells(lists: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The number of the first cell of every column of every list, `[lists, columns + 1]`."""
     return torch.arange(lists * (columns + 1), device=device, dtype=dtype).view(lists, -1) * rows
 
 
-@kept
+@tensor_cache
 def _first_slots(lists: int, capacity: int, device: torch.device) -> Tensor:
     """Where every list begins among all of them, `[lists, 1]`."""
     return torch.arange(lists, device=device)[:, None] * capacity
-
-
-def _found_boxes(plan: Plan) -> Boxes:
-    if plan.k_block != 1:
-        wrong_value("k_block", "be 1 where lists are to be boxes", plan.k_block)
-    if plan.num_keys > _INT32 // (2 * BOX):
-        wrong_value(
-            "num_keys", f"be at most {_INT32 // (2 * BOX)} where lists are to be boxes", plan.num_keys
-        )
-    blocks = plan.blocks.flatten(0, 1)
-    row, used = (x.flatten(0, 1) for x in plan.entry_rows())
-    begins = used.clone()
-    begins[:, 1:] &= (blocks.diff() != 1) | (row.diff() != 0)
-    # Each stretch ends where the next one of its list begins, the last where its list ends; it is cut into boxes.
-    of_list, slot = begins.nonzero().unbind(1)
-    end = used.sum(1)[of_list]
-    end[:-1] = torch.where(of_list[1:] == of_list[:-1], slot[1:], end[:-1])
-    pieces = (end - slot + BOX - 1) // BOX
-    stretch = torch.repeat_interleave(pieces)
-    number = torch.arange(len(stretch), device=plan.device)
-    place = slot[stretch] + (number - (pieces.cumsum(0) - pieces)[stretch]) * BOX
-    of_list, length = of_list[stretch], (end[stretch] - place).clamp(max=BOX)
-    counts = torch.bincount(
-        of_list * plan.num_rows + row[of_list, place], minlength=len(blocks) * plan.num_rows
-    )
-    offsets = torch.nn.functional.pad(counts.view(len(blocks), -1).cumsum(1), (1, 0))
-    boxes = blocks.new_zeros(len(blocks), max(1, int(offsets[:, -1].max())))
-    before = offsets[:, -1].cumsum(0) - offsets[:, -1]
-    boxes[of_list, number - before[of_list]] = blocks[of_list, place] * (2 * BOX) + length.int()
-    shape = plan.blocks.shape[:2]
-    return Boxes(offsets.int().view(*shape, -1), boxes.view(*shape, -1))
 
 
 def check_block(name: str, block: object) -> None:
@@ -450,8 +381,3 @@ def _check_lists(plan: Plan) -> None:
             f"a descent in row {int(row[..., 1:][descends][0])}",
             "Sort each row's ids; reading order does not change the result.",
         )
-
-
-KnownPart = tuple[Tensor, Tensor, Plan, Tensor | None, bool]
-"""What implementations are given of each part of one softmax: keys, values, who reads them, a bias, and whether rows
-that are next to each other are alike."""

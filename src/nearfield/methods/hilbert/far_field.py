@@ -9,6 +9,7 @@ from nearfield.layout import Geometry, Span
 from nearfield.methods.hilbert.layout import Layout, Pattern, layout_of
 from nearfield.methods.hilbert.plans import near_plan, per_head, turns_of_heads
 from nearfield.methods.layers import FarField
+from nearfield.ops import find_boxes
 from nearfield.plan import Plan
 from nearfield.plan import builders as planning
 
@@ -35,8 +36,10 @@ def far_field_of(
             k_block=1,
             num_queries=geometry.num_tokens,
             num_keys=len(sizes),
+            # Who reads a summary reads its neighbours, but for the edges of what it reads exactly.
+            similar_rows=True,
         )
-        _find_boxes(plan)
+        _prepare_boxes(plan)
         bias = sizes.double().log().float()
         return FarField(spans, pattern.far, starts, sizes.int().to(device), bias.to(device), plan)
 
@@ -52,14 +55,14 @@ def interleaved_far_field(
     if fields[0] is None:
         return None
     plan = per_head(plans)
-    _find_boxes(plan)
+    _prepare_boxes(plan)
     return fields[0]._replace(plan=plan)
 
 
-def _find_boxes(plan: Plan) -> None:
-    """A row reads summaries in few stretches: all but those of its tiles. Only a kernel gains from knowing them."""
+def _prepare_boxes(plan: Plan) -> None:
+    """Find the few stretches of summaries that a row reads: all but those of its tiles. Only a kernel uses them."""
     if plan.device.type == "cuda":
-        plan.find_boxes()
+        find_boxes(plan)
 
 
 def far_spans(layout: Layout, geometry: Geometry, k_block: int) -> tuple[Span, ...]:

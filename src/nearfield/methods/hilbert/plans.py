@@ -64,7 +64,7 @@ def per_head(plans: Sequence[Plan]) -> Plan:
         blocks = [pad(plan.blocks, (0, capacity - plan.blocks.shape[2])) for plan in plans]
         first = plans[0]
         sizes = first.q_block, first.k_block, first.num_queries, first.num_keys
-        return Plan(offsets, torch.cat(blocks, dim=1), *sizes, check=False)
+        return Plan(offsets, torch.cat(blocks, dim=1), *sizes, similar_rows=first.similar_rows, check=False)
 
 
 def _tile_spans(pattern: Pattern, geometry: Geometry, layout: Layout, phase: int, q_block: int) -> Tensor:

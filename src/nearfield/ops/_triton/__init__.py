@@ -19,9 +19,9 @@ from nearfield.plan import Plan
 _MODULES = {"triton": "nearfield.ops.attention.triton", "gluon": "nearfield.ops.attention.hopper"}
 _HELPERS = {
     "choose": "predict.triton.choose",
+    "choose_destinations": "merge.triton.destinations",
     "columns": "predict.triton.columns",
     "lists": "lists.triton.lists",
-    "locate": "merge.triton.locate",
     "means": "predict.triton.means",
     "partials": "attention.triton.partials",
     "pool": "pool_select.triton.pool",
@@ -81,6 +81,11 @@ def triton_version() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def is_new_enough() -> bool:
+    """Whether there is a Triton that the kernels can be compiled with."""
+    return _IS_NEW_ENOUGH
+
+
 @lru_cache
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, which needs no GPU."""
@@ -132,6 +137,10 @@ def helper(name: str, *call: Any) -> Any:
         return None
     module = _module(f"nearfield.ops.{_HELPERS[name]}")
     return module if module.unsupported(*call) is None else None
+
+
+_IS_NEW_ENOUGH = (triton_version() or (0, 0)) >= OLDEST_TRITON
+"""Looked up once: torch.compile does not trace the function that knows."""
 
 
 def are_wanted(impl: str, x: Tensor) -> bool:

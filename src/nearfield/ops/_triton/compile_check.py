@@ -22,7 +22,7 @@ from nearfield.ops.attention import hopper
 from nearfield.ops.attention.hopper.kernel import forward_kernel
 from nearfield.ops.attention.triton import backward, forward, pair, partials
 from nearfield.ops.lists.triton import order, pack, transpose
-from nearfield.ops.merge.triton import locate, regions
+from nearfield.ops.merge.triton import destinations, regions
 from nearfield.ops.pool_select.triton import pool, select
 from nearfield.ops.predict.triton import columns
 from nearfield.ops.rotary.triton import keys as turn
@@ -152,12 +152,12 @@ def compile_rotate(dim: int) -> str:
     return _compile_plain(rotate._rotate_kernel, constants, pointers)
 
 
-def compile_locate() -> str:
+def compile_destinations() -> str:
     """Destinations among the tokens of a whole image."""
     pointers = {"similarity": "*fp32", "transposed": "*fp32"} | dict.fromkeys(
         ("lengths", "counts", "chosen"), "*i32"
     )
-    return _compile_plain(locate._locate_many_kernel, {"SIDE": 4096}, pointers)
+    return _compile_plain(destinations._choose_many_kernel, {"SIDE": 4096}, pointers)
 
 
 def compile_turn(dim: int, size: int) -> str:
@@ -286,7 +286,7 @@ def main(every: bool) -> int:
     if "ld.global.v4" not in compile_weighted_gradients(128):
         print("no 16-byte loads in the gradients of weighted windows", file=sys.stderr)
         return 1
-    if "ld.global.v4" not in compile_locate():
+    if "ld.global.v4" not in compile_destinations():
         print("no 16-byte loads in choosing among many tokens", file=sys.stderr)
         return 1
     merging = {

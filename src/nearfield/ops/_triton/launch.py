@@ -89,10 +89,10 @@ def _if_fit(tiles: Tiles | None, query: Tensor, near: Plan, far: Plan) -> Tiles 
     return tiles if _is_hopper(query) else tiles._replace(registers=None)
 
 
-def query_gradient_tiles(query: Tensor, q_block: int, k_block: int, *, alike: bool = False) -> Tiles:
+def query_gradient_tiles(query: Tensor, q_block: int, k_block: int, *, similar: bool = False) -> Tiles:
     """
     Args:
-        alike: rows next to each other read much the same, and may be packed.
+        similar: neighbouring rows read much the same ids, and may be packed.
     """
     if query.dtype == torch.float32:
         return Tiles(_fit(q_block, 32), _other_tile(k_block, 32), 4, 1)
@@ -100,7 +100,7 @@ def query_gradient_tiles(query: Tensor, q_block: int, k_block: int, *, alike: bo
     if not _is_narrow(query) or k_block >= 64:
         return Tiles(own, other, 4, 3)
     limit = 128 if _is_hopper(query) else None  # for four programs per processor
-    if alike and q_block == 16:
+    if similar and q_block == 16:
         return Tiles(64, 64, 4, 2, registers=limit, pack=4)
     if own == 16 and _are_many(query, own):
         return Tiles(16, 32, 1, 2)
@@ -108,14 +108,14 @@ def query_gradient_tiles(query: Tensor, q_block: int, k_block: int, *, alike: bo
 
 
 def key_gradient_tiles(
-    query: Tensor, key: Tensor, q_block: int, k_block: int, *, alike: bool = False
+    query: Tensor, key: Tensor, q_block: int, k_block: int, *, similar: bool = False
 ) -> Tiles:
     """See `query_gradient_tiles`: what is packed here are blocks of keys, as many small ones as fill a tile."""
-    pack = max(1, _LEAST_TILE // k_block) if alike else 1
+    pack = max(1, _LEAST_TILE // k_block) if similar else 1
     if query.dtype == torch.float32:
         return Tiles(_fit(k_block * pack, 32), _other_tile(q_block, 32), 4, 1, pack=pack)
     own = _fit(k_block * pack, 64)
-    if alike and q_block == k_block == 16 and _is_narrow(query):
+    if similar and q_block == k_block == 16 and _is_narrow(query):
         return Tiles(64, 32, 4, 2, pack=4)
     warps = 2 if own == 16 and _is_narrow(query) and _are_many(key, own) else 4
     return Tiles(own, _other_tile(q_block, 64), warps, 2, pack=pack)

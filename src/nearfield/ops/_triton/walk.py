@@ -183,3 +183,23 @@ def masked_logits(
     if HAS_POSITIONS:
         logits = tl.where(key_position <= query_position, logits, -INF)
     return logits
+
+
+@triton.jit
+def shares_of_means(
+    grad, token, exists, stride_gn, stride_gd, num_tokens,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Each token's shares of the gradients of its means, level by level in ascending order; float32."""
+    total = tl.zeros([token.shape[0], PAD], tl.float32)
+    start = tl.full([], 0, tl.int64)
+    represents = tl.full([], 1, tl.int32)
+    for level in tl.range(LEVELS, num_stages=1):  # not unrolled: what calls this has few registers left
+        # Before the level, not after: one power more than the highest level's may not fit.
+        represents *= BLOCK
+        start += tl.where(level > 0, tl.cdiv(num_tokens, represents) * BLOCK, 0)
+        mean = token // represents
+        rows = load_rows(grad, start, mean.to(tl.int64), exists, stride_gn, stride_gd, DIM, PAD, True)
+        count = tl.minimum(num_tokens - mean * represents, represents)
+        total += rows.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)[:, None]
+    return total

@@ -1,10 +1,8 @@
-"""The public operation: check the call, run it, differentiate it.
+"""The public operation: check the call, and run it.
 
-One call travels like this: `attend` checks the arguments and hands the plan's lists to the registered operator
-`nearfield::attend` (`operators.py`), which is opaque to torch.compile. Inside it (`read`) `explain_choice`
-(`dispatch.py`) picks an implementation for the real tensors. Its gradient is the operator
-`nearfield::attend_backward` over the same lists. Eager inference goes to `read` at once, and eager training, too, as a
-plain node of autograd's graph.
+`attend` is `attend_parts` of one part. Both check their arguments; then the operation (`operators.py`) runs the call as
+a function, a node of autograd's graph or a registered operator, whichever fits what observes it (`ops/_op.py`). There
+`read` asks `explain_choice` (`dispatch.py`) for an implementation that suits the tensors.
 """
 
 from collections.abc import Sequence
@@ -18,42 +16,22 @@ from torch.autograd import forward_ad
 
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Gradients, Impl, Positions
-from nearfield.layout import level_starts
-from nearfield.ops import _triton as kernels
-from nearfield.ops._op import is_eager_autograd, is_plain_eager, is_transformed
-from nearfield.ops.attention import operators
 from nearfield.ops.attention.operators import (
-    KeyValuePart,
-    Pooling,
-    all_lists,
-    attend_node,
+    MOST_PARTS,
+    OPERATIONS,
     check_sizes,
+    differentiate,
+    leaves,
     lse_dtype,
-    merge_attended,
-    read,
     read_continued,
-    read_together,
-    together_node,
 )
-from nearfield.plan import Packing, Plan
-
-__all__ = [
-    "KeyValuePart",
-    "Pooling",
-    "attend",
-    "attend_continued",
-    "attend_parts",
-    "gradients",
-    "merge_attended",
-    "packing_for",
-]
+from nearfield.ops.attention.parts import KeyValuePart, merge_attended
+from nearfield.ops.lists.api import transposed
+from nearfield.plan import Plan
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
 _LAYOUT_HINT = "Expected [batch, heads, tokens, head_dim]."
-
-# Looked up once: torch.compile does not trace the functions that know.
-_HAS_TRITON = (kernels.triton_version() or (0, 0)) >= kernels.OLDEST_TRITON
 
 
 def attend(
@@ -83,34 +61,9 @@ def attend(
         `out` like `query`, and `lse` `[B, H, N]`, the natural log of the summed weights. Both are differentiable.
         A query that reads nothing gives zeros and `-inf`.
     """
-    _check_call(query, key, value, plan, impl)
-    _refuse_forward_mode(query, key, value, key_bias)
-    if key_bias is not None:
-        key_bias = _expanded_bias(key_bias, query, key)
-    if positions is not None:
-        positions = _checked_positions(positions, query, key)
-    scale = _checked_scale(scale, query)
-    if is_plain_eager(query, key, value, key_bias):
-        return read(query, KeyValuePart(key, value, plan, key_bias, positions), scale, impl)
-    wants_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, key, value, key_bias)
-    )
-    is_eager = is_eager_autograd(query, key, value, key_bias)
-    out, lse = (attend_node if is_eager else torch.ops.nearfield.attend)(
-        query,
-        key,
-        value,
-        *all_lists(plan, query, key, wants_gradient, impl),
-        key_bias,
-        positions.query if positions else None,
-        positions.key if positions else None,
-        plan._extent,
-        plan.q_block,
-        plan.k_block,
-        scale,
-        impl,
-    )
-    return Attended(out, lse)
+    part = _checked_part(query, KeyValuePart(key, value, plan, key_bias, positions), impl)
+    run = OPERATIONS[0].dispatch(query, key, value, part.key_bias)
+    return Attended(*run(query, [part], checked_scale(scale, query), impl))
 
 
 def attend_continued(
@@ -133,8 +86,10 @@ def attend_continued(
     Returns:
         None where nothing reads keys from two places: put them together then.
     """
-    bias = None if key_bias is None else key_bias.to(lse_dtype(query)).expand(*query.shape[:2], plan.num_keys)
-    return read_continued(query, key, value, more, plan, bias, _checked_scale(scale, query), impl)
+    if key_bias is not None:
+        key_bias = key_bias.to(lse_dtype(query)).expand(*query.shape[:2], plan.num_keys)
+    part = KeyValuePart(key, value, plan, key_bias)
+    return read_continued(query, part, more, checked_scale(scale, query), impl)
 
 
 def gradients(
@@ -156,129 +111,57 @@ def gradients(
         attended: what it gave.
     """
     bias = None if key_bias is None else _expanded_bias(key_bias, query, key)
-    lists = all_lists(plan, query, key, True, impl)
-    to_query, to_key, to_value, to_bias = torch.ops.nearfield.attend_backward(
-        *grads, query, key, value, *attended, *lists, bias, None, None,
-        plan._extent, plan.q_block, plan.k_block, _checked_scale(scale, query), impl,
-    )  # fmt: skip
-    return Gradients(to_query, to_key, to_value, None if bias is None else to_bias)
+    part = KeyValuePart(key, value, plan, bias)
+    if query.is_cuda:  # kept with the plan: the backward pass by itself would make it anew
+        transposed(plan)
+    found = differentiate(
+        grads, query, [part], attended, checked_scale(scale, query), impl, [bias is not None]
+    )
+    of_key, of_value, of_bias = found.parts[0]
+    assert of_key is not None
+    assert of_value is not None
+    return Gradients(found.query, of_key, of_value, of_bias)
 
 
 def attend_parts(
-    query: Tensor,
-    parts: Sequence[KeyValuePart],
-    *,
-    scale: float | None = None,
-    impl: Impl = "auto",
-    pooling: Pooling | None = None,
-    once: bool = False,
+    query: Tensor, parts: Sequence[KeyValuePart], *, scale: float | None = None, impl: Impl = "auto"
 ) -> Attended:
     """Every query reads what several plans list, each among keys of its own, in one softmax.
 
-    The same as attending to each part and merging the results. But where kernels run, the whole is differentiated at
-    once: with the `lse` of all parts the gradients of one do not depend on the others, so nothing is kept, and nothing
-    computed, for having merged. Parts with `positions` are differentiated apart.
-
-    Args:
-        pooling: the second of two parts is pooled from the first, and from nothing else. Its gradients are then spread
-            by the kernel that computes the first one's, instead of one by one by autograd.
-        once: the plans are for this call alone. They are then transposed in the backward pass, beside its first
-            kernels.
+    The same as attending to each part and merging the results, but read in one pass, and differentiated in one, where
+    an implementation can do that.
     """
-    if pooling is not None:
-        _check_pooling(pooling, parts)
-    leaves = [query, *(x for part in parts for x in (part.key, part.value, part.key_bias))]
-    has_gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-    is_plain = impl == "grouped" or (impl == "auto" and not _suits_kernels(query))
-    has_positions = any(part.positions is not None for part in parts)
-    is_apart = impl == "reference" or (is_plain and (has_gradients or is_transformed()))
-    if is_apart or (has_gradients and has_positions):
-        attended = (
-            attend(query, *part[:3], key_bias=part.key_bias, positions=part.positions, scale=scale, impl=impl)
-            for part in parts
-        )
-        return reduce(merge_attended, attended)
-    parts = [_checked_part(query, part, impl) for part in parts]
-    scale = _checked_scale(scale, query)
-    if is_plain_eager(*leaves):
-        return read_together(query, parts, scale, impl)
-    lists: list[Tensor | None] = []
-    biases: dict[int, Tensor] = {}
-    learned: list[int] = []
-    positions: dict[int, Positions] = {}
-    for number, part in enumerate(parts):
-        bias = part.key_bias
-        own = (query, part.key, part.value, bias)
-        wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
-        lists += (
-            *all_lists(part.plan, query, part.key, wants_gradient and not once, impl),
-            *(part.plan.boxes or (None, None)),
-            *(part.packed[:2] if part.packed else (None, None)),
-        )
-        if bias is not None:
-            biases[number] = bias
-            if torch.is_grad_enabled() and bias.requires_grad:
-                learned.append(number)
-        if part.positions is not None:
-            positions[number] = part.positions
-    out, lse = (together_node if is_eager_autograd(*leaves) else torch.ops.nearfield.attend_parts)(
-        query,
-        [part.key.detach() if pooling and number else part.key for number, part in enumerate(parts)],
-        [part.value.detach() if pooling and number else part.value for number, part in enumerate(parts)],
-        lists,
-        list(biases.values()),
-        list(biases),
-        learned,
-        list(pooling or ()),
-        [side for pair in positions.values() for side in pair],
-        list(positions),
-        [part.plan._extent for part in parts],
-        [size for part in parts for size in _sizes(part)],
-        scale,
-        impl,
-    )
-    return Attended(out, lse)
+    parts = checked_parts(query, parts, impl)
+    scale = checked_scale(scale, query)
+    attended = []
+    for start in range(0, len(parts), MOST_PARTS):
+        some = parts[start : start + MOST_PARTS]
+        run = OPERATIONS[len(some) - 1].dispatch(*leaves(query, some))
+        attended.append(Attended(*run(query, some, scale, impl)))
+    return reduce(merge_attended, attended)
+
+
+def checked_parts(query: Tensor, parts: Sequence[KeyValuePart], impl: Impl) -> list[KeyValuePart]:
+    """The parts as implementations take them: the bias `[B, H, M]`, positions in 32 bits."""
+    if not parts:
+        wrong_value("parts", "hold at least one part", "none")
+    return [_checked_part(query, part, impl) for part in parts]
 
 
 def _checked_part(query: Tensor, part: KeyValuePart, impl: Impl) -> KeyValuePart:
-    key, _, plan, bias, positions = part[:5]
-    _check_call(query, key, part.value, plan, impl)
-    _refuse_forward_mode(query, key, part.value, bias)
-    return part._replace(
-        key_bias=None if bias is None else _expanded_bias(bias, query, key),
-        positions=None if positions is None else _checked_positions(positions, query, key),
-    )
-
-
-def _sizes(part: KeyValuePart) -> tuple[int, ...]:
-    return (
-        part.plan.q_block,
-        part.plan.k_block,
-        part.similar_rows,
-        *(part.packed[2:] if part.packed else (0, 0)),
-    )
-
-
-def packing_for(query: Tensor, block: int, impl: Impl) -> Packing | None:
-    """How the lists of parts whose rows, of `block` queries, are alike would be packed for such queries; None if they
-    would not. (`launch.py` decides; where it thinks otherwise lists are merged then.)"""
-    runs_kernels = impl in ("triton", "gluon") or (impl == "auto" and _suits_kernels(query))
-    is_narrow = query.element_size() == 2 and query.shape[-1] <= 64
-    return operators.PACKING if runs_kernels and is_narrow and block == 16 else None
-
-
-def _suits_kernels(query: Tensor) -> bool:
-    """Whether kernels can run any call with such queries, backwards, too; plain, for torch.compile to trace."""
-    return _HAS_TRITON and query.is_cuda and query.dtype != torch.float64 and query.shape[-1] <= 128
-
-
-# -- checks ------------------------------------------------------------------------------------------------------
-
-
-def _check_call(query: Tensor, key: Tensor, value: Tensor, plan: Plan, impl: str) -> None:
+    key, value, plan, bias, positions = part
     check_tensors(query, key, value)
     check_member("impl", impl, get_args(Impl))
     _check_plan(plan, query, key)
+    _refuse_forward_mode(query, key, value, bias)
+    if bias is not None:
+        bias = _expanded_bias(bias, query, key)
+    if positions is not None:
+        positions = _checked_positions(positions, query, key)
+    return KeyValuePart(key, value, plan, bias, positions)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -307,22 +190,12 @@ def _check_plan(plan: Plan, query: Tensor, key: Tensor) -> None:
         wrong_type("plan", "be a Plan", type(plan).__name__, "Build one with `nearfield.plan.builders`.")
     if (
         not torch.compiler.is_compiling()
-    ):  # a traced graph is for all sizes; the operator compares them when it runs
-        check_sizes(plan._extent, query, key)
+    ):  # a traced graph is for all sizes; its operator compares them when it runs
+        check_sizes(plan, query, key)
     for side, size, wanted in zip(("batch", "heads"), plan.blocks.shape[:2], query.shape[:2], strict=True):
         if size not in (1, wanted):
             wrong_value("plan", f"have {side} 1 or {wanted} (that of `query`)", size)
     check_same_device("plan", plan.offsets, "query", query.device)
-
-
-def _check_pooling(pooling: Pooling, parts: Sequence[KeyValuePart]) -> None:
-    if len(parts) != 2:
-        wrong_value("parts", "be two where the second is pooled from the first", len(parts))
-    wanted = level_starts(parts[0].key.shape[2], *pooling)[-1]
-    if parts[1].key.shape[2] != wanted:
-        wrong_value(
-            "parts", f"have {wanted} keys in the second, pooled from the first", parts[1].key.shape[2]
-        )
 
 
 def _expanded_bias(key_bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -356,7 +229,7 @@ def _checked_positions(positions: Positions, query: Tensor, key: Tensor) -> Posi
     return Positions(*checked)
 
 
-def _checked_scale(scale: float | None, query: Tensor) -> float:
+def checked_scale(scale: float | None, query: Tensor) -> float:
     if scale is None:
         return float(query.shape[3] ** -0.5)
     is_number: bool = not isinstance(scale, bool) and isinstance(scale, (Real, torch.SymFloat))

@@ -15,14 +15,16 @@ Inside a group the shapes are query `[g, r, n, D]` and key `[g, 1, m, D]`: the r
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearfield._types import Attended, Gradients, Positions
-from nearfield.plan import KnownPart, Plan
+from nearfield.ops.attention.parts import KeyValuePart, PartGradients, differentiate_in_turn
+from nearfield.ops.lists.runs import as_runs, runs_of_rows
+from nearfield.plan import Plan, Runs
 
 # Copied keys and weights are made in pieces of about this size per thread: the allocator then hands out the same
 # memory, still cached, again and again. Fresh pages cost more than the copy.
@@ -33,14 +35,6 @@ _LEAST_QUERIES = 64
 
 # From this many separate runs of keys on, one gather by index is cheaper than a copy per run.
 _MANY_RUNS = 16
-
-# At most so many runs are kept with a plan: as numbers of Python they are large.
-_MOST_KEPT_RUNS = 2**16
-
-Run = tuple[int, int]
-"""Consecutive tokens: the first, and the one after the last."""
-
-Runs = tuple[Run, ...]
 
 
 def attend_forward(
@@ -61,7 +55,7 @@ def attend_forward(
     return Attended(out, lse)
 
 
-def attend_parts_forward(query: Tensor, parts: Sequence[KnownPart], scale: float) -> Attended | None:
+def attend_parts_forward(query: Tensor, parts: Sequence[KeyValuePart], scale: float) -> Attended | None:
     """All parts in one pass; None where a part has more than one set of lists, or rows or heads of another size."""
     keys, values, plans, biases, _ = zip(*parts, strict=True)
     sizes = {
@@ -74,11 +68,11 @@ def attend_parts_forward(query: Tensor, parts: Sequence[KnownPart], scale: float
         return Attended(out, lse)
     stores = _Store(), _Store()
     rows_of: dict[tuple[Runs, ...], list[int]] = {}
-    for row, runs in enumerate(zip(*(_runs_of_rows(plan, 0) for plan in plans), strict=True)):
+    for row, runs in enumerate(zip(*(runs_of_rows(plan, 0) for plan in plans), strict=True)):
         rows_of.setdefault(runs, []).append(row)
     for runs, rows in rows_of.items():
         if any(runs):
-            queries = _runs(rows, plans[0].q_block, plans[0].num_queries)
+            queries = as_runs(rows, plans[0].q_block, plans[0].num_queries)
             group = _SharedRows(slice(None), queries, (), keys[0].shape[1], stores)
             key, value = (
                 store.gather(tensors, runs).flatten(0, 1)[:, None]
@@ -92,6 +86,19 @@ def attend_parts_forward(query: Tensor, parts: Sequence[KnownPart], scale: float
 
 
 def attend_backward(
+    grads: Attended,
+    query: Tensor,
+    parts: Sequence[KeyValuePart],
+    attended: Attended,
+    scale: float,
+    learned: Sequence[bool],
+    pooling: object = None,
+) -> PartGradients:
+    del learned, pooling  # every bias gets its gradient, and means theirs
+    return differentiate_in_turn(grads, query, parts, attended, scale, attend_forward, _backward_of_part)
+
+
+def _backward_of_part(
     grad_out: Tensor,
     grad_lse: Tensor,
     query: Tensor,
@@ -224,7 +231,7 @@ class _Store:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0)
-        self.content: set[tuple[int, Run, int]] = set()
+        self.content: set[tuple[int, tuple[int, int], int]] = set()
 
     def gather(self, tensors: Sequence[Tensor], runs: Sequence[Runs]) -> Tensor:
         """The tokens of some runs of each of `tensors` (`[.., .., tokens, D]`): a view where they are one run."""
@@ -306,44 +313,12 @@ def _groups(
 def _shared_rows(plan: Plan, list_batch: int, batches: slice, key_heads: int) -> Iterator[_SharedRows]:
     stores = _Store(), _Store()
     rows_of: dict[Runs, list[int]] = {}
-    for row, runs in enumerate(_runs_of_rows(plan, list_batch)):
+    for row, runs in enumerate(runs_of_rows(plan, list_batch)):
         rows_of.setdefault(runs, []).append(row)
     for runs, rows in rows_of.items():
         if runs:
-            queries = _runs(rows, plan.q_block, plan.num_queries)
+            queries = as_runs(rows, plan.q_block, plan.num_queries)
             yield _SharedRows(batches, queries, runs, key_heads, stores)
-
-
-def _runs_of_rows(plan: Plan, list_batch: int) -> tuple[Runs, ...]:
-    """What each row reads, of lists that all heads share; kept with the plan, which serves many calls."""
-    name = "runs", list_batch
-    if name in plan._derived:
-        kept: tuple[Runs, ...] = plan._derived[name]
-        return kept
-    offsets = plan.offsets[list_batch, 0].tolist()
-    blocks = plan.blocks[list_batch, 0].tolist()
-    runs_of: dict[tuple[int, ...], Runs] = {}
-    rows = []
-    for start, stop in pairwise(offsets):
-        ids = tuple(blocks[start:stop])
-        if ids not in runs_of:
-            runs_of[ids] = _runs(ids, plan.k_block, plan.num_keys)
-        rows.append(runs_of[ids])
-    if sum(map(len, runs_of.values())) <= _MOST_KEPT_RUNS:
-        plan._derived[name] = tuple(rows)
-    return tuple(rows)
-
-
-def _runs(ids: Sequence[int], block: int, length: int) -> Runs:
-    """Ascending blocks as runs of tokens. A repeated block starts a new run."""
-    runs: list[Run] = []
-    for index in ids:
-        start, stop = index * block, min((index + 1) * block, length)
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
-        else:
-            runs.append((start, stop))
-    return tuple(runs)
 
 
 def _stacked_rows(

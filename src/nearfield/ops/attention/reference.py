@@ -5,10 +5,13 @@ Half-precision inputs are computed in float32 and rounded once, at the end. Bein
 not read by zero: a NaN among them shows here, and only here.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from nearfield._types import Attended, Gradients, Positions
+from nearfield.ops.attention.parts import KeyValuePart, PartGradients, differentiate_in_turn
 from nearfield.plan import Plan
 
 
@@ -28,6 +31,19 @@ def attend_forward(
 
 
 def attend_backward(
+    grads: Attended,
+    query: Tensor,
+    parts: Sequence[KeyValuePart],
+    attended: Attended,
+    scale: float,
+    learned: Sequence[bool],
+    pooling: object = None,
+) -> PartGradients:
+    del learned, pooling  # every bias gets its gradient, and means theirs
+    return differentiate_in_turn(grads, query, parts, attended, scale, attend_forward, _backward_of_part)
+
+
+def _backward_of_part(
     grad_out: Tensor,
     grad_lse: Tensor,
     query: Tensor,

@@ -1,1 +1,1 @@
-"""Lists of plans, made on the device: from masks, transposed, ordered, packed."""
+"""Lists of plans: made from masks, transposed, ordered, packed, as boxes and as runs; and how they cross operators."""

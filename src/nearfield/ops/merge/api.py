@@ -1,7 +1,7 @@
 """Merging: a map that makes one token of several alike ones, inside regions of the sequence, and its way back.
 
-Regions are runs of consecutive tokens. In each, a few tokens are chosen as destinations (`reference/locate.py`), and
-every token is shared out among them by similarity:
+Regions are runs of consecutive tokens. In each, a few tokens are chosen as destinations
+(`reference/destinations.py`), and every token is shared out among them by similarity:
 
     A = softmax over destinations of sharpness * cosine         [num_left, length], columns sum to one
     enter: X' = rows of A, each divided by its sum, times X     leave: X = A^T X'
@@ -24,8 +24,8 @@ from torch.nn.functional import normalize
 from nearfield._checks import check_int, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Impl
 from nearfield.ops import _triton as kernels
-from nearfield.ops._op import is_plain_eager
-from nearfield.ops.merge.reference import locate as reference
+from nearfield.ops._op import Operation, is_plain_eager
+from nearfield.ops.merge.reference import destinations as reference
 from nearfield.ops.merge.reference.regions import multiplied
 
 _Views = tuple[Tensor, Tensor | None, Tensor | None]
@@ -397,7 +397,7 @@ def _check_features(features: Tensor, regions: Regions) -> None:
 def _destinations(features: Tensor, regions: Regions, impl: Impl) -> Tensor:
     if all(group.is_kept for group in regions.groups):
         return torch.arange(regions.num_tokens, device=features.device).expand(len(features), -1)
-    chosen: Tensor = torch.ops.nearfield.locate(features.detach(), regions.lengths, regions.counts, impl)
+    chosen: Tensor = _choose_destinations(features.detach(), regions.lengths, regions.counts, impl)
     return chosen
 
 
@@ -441,8 +441,9 @@ _regions = lru_cache(maxsize=64)(Regions)
 """Of many regions every one is checked, which takes longer than choosing in them."""
 
 
-@torch.library.custom_op("nearfield::locate", mutates_args=())
-def _locate(features: Tensor, lengths: Sequence[int], counts: Sequence[int], impl: str) -> Tensor:
+def _choose_destinations_forward(
+    features: Tensor, lengths: Sequence[int], counts: Sequence[int], impl: str
+) -> Tensor:
     """The destinations of all regions, `[B, merged]` int64, as ids in the sequence."""
     regions = _regions(tuple(lengths), tuple(counts))
     layout = _layout(regions, str(features.device))
@@ -451,7 +452,9 @@ def _locate(features: Tensor, lengths: Sequence[int], counts: Sequence[int], imp
     padded = features.unflatten(1, (len(lengths), -1))
     # On the GPU of the tokens, whichever is current; and autocast would round the similarities.
     with torch.cuda.device_of(features), torch.autocast(features.device.type, enabled=False):
-        chosen = _implementation(impl, padded).locate(padded, layout.lengths, layout.counts, max(counts))
+        chosen = _implementation(impl, padded).choose_destinations(
+            padded, layout.lengths, layout.counts, max(counts)
+        )
     ids = [
         chosen.narrow(1, group.first, group.num_regions)[..., : group.num_left]
         + group.starts(features.device)
@@ -460,16 +463,22 @@ def _locate(features: Tensor, lengths: Sequence[int], counts: Sequence[int], imp
     return torch.cat([some.flatten(1) for some in ids], dim=1)
 
 
-@_locate.register_fake
-def _(features: Tensor, lengths: Sequence[int], counts: Sequence[int], impl: str) -> Tensor:
+def _choose_destinations_shape(
+    features: Tensor, lengths: Sequence[int], counts: Sequence[int], impl: str
+) -> Tensor:
     return features.new_empty(len(features), sum(counts), dtype=torch.int64)
 
 
+_choose_destinations = Operation(
+    "choose_destinations", _choose_destinations_forward, _choose_destinations_shape
+)
+
+
 def _implementation(impl: str, features: Tensor) -> Any:
-    """The module that locates: the kernel where it is wanted and can run; "auto" takes the reference otherwise."""
+    """The module that chooses: the kernel where it is wanted and can run; "auto" takes the reference otherwise."""
     if not kernels.are_wanted(impl, features):
         return reference
-    module = kernels.helper("locate", features)
+    module = kernels.helper("choose_destinations", features)
     if module is None and impl != "auto":
         raise NotImplementedError(
             f"`impl` must be able to choose among these tokens ({features.dtype}, regions of {features.shape[2]}, "

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_value
-from nearfield._types import Impl
+from nearfield._types import Attended, Impl
 from nearfield.layout import level_length, level_starts, num_represented
 from nearfield.ops import _triton as kernels
-from nearfield.ops._op import dispatch, node
+from nearfield.ops._op import Gradient, Operation
+from nearfield.ops.attention import operators as attention
+from nearfield.ops.attention.api import checked_parts, checked_scale
+from nearfield.ops.attention.parts import KeyValuePart, PartGradients
 from nearfield.ops.pool_select.reference import pool as pool_reference
 from nearfield.ops.pool_select.reference import select as select_reference
 from nearfield.plan import Packed, Packing, Plan, check_block
@@ -43,8 +46,7 @@ class Pyramid(NamedTuple):
 
 def pool(x: Tensor, block: int, levels: int, impl: Impl = "auto") -> Pyramid:
     """Means of `[B, H, N, D]` over `block` consecutive tokens, of those means, and so on. Differentiable."""
-    read = dispatch(_pool, torch.ops.nearfield.pool, x, differentiable=_pool_node)
-    return Pyramid(read(x, block, levels, impl), x.shape[2], block, levels)
+    return Pyramid(_pool(x, block, levels, impl), x.shape[2], block, levels)
 
 
 class Picked(NamedTuple):
@@ -53,7 +55,7 @@ class Picked(NamedTuple):
     Args:
         keys, values: pooled.
         picks: as `select_blocks` gives them.
-        packed: the choices of the lowest level, merged by so many queries at a time, if that was asked for.
+        packed: the choices of the lowest level, merged for several queries at a time, where kernels read them so.
     """
 
     keys: Pyramid
@@ -71,26 +73,38 @@ def pool_and_select(
     topk: int,
     *,
     keep_own: bool = False,
-    turned: bool = False,
-    packing: Packing | None = None,
+    negate_scores: bool = False,
     impl: Impl = "auto",
 ) -> Picked:
-    """`pool` of all three and `select_blocks`, in one operator.
+    """`pool` of all three and `select_blocks`, in one operation.
 
     The means of keys and values are differentiable; those of `query` only choose.
 
     Args:
-        turned: the lowest products are chosen, not the highest.
-        packing: how to merge the lists that were chosen.
+        negate_scores: choose the lowest products, not the highest.
     """
-    inputs = query.detach(), key, value
-    operator = torch.ops.nearfield.pool_and_select
-    choose = dispatch(_pooled_and_chosen, operator, *inputs, differentiable=_pool_and_select_node)
-    found = choose(*inputs, block, levels, topk, keep_own, turned, list(packing or ()), impl)
+    packing = packing_for(query, block, impl)
+    found = _pool_and_select(
+        query.detach(), key, value, block, levels, topk, keep_own, negate_scores, *(packing or (0, 0)), impl
+    )
     keys, values = (Pyramid(data, key.shape[2], block, levels) for data in found[:2])
     picks = tuple(found[2 : 2 + levels])
     packed = Packed(found[-2], found[-1], *packing) if packing else None
     return Picked(keys, values, picks, packed)
+
+
+_PACKING = Packing(4, 4)
+"""How the kernel that walks several rows at once wants them merged; see `PAIR` in launch.py."""
+
+
+def packing_for(query: Tensor, block: int, impl: Impl) -> Packing | None:
+    """How kernels would merge the lists of blocks that such queries choose; None where they would not.
+
+    launch.py decides that when it launches; where it thinks otherwise, lists are merged then.
+    """
+    is_narrow = query.element_size() == 2 and query.shape[-1] <= 64
+    by_kernels = kernels.are_wanted(impl, query) and kernels.is_new_enough()
+    return _PACKING if by_kernels and is_narrow and block == 16 else None
 
 
 def select_blocks(
@@ -108,7 +122,7 @@ def select_blocks(
     """
     levels = range(1, queries.levels + 1)
     with torch.no_grad():
-        chosen: list[Tensor] = torch.ops.nearfield.select(
+        chosen: list[Tensor] = _select(
             [queries.level(level) for level in levels],
             [keys.level(level) for level in levels],
             keys.block,
@@ -141,6 +155,28 @@ def chosen_blocks(
     )
 
 
+def attend_pooled(
+    query: Tensor,
+    near: KeyValuePart,
+    far: KeyValuePart,
+    block: int,
+    levels: int,
+    *,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Attended:
+    """`attend_parts` of keys and of their means, where the keys and values of `far` are `pool` of those of `near`.
+
+    The gradients of the means are spread by the kernel that computes those of the keys, not one by one by autograd.
+    """
+    wanted = level_starts(near.key.shape[2], block, levels)[-1]
+    if far.key.shape[2] != wanted:
+        wrong_value("far", f"have {wanted} keys, pooled from those of `near`", far.key.shape[2])
+    parts = checked_parts(query, [near, far], impl)
+    run = _attend_pooled.dispatch(*attention.leaves(query, parts))
+    return Attended(*run(query, parts, checked_scale(scale, query), impl, block, levels))
+
+
 def log_sizes(length: int, block: int, device: torch.device) -> Tensor | None:
     """The log of how many tokens each block holds, `[1, 1, blocks]`; None where all hold equally many."""
     if length % block == 0:
@@ -160,7 +196,7 @@ def _kernels(name: str, impl: Impl, x: Tensor, *call: Any) -> Any:
     return kernels.helper(name, x, *call) if kernels.are_wanted(impl, x) else None
 
 
-# -- the operators -----------------------------------------------------------------------------------------------
+# -- the operations ----------------------------------------------------------------------------------------------
 
 
 def _chosen(
@@ -169,7 +205,7 @@ def _chosen(
     block: int,
     topk: int,
     keep_own: bool,
-    packing: Sequence[int],
+    packing: tuple[int, int],
     impl: Impl,
 ) -> list[Tensor]:
     """The choices of each level, from the lowest up; then those of the lowest merged, where packing is asked for."""
@@ -180,7 +216,7 @@ def _chosen(
         candidates = key.shape[2] if parents is None else parents.shape[3] * block
         module = _kernels("select", impl, query, candidates) or select_reference
         call = (query, key, parents, block, min(topk, key.shape[2]), keep_own)
-        if packing and len(chosen) == len(queries) - 1:
+        if packing[0] and len(chosen) == len(queries) - 1:
             parents, *packed = module.select_packed(*call, *packing)
         else:
             parents = module.select(*call)
@@ -188,16 +224,14 @@ def _chosen(
     return chosen[::-1] + packed
 
 
-@torch.library.custom_op("nearfield::select", mutates_args=())
-def _select(
+def _select_forward(
     queries: Sequence[Tensor], keys: Sequence[Tensor], block: int, topk: int, keep_own: bool, impl: str
 ) -> list[Tensor]:
     with torch.cuda.device_of(queries[0]):
-        return _chosen(queries, keys, block, topk, keep_own, (), cast(Impl, impl))
+        return _chosen(queries, keys, block, topk, keep_own, (0, 0), cast(Impl, impl))
 
 
-@_select.register_fake
-def _(
+def _select_shapes(
     queries: Sequence[Tensor], keys: Sequence[Tensor], block: int, topk: int, keep_own: bool, impl: str
 ) -> list[Tensor]:
     return [
@@ -206,22 +240,41 @@ def _(
     ]
 
 
-def _pool(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
-    module = _kernels("pool", impl, x, block, levels) or pool_reference  # type: ignore[arg-type]
+_select = Operation("select", _select_forward, _select_shapes)
+
+
+def _pool_forward(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
+    module = _kernels("pool", cast(Impl, impl), x, block, levels) or pool_reference
     with torch.cuda.device_of(x):
         pooled: Tensor = module.pool_forward(x, block, levels)
     return pooled
 
 
-_pool_operator = torch.library.custom_op("nearfield::pool", _pool, mutates_args=())
-
-
-@_pool_operator.register_fake
-def _(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
+def _pool_shape(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
     return x.new_empty(*x.shape[:2], level_starts(x.shape[2], block, levels)[-1], x.shape[3])
 
 
-def _pooled_and_chosen(
+def _pool_backward(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
+    module = _kernels("pool", cast(Impl, impl), grad, block, levels) or pool_reference
+    with torch.cuda.device_of(grad):
+        spread: Tensor = module.pool_backward(grad, length, block, levels)
+    return spread
+
+
+def _spread_shape(grad: Tensor, length: int, *_: Any) -> Tensor:
+    return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
+
+
+_spread = Operation("pool_backward", _pool_backward, _spread_shape)
+_pool = Operation(
+    "pool",
+    _pool_forward,
+    _pool_shape,
+    gradient=Gradient(of=(0,), backward=_spread, saves=lambda call, _: (call[0].shape[2], *call[1:])),
+)
+
+
+def _pool_and_select_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -229,8 +282,9 @@ def _pooled_and_chosen(
     levels: int,
     topk: int,
     keep_own: bool,
-    turned: bool,
-    packing: Sequence[int],
+    negate_scores: bool,
+    packed_rows: int,
+    packed_multiple: int,
     impl: str,
 ) -> list[Tensor]:
     """Pooled keys and values, the choices of each level, and those of the lowest merged, if they are to be."""
@@ -239,18 +293,15 @@ def _pooled_and_chosen(
     with torch.cuda.device_of(query):
         queries, keys, values = module.pool_together([query, key, value], block, levels)
         made = [
-            Pyramid(-data if turned and data is queries else data, x.shape[2], block, levels)
+            Pyramid(-data if negate_scores and data is queries else data, x.shape[2], block, levels)
             for data, x in ((queries, query), (keys, key))
         ]
         of_queries, of_keys = ([pooled.level(level) for level in range(1, levels + 1)] for pooled in made)
+        packing = packed_rows, packed_multiple
         return [keys, values, *_chosen(of_queries, of_keys, block, topk, keep_own, packing, asked)]
 
 
-_pool_and_select = torch.library.custom_op("nearfield::pool_and_select", _pooled_and_chosen, mutates_args=())
-
-
-@_pool_and_select.register_fake
-def _(
+def _pool_and_select_shapes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -258,86 +309,79 @@ def _(
     levels: int,
     topk: int,
     keep_own: bool,
-    turned: bool,
-    packing: Sequence[int],
+    negate_scores: bool,
+    packed_rows: int,
+    packed_multiple: int,
     impl: str,
 ) -> list[Tensor]:
-    pooled = [
-        x.new_empty(*x.shape[:2], level_starts(x.shape[2], block, levels)[-1], x.shape[3])
-        for x in (key, value)
-    ]
-    lists = query.shape[:2]
+    pooled = [_pool_shape(x, block, levels, impl) for x in (key, value)]
 
     def ids(*sizes: int) -> Tensor:
-        return query.new_empty(*lists, *sizes, dtype=torch.int32)
+        return query.new_empty(*query.shape[:2], *sizes, dtype=torch.int32)
 
     counts = [min(topk, level_length(key.shape[2], block, level)) for level in range(1, levels + 1)]
     lengths = [level_length(query.shape[2], block, level) for level in range(1, levels + 1)]
     picks = [ids(*sizes) for sizes in zip(lengths, counts, strict=True)]
-    if not packing:
+    if not packed_rows:
         return pooled + picks
-    pack, multiple = packing
-    rows = -(-lengths[0] // pack)
-    return [*pooled, *picks, ids(2 * rows), ids(rows * (-(-pack * counts[0] // multiple) * multiple))]
+    rows = -(-lengths[0] // packed_rows)
+    most = -(-packed_rows * counts[0] // packed_multiple) * packed_multiple
+    return [*pooled, *picks, ids(2 * rows), ids(rows * most)]
 
 
-def _pool_backward(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
-    module = _kernels("pool", impl, grad, block, levels) or pool_reference  # type: ignore[arg-type]
-    with torch.cuda.device_of(grad):
-        spread: Tensor = module.pool_backward(grad, length, block, levels)
-    return spread
+def _pool_and_select_backward(*grads_and_saved: Any) -> list[Tensor | None]:
+    *grads, length, block, levels, impl = grads_and_saved
+    return [None if grad is None else _spread(grad, length, block, levels, impl) for grad in grads[:2]]
 
 
-_pool_backward_operator = torch.library.custom_op("nearfield::pool_backward", _pool_backward, mutates_args=())
+_pool_and_select = Operation(
+    "pool_and_select",
+    _pool_and_select_forward,
+    _pool_and_select_shapes,
+    gradient=Gradient(
+        of=(1, 2),
+        backward=_pool_and_select_backward,
+        saves=lambda call, _: (call[1].shape[2], *call[3:5], call[10]),
+        materializes=False,
+    ),
+)
 
 
-@_pool_backward_operator.register_fake
-def _(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
-    return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
+def _attend_pooled_forward(
+    query: Tensor, parts: Sequence[KeyValuePart], scale: float, impl: Impl, block: int, levels: int
+) -> Attended:
+    del block, levels  # of the backward pass alone
+    return attention.read(query, parts, scale, impl)
 
 
-def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    ctx.length, ctx.call = inputs[0].shape[2], inputs[1:]
+def _attend_pooled_backward(
+    grads: Attended,
+    attended: Attended,
+    learned: Sequence[bool],
+    query: Tensor,
+    parts: Sequence[KeyValuePart],
+    scale: float,
+    impl: Impl,
+    block: int,
+    levels: int,
+) -> PartGradients:
+    """The gradients of means go to what they are means of: in its kernel, or by adding them to its gradients."""
+    pooling = attention.Pooling(block, levels)
+    found = attention.differentiate(grads, query, parts, attended, scale, impl, learned, pooling)
+    (key, value, bias), (mean_key, mean_value, far_bias) = found.parts
+    if key is None or value is None or mean_key is None or mean_value is None:
+        return found
+    length = parts[0].key.shape[2]
+    key = key + _pool_backward(mean_key, length, block, levels, impl)
+    value = value + _pool_backward(mean_value, length, block, levels, impl)
+    return PartGradients(found.query, [(key, value, bias), (None, None, far_bias)])
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _spread(grad, ctx.length, *ctx.call), None, None, None
-
-
-def _spread(grad: Tensor, *call: Any) -> Tensor:
-    found: Tensor = dispatch(_pool_backward, torch.ops.nearfield.pool_backward, grad)(grad, *call)
-    return found
-
-
-_pool_operator.register_autograd(_differentiate, setup_context=_remember)
-_pool_node = node(_pool, _remember, _differentiate)
-
-
-def _remember_both(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
-    ctx.length, ctx.call = inputs[1].shape[2], (*inputs[3:5], inputs[9])
-    ctx.has_packing = bool(inputs[8])
-    ctx.set_materialize_grads(False)
-
-
-def _gradients_of_both(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if grad is None else _spread(grad, ctx.length, *ctx.call) for grad in grads[:2]]
-
-
-def _differentiate_both(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    # An empty list of numbers counts as one of tensors.
-    none_of_packing: list[None] | None = None if ctx.has_packing else []
-    return None, *_gradients_of_both(ctx, grads), *[None] * 5, none_of_packing, None
-
-
-_pool_and_select.register_autograd(_differentiate_both, setup_context=_remember_both)
-
-
-def _pool_and_select_tuple(*call: Any) -> tuple[Tensor, ...]:
-    return tuple(_pooled_and_chosen(*call))
-
-
-def _differentiate_tuple(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return None, *_gradients_of_both(ctx, grads), *[None] * 7
-
-
-_pool_and_select_node = node(_pool_and_select_tuple, _remember_both, _differentiate_tuple)
+_attend_pooled = attention.attention(
+    "attend_pooled",
+    2,
+    _attend_pooled_forward,
+    _attend_pooled_backward,
+    after="int block, int levels",
+    held=(4, 5),
+)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from nearfield._types import Impl
 from nearfield.layout import num_represented
 from nearfield.ops import _triton as kernels
+from nearfield.ops._op import Operation
 from nearfield.ops.predict.reference import choose, columns, means
 from nearfield.plan import Plan, Span, from_mask
 
@@ -158,15 +159,14 @@ def by_means(
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
     whole, always = blocks.always(query.device)
-    keep, lost = torch.ops.nearfield.keep_by_means(
+    keep, lost = _keep_by_means(
         query.detach(), key.detach(), log_masses(blocks, key_bias, query), whole, always,
         blocks.q_block, blocks.k_block, mass, topk, guard, scale, impl,
     )  # fmt: skip
     return Prediction(keep, _dropped(lost, blocks))
 
 
-@torch.library.custom_op("nearfield::keep_by_means", mutates_args=())
-def _keep_by_means(
+def _keep_by_means_forward(
     query: Tensor,
     key: Tensor,
     log_sizes: Tensor,
@@ -180,7 +180,7 @@ def _keep_by_means(
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """What is kept, and the mass that each row loses. An operator, so that it compiles with its kernels."""
+    """What is kept, and the mass that each row loses."""
     pool = _module("means", means, impl, query)
     with torch.cuda.device_of(query):
         queries, query_likeness = pool.block_means(query, q_block)
@@ -192,8 +192,7 @@ def _keep_by_means(
     return _chosen(scores, whole, always, mass, topk, impl)
 
 
-@_keep_by_means.register_fake
-def _(
+def _keep_by_means_shapes(
     query: Tensor,
     key: Tensor,
     log_sizes: Tensor,
@@ -209,26 +208,30 @@ def _(
     return keep, query.new_empty(rows, dtype=wide)
 
 
+_keep_by_means = Operation("keep_by_means", _keep_by_means_forward, _keep_by_means_shapes)
+
+
 def by_scores(
     scores: Tensor, blocks: Blocks, *, mass: float | None = None, topk: int | None = None, impl: Impl = "auto"
 ) -> Prediction:
     """Keep the best blocks by scores `[B, H, rows, columns]`: the fewest that hold `mass` of their softmax, or the
     `topk` best. Rows whose softmax is not a number are read whole."""
     whole, always = (part.expand(*scores.shape[:2], -1) for part in blocks.always(scores.device))
-    keep, lost = torch.ops.nearfield.keep_by_scores(scores.detach(), whole, always, mass, topk, impl)
+    keep, lost = _keep_by_scores(scores.detach(), whole, always, mass, topk, impl)
     return Prediction(keep, _dropped(lost, blocks))
 
 
-@torch.library.custom_op("nearfield::keep_by_scores", mutates_args=())
-def _keep_by_scores(
+def _keep_by_scores_forward(
     scores: Tensor, whole: Tensor, always: Tensor, mass: float | None, topk: int | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     return _chosen(scores, whole, always, mass, topk, impl)
 
 
-@_keep_by_scores.register_fake
-def _(scores: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _keep_by_scores_shapes(scores: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return scores.new_empty(scores.shape, dtype=torch.bool), scores.new_empty(scores.shape[:3])
+
+
+_keep_by_scores = Operation("keep_by_scores", _keep_by_scores_forward, _keep_by_scores_shapes)
 
 
 def _chosen(

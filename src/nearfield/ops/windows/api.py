@@ -1,6 +1,6 @@
-"""Summaries of short runs of tokens: what a far field reads in place of the tokens themselves.
+"""Summaries of short runs of tokens, which a far field reads instead of the tokens.
 
-Operators whose windows are tensors: a traced graph is the same for every size of image.
+Windows are tensors, so a traced graph is the same for every size of image.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearfield._types import Impl
 from nearfield.ops import _triton as kernels
-from nearfield.ops._op import dispatch, node
+from nearfield.ops._op import Gradient, Operation
 from nearfield.ops.windows import reference
 
 
@@ -22,8 +22,7 @@ def window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: Im
         starts: `[windows]`, the first token of each.
         sizes: `[windows]`, how many tokens each holds, from 1 to `window`. No token is in two windows.
     """
-    read = dispatch(_means, torch.ops.nearfield.window_means, x, differentiable=_means_node)
-    means: Tensor = read(x, starts, sizes, window, impl)
+    means: Tensor = _means(x, starts, sizes, window, impl)
     return means
 
 
@@ -64,9 +63,7 @@ def weighted_windows(
         if moments is None:
             moments = query_sums(query, starts, sizes, window, key.shape[1], impl) / sizes.sum()
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        operator = torch.ops.nearfield.weighted_windows
-        read = dispatch(_weighted, operator, key, value, moments, differentiable=_weighted_node)
-        keys, values, bias = read(key, value, moments, starts, sizes, window, scale, impl)
+        keys, values, bias = _weighted(key, value, moments, starts, sizes, window, scale, impl)
     shared_by = query.shape[1] // key.shape[1]
     return WeightedWindows(keys, values, bias if shared_by == 1 else bias.repeat_interleave(shared_by, dim=1))
 
@@ -76,9 +73,11 @@ def query_sums(
 ) -> Tensor:
     """Sums of queries, and of their squares, over the tokens of all windows, averaged over the heads of each group:
     `[2, B, groups, D]`, in float32 or more. Differentiable."""
-    read = dispatch(_sums, torch.ops.nearfield.window_sums, query, differentiable=_sums_node)
-    sums: Tensor = read(query, starts, sizes, window, impl)
+    sums: Tensor = _sums(query, starts, sizes, window, impl)
     return sums if query.shape[1] == groups else sums.unflatten(2, (groups, -1)).mean(dim=3)
+
+
+# -- the operations ------------------------------------------------------------------------------------------------
 
 
 def _module(x: Tensor, impl: str) -> Any:
@@ -86,13 +85,14 @@ def _module(x: Tensor, impl: str) -> Any:
     return (kernels.helper("windows", x) if kernels.are_wanted(impl, x) else None) or reference
 
 
-# -- the operators: each a function, and what torch is told of it ---------------------------------------------------
-
-
-def _means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+def _means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     with torch.cuda.device_of(x):
         means: Tensor = _module(x, impl).window_means_forward(x, starts, sizes, window)
     return means
+
+
+def _means_shape(x: Tensor, starts: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:2], starts.shape[0], x.shape[3])
 
 
 def _means_backward(
@@ -103,41 +103,36 @@ def _means_backward(
     return spread
 
 
-def _remember_means(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    x, starts, sizes, ctx.window, ctx.impl = inputs
-    ctx.length = x.shape[2]
-    ctx.save_for_backward(starts, sizes)
-
-
-def _differentiate_means(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    backward = dispatch(_means_backward, torch.ops.nearfield.window_means_backward, grad)
-    return backward(grad, *ctx.saved_tensors, ctx.window, ctx.length, ctx.impl), None, None, None, None
-
-
-_means_operator = torch.library.custom_op("nearfield::window_means", _means, mutates_args=())
-_means_operator.register_autograd(_differentiate_means, setup_context=_remember_means)
-_means_node = node(_means, _remember_means, _differentiate_means)
-
-
-@_means_operator.register_fake
-def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    return x.new_empty(*x.shape[:2], starts.shape[0], x.shape[3])
-
-
-_means_backward_operator = torch.library.custom_op(
-    "nearfield::window_means_backward", _means_backward, mutates_args=()
-)
-
-
-@_means_backward_operator.register_fake
-def _(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str) -> Tensor:
+def _spread_shape(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int, impl: str) -> Tensor:
     return grad.new_empty(*grad.shape[:2], length, grad.shape[3])
 
 
-def _sums(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
+def _saved_of_means(call: Sequence[Any], _: Sequence[Tensor]) -> Sequence[Any]:
+    x, starts, sizes, window, impl = call
+    return starts, sizes, window, x.shape[2], impl
+
+
+_means = Operation(
+    "window_means",
+    _means_forward,
+    _means_shape,
+    gradient=Gradient(
+        of=(0,),
+        backward=Operation("window_means_backward", _means_backward, _spread_shape),
+        saves=_saved_of_means,
+    ),
+)
+
+
+def _sums_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
     with torch.cuda.device_of(x):
         sums: Tensor = _module(x, impl).window_sums_forward(x, starts, sizes, window)
     return sums
+
+
+def _sums_shape(x: Tensor, *_: Any) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(2, *x.shape[:2], x.shape[3], dtype=wide)
 
 
 def _sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
@@ -146,39 +141,19 @@ def _sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, windo
     return spread
 
 
-def _remember_sums(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    x, starts, sizes, ctx.window, ctx.impl = inputs
-    ctx.save_for_backward(x, starts, sizes)
-
-
-def _differentiate_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    backward = dispatch(_sums_backward, torch.ops.nearfield.window_sums_backward, grad, *saved)
-    return backward(grad, *saved, ctx.window, ctx.impl), None, None, None, None
-
-
-_sums_operator = torch.library.custom_op("nearfield::window_sums", _sums, mutates_args=())
-_sums_operator.register_autograd(_differentiate_sums, setup_context=_remember_sums)
-_sums_node = node(_sums, _remember_sums, _differentiate_sums)
-
-
-@_sums_operator.register_fake
-def _(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(2, *x.shape[:2], x.shape[3], dtype=wide)
-
-
-_sums_backward_operator = torch.library.custom_op(
-    "nearfield::window_sums_backward", _sums_backward, mutates_args=()
+_sums = Operation(
+    "window_sums",
+    _sums_forward,
+    _sums_shape,
+    gradient=Gradient(
+        of=(0,),
+        backward=Operation("window_sums_backward", _sums_backward, lambda grad, x, *_: x.new_empty(x.shape)),
+        saves=lambda call, _: call,
+    ),
 )
 
 
-@_sums_backward_operator.register_fake
-def _(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _weighted(
+def _weighted_forward(
     key: Tensor,
     value: Tensor,
     moments: Tensor,
@@ -193,6 +168,17 @@ def _weighted(
             key, value, moments, starts, sizes, window, scale
         )
     return found
+
+
+def _weighted_shapes(
+    key: Tensor, value: Tensor, moments: Tensor, starts: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*key.shape[:2], starts.shape[0])
+    return (
+        key.new_empty(*shape, key.shape[3]),
+        value.new_empty(*shape, value.shape[3]),
+        moments.new_empty(shape),
+    )
 
 
 def _weighted_backward(
@@ -216,45 +202,18 @@ def _weighted_backward(
     return found
 
 
-def _remember_weighted(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    key, value, moments, starts, sizes, ctx.window, ctx.scale, ctx.impl = inputs
-    ctx.save_for_backward(key, value, moments, starts, sizes)
-
-
-def _differentiate_weighted(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    backward = dispatch(_weighted_backward, torch.ops.nearfield.weighted_windows_backward, *grads, *saved)
-    return *backward(*grads, *saved, ctx.window, ctx.scale, ctx.impl), None, None, None, None, None
-
-
-_weighted_operator = torch.library.custom_op("nearfield::weighted_windows", _weighted, mutates_args=())
-_weighted_operator.register_autograd(_differentiate_weighted, setup_context=_remember_weighted)
-_weighted_node = node(_weighted, _remember_weighted, _differentiate_weighted)
-
-
-@_weighted_operator.register_fake
-def _(key: Tensor, value: Tensor, moments: Tensor, starts: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*key.shape[:2], starts.shape[0])
-    return (
-        key.new_empty(*shape, key.shape[3]),
-        value.new_empty(*shape, value.shape[3]),
-        moments.new_empty(shape),
-    )
-
-
-_weighted_backward_operator = torch.library.custom_op(
-    "nearfield::weighted_windows_backward", _weighted_backward, mutates_args=()
-)
-
-
-@_weighted_backward_operator.register_fake
-def _(
-    grad_keys: Tensor,
-    grad_values: Tensor,
-    grad_bias: Tensor,
-    key: Tensor,
-    value: Tensor,
-    moments: Tensor,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _weighted_backward_shapes(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    key, value, moments = call[3:6]
     return key.new_empty(key.shape), value.new_empty(value.shape), moments.new_empty(moments.shape)
+
+
+_weighted = Operation(
+    "weighted_windows",
+    _weighted_forward,
+    _weighted_shapes,
+    gradient=Gradient(
+        of=(0, 1, 2),
+        backward=Operation("weighted_windows_backward", _weighted_backward, _weighted_backward_shapes),
+        saves=lambda call, _: call,
+    ),
+)

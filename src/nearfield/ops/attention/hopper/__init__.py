@@ -9,7 +9,7 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nearfield._types import Attended, Gradients, Positions
+from nearfield._types import Attended, Positions
 from nearfield.ops._triton.launch import (
     LOG2_E,
     compute_capability,
@@ -19,8 +19,12 @@ from nearfield.ops._triton.launch import (
     suits_copy_engine,
 )
 from nearfield.ops.attention.hopper.kernel import forward_kernel
-from nearfield.ops.attention.triton import backward
-from nearfield.plan import BOX, KnownPart, Plan
+from nearfield.ops.attention.parts import KeyValuePart
+from nearfield.ops.attention.triton.pair import attend_backward
+from nearfield.plan import BOX, Plan
+
+__all__ = ["attend_backward", "attend_forward", "attend_parts_forward", "can_continue", "unsupported"]
+# The backward is that of the plain kernels: none has been specialised for Hopper.
 
 KeyPart = tuple[Tensor, Tensor, Plan, Tensor | None]
 """Keys, values, who reads them, and their bias."""
@@ -123,7 +127,7 @@ def suits_far(near: KeyPart, far: KeyPart) -> bool:
     """Whether one kernel can read `far` after the list of `near`: single keys with a bias, known as boxes."""
     (near_key, _, near_plan, _), (far_key, _, far_plan, far_bias) = near, far
     return (
-        far_plan.boxes is not None
+        far_plan.prepared.boxes is not None
         and far_bias is not None
         and far_plan.q_block == near_plan.q_block
         and far_key.shape[1] == near_key.shape[1]
@@ -210,12 +214,13 @@ def _copyable(value: Tensor) -> Tensor:
 def _boxes_and_bias(far: KeyPart) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
     """What the kernel needs of a far part beside its keys: tensors, and their strides."""
     _, _, plan, bias = far
-    assert plan.boxes is not None
+    boxes = plan.prepared.boxes
+    assert boxes is not None
     assert bias is not None
-    return (*plan.boxes, bias), (*list_strides(*plan.boxes), *bias.stride())
+    return (*boxes, bias), (*list_strides(*boxes), *bias.stride())
 
 
-def attend_parts_forward(query: Tensor, parts: Sequence[KnownPart], scale: float) -> Attended | None:
+def attend_parts_forward(query: Tensor, parts: Sequence[KeyValuePart], scale: float) -> Attended | None:
     """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
     if len(parts) != 2:
         return None
@@ -223,22 +228,3 @@ def attend_parts_forward(query: Tensor, parts: Sequence[KnownPart], scale: float
     if not suits_far(near, far):
         return None
     return attend_forward(query, *near, None, scale, far=far)
-
-
-def attend_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
-    scale: float,
-) -> Gradients:
-    """The plain kernels' backward: it has not been specialised for Hopper."""
-    return backward.attend_backward(
-        grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale
-    )

@@ -8,15 +8,13 @@ from torch import Tensor
 
 from nearfield._types import Positions
 from nearfield.ops._triton import unsupported_tensor
-from nearfield.ops.attention.triton.backward import attend_backward
 from nearfield.ops.attention.triton.forward import attend_forward
-from nearfield.ops.attention.triton.pair import attend_parts_backward, attend_parts_forward
+from nearfield.ops.attention.triton.pair import attend_backward, attend_parts_forward
 from nearfield.plan import Plan
 
 __all__ = [
     "attend_backward",
     "attend_forward",
-    "attend_parts_backward",
     "attend_parts_forward",
     "unsupported",
 ]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield._types import Gradients, Positions
+from nearfield._types import Positions
 from nearfield.ops._triton import is_interpreted
 from nearfield.ops._triton.launch import (
     LOG2_E,
@@ -36,12 +36,12 @@ from nearfield.ops._triton.walk import (
     masked_logits,
     pairs_read,
     row_of_program,
+    shares_of_means,
     store_rows,
     tile_counts,
     tile_tokens,
 )
 from nearfield.ops.lists.triton.pack import Rows, fill_rows, has_room_for_bits, room_for_rows, rows_of
-from nearfield.ops.pool_select.triton.pool import shares_of_means
 from nearfield.plan import Plan
 
 
@@ -483,24 +483,6 @@ def row_statistics(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor)
     return delta, lse_log2
 
 
-def attend_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
-    scale: float,
-) -> Gradients:
-    statistics = row_statistics(grad_out, grad_lse, out, lse.contiguous())
-    inputs = (grad_out, *statistics, query, key, value, plan, key_bias, positions, scale)
-    return Gradients(query_gradient(*inputs), *key_gradient(*inputs))
-
-
 def query_gradient(
     grad_out: Tensor,
     delta: Tensor,
@@ -514,16 +496,14 @@ def query_gradient(
     scale: float,
     tiles: Tiles | None = None,
     before: Tensor | None = None,
-    alike: bool = False,
 ) -> Tensor:
     """
     Args:
         before: the gradient from other keys, to which this one is added in place.
-        alike: see `launch.query_gradient_tiles`.
     """
     batch, heads, num_queries, _ = query.shape
     grad_query = torch.empty_like(query) if before is None else before
-    tiles = tiles or query_gradient_tiles(query, plan.q_block, plan.k_block, alike=alike)
+    tiles = tiles or query_gradient_tiles(query, plan.q_block, plan.k_block, similar=plan.similar_rows)
     rows = rows_of(plan, tiles, batch, heads)
     extras, extra_strides = optional_inputs(query, key_bias, positions)
     options = options_for(query, tiles, plan.q_block)
@@ -551,27 +531,23 @@ class KeyRows(NamedTuple):
     rows: Rows
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, transposed: Plan, alike: bool, tiles: Tiles | None) -> "KeyRows":
-        """
-        Args:
-            alike: see `launch.query_gradient_tiles`.
-        """
-        tiles = tiles or _tiles_of(query, key, transposed, alike)
+    def of(cls, query: Tensor, key: Tensor, transposed: Plan, tiles: Tiles | None = None) -> "KeyRows":
+        tiles = tiles or _tiles_of(query, key, transposed)
         return cls(transposed, tiles, rows_of(transposed, tiles, query.shape[0], key.shape[1]))
 
     @classmethod
-    def room(cls, query: Tensor, key: Tensor, transposed: Plan, alike: bool) -> "KeyRows":
+    def room(cls, query: Tensor, key: Tensor, transposed: Plan) -> "KeyRows":
         """The same of a plan whose lists are not written yet; `fill` is for when they are."""
-        tiles = _tiles_of(query, key, transposed, alike)
+        tiles = _tiles_of(query, key, transposed)
         return cls(transposed, tiles, room_for_rows(transposed, tiles, query.shape[0], key.shape[1]))
 
     def fill(self, query: Tensor, key: Tensor) -> None:
         fill_rows(self.rows, self.transposed, self.tiles, query.shape[0], key.shape[1])
 
 
-def _tiles_of(query: Tensor, key: Tensor, transposed: Plan, alike: bool) -> Tiles:
+def _tiles_of(query: Tensor, key: Tensor, transposed: Plan) -> Tiles:
     blocks = transposed.k_block, transposed.q_block
-    tiles = key_gradient_tiles(query, key, *blocks, alike=alike)
+    tiles = key_gradient_tiles(query, key, *blocks, similar=transposed.similar_rows)
     if has_room_for_bits(transposed, tiles.pack):
         return tiles
     return key_gradient_tiles(query, key, *blocks)
@@ -618,7 +594,7 @@ def key_gradient(
     """
     batch, heads, num_queries, _ = query.shape
     key_heads = key.shape[1]
-    transposed, tiles, rows = walked or KeyRows.of(query, key, plan.transpose(), False, tiles)
+    transposed, tiles, rows = walked or KeyRows.of(query, key, plan.transpose(), tiles)
     layout = torch.contiguous_format if dtype else torch.preserve_format
     grad_key, grad_value = (torch.empty_like(x, dtype=dtype, memory_format=layout) for x in (key, value))
     grad_bias = None

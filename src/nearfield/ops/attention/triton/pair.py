@@ -24,6 +24,7 @@ from nearfield.ops._triton.launch import (
     pair_tiles,
 )
 from nearfield.ops._triton.walk import load_rows, store_rows
+from nearfield.ops.attention.parts import KeyValuePart, PartGradients
 from nearfield.ops.attention.triton.backward import (
     KeyRows,
     Means,
@@ -37,7 +38,7 @@ from nearfield.ops.attention.triton.forward import store_result, walk_list
 from nearfield.ops.attention.triton.side_stream import SideStream
 from nearfield.ops.lists.triton.pack import rows_of
 from nearfield.ops.lists.triton.transpose import room_for_transpose, transpose_into
-from nearfield.plan import KnownPart, Plan
+from nearfield.plan import Plan
 
 PairPart = tuple[Tensor, Tensor, Plan, Tensor | None]
 
@@ -256,99 +257,86 @@ def query_gradient_of_pair(
     return found
 
 
-def _near_and_far(parts: Sequence[KnownPart]) -> tuple[PairPart, PairPart] | None:
-    """Two parts that one kernel may read: the rows of the first are packed, which they must be fit for."""
-    if len(parts) != 2:
+def _near_and_far(parts: Sequence[KeyValuePart]) -> tuple[PairPart, PairPart] | None:
+    """Two parts that one kernel may read: the rows of the first are packed, so they must be similar."""
+    if len(parts) != 2 or any(part.positions is not None for part in parts):
         return None
-    near, far = sorted(parts, key=lambda part: part[2].q_block)
-    return (near[:4], far[:4]) if near[4] else None
+    near, far = sorted(parts, key=lambda part: part.plan.q_block)
+    return (near[:4], far[:4]) if near.plan.similar_rows else None
 
 
-def attend_parts_forward(query: Tensor, parts: Sequence[KnownPart], scale: float) -> Attended | None:
+def attend_parts_forward(query: Tensor, parts: Sequence[KeyValuePart], scale: float) -> Attended | None:
     """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
     pair = _near_and_far(parts)
     tiles = pair and pair_tiles(query, pair[0][2], pair[1][2])
     return attend_pair(query, *pair, scale, tiles) if pair and tiles else None
 
 
-def attend_parts_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
+def attend_backward(
+    grads: Attended,
     query: Tensor,
-    parts: Sequence[KnownPart],
-    out: Tensor,
-    lse: Tensor,
+    parts: Sequence[KeyValuePart],
+    attended: Attended,
     scale: float,
-    learned: Sequence[int],
-    pooling: Sequence[int],
-) -> tuple[Tensor, list[tuple[Tensor | None, Tensor | None, Tensor | None]]]:
-    """The gradients of a softmax over several parts, whose `out` and `lse` these are: each part's by itself.
-
-    Args:
-        learned: parts whose bias shall have a gradient.
-        pooling: see `Pooling` in operators.py; of the second of two parts, the first one's means, only the bias then
-            has a gradient of its own.
-    """
+    learned: Sequence[bool],
+    pooling: tuple[int, int] | None = None,
+) -> PartGradients:
+    """The gradients of one softmax over all parts: with its `lse`, the gradients of one part do not depend on the
+    others."""
     walked, new = _rows_of_keys(query, parts)
     # Lists are transposed while the gradients of queries, which need none, are computed.
     with SideStream(query, wanted=bool(new)) as beside:
-        grad_query, delta, lse_log2 = _query_gradient(
-            grad_out, grad_lse, query, parts, out, lse.contiguous(), scale
-        )
+        grad_query, delta, lse_log2 = _query_gradient(grads, query, parts, attended, scale)
         with beside.branch():
             _transpose(query, parts, walked, new)
 
     def of_keys(number: int, **wanted: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        known = (grad_out, delta, lse_log2, query, *parts[number][:4], None, scale)
-        return key_gradient(*known, walked=walked[number], wants_bias=number in learned, **wanted)
+        known = (grads.out, delta, lse_log2, query, *parts[number], scale)
+        return key_gradient(*known, walked=walked[number], wants_bias=learned[number], **wanted)
 
-    if not pooling:
-        return grad_query, [of_keys(number) for number in range(len(parts))]
+    if pooling is None:
+        return PartGradients(grad_query, [of_keys(number) for number in range(len(parts))])
     far_key, far_value, far_bias = of_keys(1, dtype=torch.float32)
     near = of_keys(0, means=Means(far_key, far_value, *pooling))
-    return grad_query, [near, (None, None, far_bias)]
+    return PartGradients(grad_query, [near, (None, None, far_bias)])
 
 
-def _rows_of_keys(query: Tensor, parts: Sequence[KnownPart]) -> tuple[list[KeyRows], list[int]]:
-    """Of each part; and the numbers of those for which there is only room yet, because they were not transposed
-    before: `_transpose` fills it."""
+def _rows_of_keys(query: Tensor, parts: Sequence[KeyValuePart]) -> tuple[list[KeyRows], list[int]]:
+    """What the key gradients of each part walk; and the numbers of parts that were not transposed before, for which
+    there is only room yet: `_transpose` fills it."""
     walked, new = [], []
-    for number, (key, _, plan, _, alike) in enumerate(parts):
-        if "transpose" in plan._derived:
-            walked.append(KeyRows.of(query, key, plan.transpose(), alike, None))
+    for number, (key, _, plan, *_) in enumerate(parts):
+        if plan.prepared.transpose is not None:
+            walked.append(KeyRows.of(query, key, plan.prepared.transpose))
         else:
-            walked.append(KeyRows.room(query, key, room_for_transpose(plan), alike))
+            walked.append(KeyRows.room(query, key, room_for_transpose(plan)))
             new.append(number)
     return walked, new
 
 
 def _transpose(
-    query: Tensor, parts: Sequence[KnownPart], walked: Sequence[KeyRows], new: Sequence[int]
+    query: Tensor, parts: Sequence[KeyValuePart], walked: Sequence[KeyRows], new: Sequence[int]
 ) -> None:
     if not new:
         return
-    transpose_into([walked[number].transposed for number in new], [parts[number][2] for number in new])
+    transpose_into([walked[number].transposed for number in new], [parts[number].plan for number in new])
     for number in new:
-        walked[number].fill(query, parts[number][0])
+        walked[number].fill(query, parts[number].key)
 
 
 def _query_gradient(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    parts: Sequence[KnownPart],
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
+    grads: Attended, query: Tensor, parts: Sequence[KeyValuePart], attended: Attended, scale: float
 ) -> PairGradient:
+    out, lse = attended.out, attended.lse.contiguous()
     pair = _near_and_far(parts)
     tiles = pair and pair_gradient_tiles(query, pair[0][2], pair[1][2])
     if pair and tiles:
-        return query_gradient_of_pair(grad_out, grad_lse, query, *pair, out, lse, scale, tiles)
-    statistics = row_statistics(grad_out, grad_lse, out, lse)
-    given = (grad_out, *statistics, query)
+        return query_gradient_of_pair(*grads, query, *pair, out, lse, scale, tiles)
+    statistics = row_statistics(*grads, out, lse)
     grad_query: Tensor | None = None
-    for part in parts:
-        grad_query = query_gradient(*given, *part[:4], None, scale, before=grad_query, alike=part[4])
+    for key, value, plan, bias, positions in parts:
+        grad_query = query_gradient(
+            grads.out, *statistics, query, key, value, plan, bias, positions, scale, before=grad_query
+        )
     assert grad_query is not None
     return PairGradient(grad_query, *statistics)

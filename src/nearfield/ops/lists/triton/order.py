@@ -43,7 +43,7 @@ def _order_kernel(
 
 def longest_first(plan: Plan, batch: int, heads: int) -> Tensor | None:
     """`plan.longest_first`, in one launch where it is not known yet."""
-    is_known = ("order", batch, heads) in plan._derived
+    is_known = (batch, heads) in plan.prepared.orders
     if is_known or batch * heads * plan.num_rows > _MOST_ROWS:
         return plan.longest_first(batch, heads)
     order = room_for_order(plan, batch, heads)
@@ -54,7 +54,7 @@ def longest_first(plan: Plan, batch: int, heads: int) -> Tensor | None:
 
 def room_for_order(plan: Plan, batch: int, heads: int) -> Tensor | None:
     """What `order_into` writes to; None where rows start as they come."""
-    if not plan._has_order(heads):
+    if not plan.has_order(heads):
         return None
     return torch.empty(batch * heads * plan.num_rows, device=plan.device, dtype=torch.int32)
 
@@ -63,7 +63,7 @@ def order_into(order: Tensor, plan: Plan, batch: int, heads: int) -> None:
     """See `longest_first`. All else that is allocated here is temporary."""
     total = order.shape[0]
     if total > _MOST_ROWS:
-        order.copy_(plan._sorted_rows(batch, heads))
+        order.copy_(plan.sorted_rows(batch, heads))
         return
     strides = list_strides(plan.offsets, plan.blocks)[:2]
     _order_kernel[(ceil_div(total, _OWN),)](

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nearfield.ops._triton.launch import Tiles, ceil_div, list_strides
 from nearfield.ops.lists.triton.order import longest_first, order_into, room_for_order
-from nearfield.plan import Packed, Plan
+from nearfield.plan import Plan
 
 _GROUPS = 32
 _NONE = tl.constexpr(2**31 - 1)
@@ -93,8 +93,8 @@ def rows_of(plan: Plan, tiles: Tiles, batch: int, heads: int) -> Rows:
     order of magnitude of their lengths."""
     if tiles.pack == 1:
         return _own_rows(plan, longest_first(plan, batch, heads))
-    known: Packed | None = plan._derived.get(("packed", tiles.pack, _multiple(plan, tiles)))
-    if known is not None:
+    known = plan.prepared.packed
+    if known is not None and (known.rows, known.multiple) == (tiles.pack, _multiple(plan, tiles)):
         return _packed_rows(plan, tiles, known.bounds, known.blocks)
     rows = room_for_rows(plan, tiles, batch, heads)
     fill_rows(rows, plan, tiles, batch, heads)

@@ -105,7 +105,8 @@ def transpose_together(plans: Sequence[Plan]) -> list[Plan]:
 def room_for_transpose(plan: Plan) -> Plan:
     """A plan of the transpose's sizes, whose lists `transpose_into` writes."""
     lists = _room(plan.offsets, plan.blocks, plan.num_columns)
-    return Plan._of_known(*lists, plan.k_block, plan.q_block, plan.num_keys, plan.num_queries)
+    sizes = plan.k_block, plan.q_block, plan.num_keys, plan.num_queries
+    return Plan.of_known(*lists, *sizes, similar_rows=plan.similar_rows)
 
 
 def transpose_into(found: Sequence[Plan], plans: Sequence[Plan]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nearfield.layout import level_length, level_starts
 from nearfield.ops._triton import unsupported_tensor
 from nearfield.ops._triton.launch import ceil_div, next_power_of_two, padded
-from nearfield.ops._triton.walk import load_rows, store_rows
+from nearfield.ops._triton.walk import shares_of_means, store_rows
 
 _TOKENS = 256
 """Tokens that one program reads."""
@@ -89,26 +89,6 @@ def _pool_kernel(
             tl.sum(tl.reshape(total, [ROWS // BLOCK, BLOCK, PAD]), 1), stride_mn, stride_md,
             num_upper, num_upper_slots, num_tokens, represents * BLOCK, DIM, PAD, KEEPS_SUMS,
         )  # fmt: skip
-
-
-@triton.jit
-def shares_of_means(
-    grad, token, exists, stride_gn, stride_gd, num_tokens,
-    BLOCK: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-):  # fmt: skip
-    """Each token's shares of the gradients of its means, level by level in ascending order; float32."""
-    total = tl.zeros([token.shape[0], PAD], tl.float32)
-    start = tl.full([], 0, tl.int64)
-    represents = tl.full([], 1, tl.int32)
-    for level in tl.range(LEVELS, num_stages=1):  # not unrolled: what calls this has few registers left
-        # Before the level, not after: one power more than the highest level's may not fit.
-        represents *= BLOCK
-        start += tl.where(level > 0, tl.cdiv(num_tokens, represents) * BLOCK, 0)
-        mean = token // represents
-        rows = load_rows(grad, start, mean.to(tl.int64), exists, stride_gn, stride_gd, DIM, PAD, True)
-        count = tl.minimum(num_tokens - mean * represents, represents)
-        total += rows.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)[:, None]
-    return total
 
 
 @triton.jit

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nearfield import _memo as keeping
+from nearfield import _memo
 
 
 def test_what_follows_from_sizes_is_made_once() -> None:
     made = []
 
-    @keeping.kept
+    @_memo.tensor_cache
     def count(length: int, device: torch.device) -> Tensor:
         made.append(length)
         return torch.arange(length, device=device)
@@ -25,7 +25,7 @@ def test_what_follows_from_sizes_is_made_once() -> None:
     assert not first.is_inference()
     assert count(3, cpu) is first
     assert made == [3, 3]  # a stand-in is not kept
-    for length in range(10, 10 + keeping._MOST):
+    for length in range(10, 10 + _memo._MOST):
         count(length, cpu)
     assert count(3, cpu) is not first  # memory is bounded
 
@@ -33,14 +33,12 @@ def test_what_follows_from_sizes_is_made_once() -> None:
 def test_a_gpu_is_known_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was kept for "cuda" would else serve whichever GPU is current later."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    named = [
-        keeping.device_name(device) for device in ("cuda", torch.device("cuda"), "cuda:0", "cpu", "meta")
-    ]
+    named = [_memo.device_name(device) for device in ("cuda", torch.device("cuda"), "cuda:0", "cpu", "meta")]
     assert named == ["cuda:1", "cuda:1", "cuda:0", "cpu", "meta"]
 
 
 def test_a_compiled_graph_makes_its_own() -> None:
-    @keeping.kept
+    @_memo.tensor_cache
     def count(length: int) -> Tensor:
         return torch.arange(length)
 

@@ -1,4 +1,4 @@
-"""Choosing tokens that stand for the others: the specification of the locating kernel.
+"""Choosing tokens that stand for the others: the specification of the kernel.
 
 Facility location: of the tokens of a region, a few are chosen such that the sum over all of them of the best similarity
 to a chosen one is large. Greedy: whoever adds most is chosen next, which is never below 1 - 1/e of the best.
@@ -17,7 +17,7 @@ _STEPS = 2**15
 _NEEDS_NOBODY = 2**30
 
 
-def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tensor:
+def choose_destinations(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tensor:
     """The tokens chosen in every region; of equal gains the lower id wins.
 
     Args:

@@ -47,7 +47,7 @@ def _in_steps(cosine):
 
 
 @triton.jit
-def _locate_kernel(
+def _choose_destinations_kernel(
     similarity, lengths, counts, chosen, num_regions, n, most, SIDE: tl.constexpr, PIECE: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -84,7 +84,7 @@ def _locate_kernel(
 
 
 @triton.jit
-def _locate_many_kernel(
+def _choose_many_kernel(
     similarity, transposed, lengths, counts, chosen, num_regions, n, most, SIDE: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -129,8 +129,8 @@ def unsupported(features: Tensor) -> str | None:
     return unsupported_tensor(features)
 
 
-def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tensor:
-    """See `nearfield.ops.merge.reference.locate`."""
+def choose_destinations(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tensor:
+    """See `nearfield.ops.merge.reference.destinations`."""
     batch, regions, n, _ = features.shape
     unit = normalize(features.float(), dim=-1)
     if n > _FEW:
@@ -139,12 +139,12 @@ def locate(features: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tens
     chosen = torch.full((batch, regions, most), n, device=features.device, dtype=torch.int32)
     side = max(16, next_power_of_two(n))
     if n > _FEW:
-        _locate_many_kernel[(batch * regions,)](
+        _choose_many_kernel[(batch * regions,)](
             similarity, similarity.mT.contiguous(), lengths, counts, chosen, regions, unit.shape[2], most,
             SIDE=side, num_warps=16 if side > 1024 else 8,
         )  # fmt: skip
         return chosen
-    _locate_kernel[(batch * regions,)](
+    _choose_destinations_kernel[(batch * regions,)](
         similarity, lengths, counts, chosen, regions, n, most,
         SIDE=side, PIECE=min(side, _PIECE), num_warps=4 if side < 64 else 8,
     )  # fmt: skip
