@@ -11,7 +11,8 @@ from nearfield import Plan
 from nearfield._types import Attended
 from nearfield.cli.check import poisoned_memory
 from nearfield.ops import KeyValuePart, attend_parts
-from nearfield.ops.attention import operators, reference
+from nearfield.ops.attention import reference
+from nearfield.ops.pool_select import api as pool_select
 
 pytestmark = NEEDS_TRITON
 
@@ -244,21 +245,21 @@ def test_two_parts_are_read_by_one_kernel(
     assert launch.pair_tiles(half, far, far) is None
 
 
-def test_rows_are_packed_only_if_called_alike(device: torch.device) -> None:
+def test_rows_are_packed_only_if_called_similar(device: torch.device) -> None:
     """And small tiles have few warps only where programs are many, for the precision and the heads they were measured
     with."""
     from nearfield.ops._triton import launch
 
     half = torch.empty(1, 4, 8192, 64, device=device, dtype=torch.float16)
     few, wide, exact = half[:, :, :256], torch.empty(1, 4, 8192, 128, device=device).half(), half.float()
-    assert launch.key_gradient_tiles(half, half, 16, 16, alike=True).pack == 4
-    assert launch.query_gradient_tiles(half, 16, 16, alike=True).pack == 4
+    assert launch.key_gradient_tiles(half, half, 16, 16, similar=True).pack == 4
+    assert launch.query_gradient_tiles(half, 16, 16, similar=True).pack == 4
     for query in (half, few, wide, exact):
         assert launch.key_gradient_tiles(query, query, 16, 16).pack == 1
         assert launch.query_gradient_tiles(query, 16, 16).pack == 1
     for query in (wide, exact):
-        assert launch.key_gradient_tiles(query, query, 16, 16, alike=True).pack == 1
-        assert launch.query_gradient_tiles(query, 16, 16, alike=True).pack == 1
+        assert launch.key_gradient_tiles(query, query, 16, 16, similar=True).pack == 1
+        assert launch.query_gradient_tiles(query, 16, 16, similar=True).pack == 1
     for query, warps in ((half, (1, 1, 2)), (few, (4, 4, 4)), (wide, (4, 4, 4)), (exact, (4, 4, 4))):
         tiles = (
             launch.forward_tiles(query, query, 16, 16),
@@ -270,7 +271,7 @@ def test_rows_are_packed_only_if_called_alike(device: torch.device) -> None:
     assert launch.pair_tiles(few, near, far) == launch.PAIR
     for shape in (launch.PAIR, launch.PAIR_GRADIENT):  # rows are merged as these kernels walk them
         assert shape is not None
-        assert (shape.pack, shape.other // 16) == operators.PACKING
+        assert (shape.pack, shape.other // 16) == pool_select._PACKING
     assert launch.pair_gradient_tiles(few, near, far) == launch.PAIR_GRADIENT
     assert launch.pair_tiles(wide, near, far) is None
 

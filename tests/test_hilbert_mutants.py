@@ -1,7 +1,7 @@
-"""Mutants of the Hilbert method that the suite must kill: one line changed, one named statement that then fails.
+"""Mutants of the Hilbert method that the suite must kill: one expression changed, one named statement that then fails.
 
-A mutant is a copy of a module with a text replaced, under the name of the original until the test ends. All modules of
-the method are then made anew around it, since they keep their plans: none that a mutant made may outlive it.
+A mutant is a copy of a module with an expression replaced, under the name of the original until the test ends. All
+modules of the method are then made anew around it, since they keep their plans: none that a mutant made may outlive it.
 test_hilbert.py runs the same statements on the method as it is; that copying alone changes nothing is tested below.
 """
 
@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from tests.test_mutants import PACKAGE, load
+from tests.mutants import PACKAGE, changed
+from tests.test_mutants import load
 from tests.tiles import STATEMENTS
 
 from nearfield.methods import registry
@@ -36,7 +37,10 @@ MODULES = (
 
 
 class Mutant(NamedTuple):
+    """See `tests.mutants.changed` for the first four."""
+
     module: str
+    function: str
     old: str
     new: str
     statement: str
@@ -45,144 +49,171 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "the tiles do not slide": Mutant(
         PLANS,
-        "(phase, pattern.cycle), layout.unit",
-        "(0, pattern.cycle), layout.unit",
+        "_cuts",
+        "(phase, pattern.cycle)",
+        "(0, pattern.cycle)",
         "plan_is_the_papers_pattern",
     ),
     "the tiles slide the other way": Mutant(
         TILING,
-        'device="cpu") * cycle + phase)',
-        'device="cpu") * cycle - phase)',
+        "cuts",
+        "torch.arange(tiles, device='cpu') * cycle + phase",
+        "torch.arange(tiles, device='cpu') * cycle - phase",
         "plan_is_the_papers_pattern",
     ),
     "the tile that wraps loses its second piece": Mutant(
         TILING,
-        "(first - n).clamp(min=0), (last - n).clamp(min=0)",
-        "(first - n).clamp(min=0), (first - n).clamp(min=0)",
+        "tile_spans",
+        "last - n",
+        "first - n",
         "plan_is_the_papers_pattern",
     ),
     "the queries of the wrap stay where they were": Mutant(
         TILING,
+        "tile_at",
         "torch.where(positions < begins[0], positions + n, positions)",
         "positions.clamp(min=int(begins[0]))",
         "plan_is_the_papers_pattern",
     ),
     "tokens enter by the inverse permutation": Mutant(
         TOKENMAP,
-        'self._moved("x", x, dim, self.order)',
-        'self._moved("x", x, dim, self.inverse)',
+        "Ordering.enter",
+        "self.order",
+        "self.inverse",
         "tiles_are_squares_of_the_image",
     ),
     "tokens enter by the inverse permutation, seen in the steps": Mutant(
         TOKENMAP,
-        'self._moved("x", x, dim, self.order)',
-        'self._moved("x", x, dim, self.inverse)',
+        "Ordering.enter",
+        "self.order",
+        "self.inverse",
         "neighbours_on_the_ring_are_neighbours_in_the_image",
     ),
     "the tokens stay in raster order": Mutant(
         TILING,
-        "        order = curve_order(grid, curve)\n",
-        "        order = curves.raster(grid)\n",
+        "segments_of",
+        "curve_order(grid, curve)",
+        "curves.raster(grid)",
         "tiles_are_squares_of_the_image",
     ),
     "shared tokens are not read": Mutant(
         PLANS,
-        "always = [geometry.text_span, *(segment.shared for segment in layout.segments)]",
-        "always = [geometry.text_span]",
+        "near_plan",
+        "[geometry.text_span, *(segment.shared for segment in layout.segments)]",
+        "[geometry.text_span]",
         "plan_is_the_papers_pattern",
     ),
     "shared tokens do not read": Mutant(
         PLANS,
+        "_reads_all",
         "everything[slice(*segment.shared)] = True",
         "everything[slice(*segment.shared)] = False",
         "plan_is_the_papers_pattern",
     ),
     "the text does not read": Mutant(
         PLANS,
-        'everything[slice(*geometry.text_span)] = pattern.text_reads == "all"',
-        "everything[slice(*geometry.text_span)] = False",
+        "_reads_all",
+        "pattern.text_reads == 'all'",
+        "False",
         "plan_is_the_papers_pattern",
     ),
-    "the text reads all whatever it was told": Mutant(
+    "the text reads all whatever the field says": Mutant(
         PLANS,
-        'everything[slice(*geometry.text_span)] = pattern.text_reads == "all"',
-        "everything[slice(*geometry.text_span)] = True",
+        "_reads_all",
+        "pattern.text_reads == 'all'",
+        "True",
         "text_reads_images_in_summary",
     ),
     "text is near some of the image": Mutant(
         AROUND,
-        "return nearest.masked_fill_(is_text[:, None, None], 0)",
-        "return nearest",
+        "_nearest",
+        "nearest.masked_fill_(is_text[:, None, None], 0)",
+        "nearest",
         "text_reads_images_in_summary",
     ),
     "shared tokens read the first tile": Mutant(
         PLANS,
-        "tiling.tile_at(segment.places, begins) + 1",
-        "tiling.tile_at(segment.places * 0, begins) + 1",
+        "_tile_spans",
+        "segment.places",
+        "segment.places * 0",
         "shared_tokens_read_their_own_tile",
     ),
     "the farthest is read, not what is around": Mutant(
         AROUND,
+        "_nearest",
         "distance.argsort(dim=1, stable=True)",
         "distance.argsort(dim=1, stable=True, descending=True)",
         "what_is_around_is_read",
     ),
     "the nearest is where another order has it": Mutant(
         TILING,
-        "torch.unravel_index(segment.order, sides)",
-        "torch.unravel_index(segment.order.sort().values, sides)",
+        "coordinates",
+        "segment.order",
+        "segment.order.sort().values",
         "what_is_around_is_read",
     ),
     "a row does not read itself": Mutant(
         AROUND,
-        "distance.masked_fill_(is_own, -torch.inf)",
-        "distance.masked_fill_(is_own, 1e9)",
+        "_nearest",
+        "-torch.inf",
+        "1000000000.0",
         "what_is_around_is_read",
     ),
     "stretches cut windows in two": Mutant(
         AROUND,
+        "spans_around",
         "k_block if pattern.far is None else math.lcm(k_block, pattern.far)",
         "k_block",
         "every_token_counts_once",
     ),
     "the far field holds the own tile, too": Mutant(
         FAR_FIELD,
-        ".index_select(1, starts // k_block) == 0",
-        ".index_select(1, starts // k_block) >= 0",
+        "far_field_of",
+        "near.block_counts()[0, 0].index_select(1, starts // k_block) == 0",
+        "near.block_counts()[0, 0].index_select(1, starts // k_block) >= 0",
         "every_token_counts_once",
     ),
     "windows run into the block of a neighbour": Mutant(
         FAR_FIELD,
-        "pieces += [(start, head), (head, tail), (tail, stop)]",
-        "pieces += [(start, stop)]",
+        "far_spans",
+        "[(start, head), (head, tail), (tail, stop)]",
+        "[(start, stop)]",
         "every_token_counts_once",
     ),
     "cuts fall inside windows": Mutant(
         LAYOUT,
+        "layout_of",
         "q_block if pattern.far is None else math.lcm(q_block, pattern.far)",
         "q_block",
         "every_token_counts_once",
     ),
     "a summary counts once": Mutant(
-        FAR_FIELD, "sizes.double().log()", "sizes.double().log().mul(0)", "far_field_is_its_formula"
+        FAR_FIELD,
+        "far_field_of",
+        "sizes.double().log()",
+        "sizes.double().log().mul(0)",
+        "far_field_is_its_formula",
     ),
     "short windows are divided by the long size": Mutant(
         LAYERS,
-        "return window_means(x, self.starts, self.sizes, self.window, impl)",
-        "return window_means(x, self.starts, self.sizes, self.window, impl) * (self.sizes / self.window)[:, None]",
+        "FarField.pooled",
+        "window_means(x, self.starts, self.sizes, self.window, impl)",
+        "window_means(x, self.starts, self.sizes, self.window, impl) * (self.sizes / self.window)[:, None]",
         "far_field_is_its_formula",
     ),
     "the far field forgets its bias": Mutant(
-        LAYERS, "self.far.plan, bias, ", "self.far.plan, None, ", "far_field_is_its_formula"
+        LAYERS,
+        "PlanLayer.attend",
+        "KeyValuePart(keys, values, self.far.plan, bias)",
+        "KeyValuePart(keys, values, self.far.plan, None)",
+        "far_field_is_its_formula",
     ),
 }
 
 
-def changed(mutant: Mutant, folder: Path) -> Path:
-    source = (PACKAGE / mutant.module).read_text(encoding="utf-8")
-    assert source.count(mutant.old) == 1, f"{mutant.module} has changed; write this mutant anew"
+def written(mutant: Mutant, folder: Path) -> Path:
     path = folder / Path(mutant.module).name
-    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    path.write_text(changed(mutant.module, mutant.function, mutant.old, mutant.new), encoding="utf-8")
     return path
 
 
@@ -205,7 +236,7 @@ def copied_method(patch: pytest.MonkeyPatch, module: str = "", path: Path | None
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_killed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
-    method = copied_method(monkeypatch, mutant.module, changed(mutant, tmp_path))
+    method = copied_method(monkeypatch, mutant.module, written(mutant, tmp_path))
     with pytest.raises(AssertionError):
         STATEMENTS[mutant.statement](method)
 
@@ -220,13 +251,8 @@ def test_statement_holds_without_mutants(statement: str, monkeypatch: pytest.Mon
 
 def test_coming_back_does_not_prove_locality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving undoes entering for the inverse permutation as well: only the places of the tokens tell."""
-    mutant = MUTANTS["tokens enter by the inverse permutation"]
-    source = (PACKAGE / TOKENMAP).read_text(encoding="utf-8")
-    both = source.replace(mutant.old, mutant.new).replace(
-        'self._moved("y", y, dim, self.inverse)', 'self._moved("y", y, dim, self.order)'
-    )
-    path = tmp_path / "tokenmap.py"
-    path.write_text(both, encoding="utf-8")
+    path = written(MUTANTS["tokens enter by the inverse permutation"], tmp_path)
+    path.write_text(changed(str(path), "Ordering.leave", "self.inverse", "self.order"), encoding="utf-8")
     method = copied_method(monkeypatch, TOKENMAP, path)
     geometry = method.Geometry((64, 64))
     ordering = method.Hilbert().ordering(geometry)

@@ -1,12 +1,13 @@
-"""Mutants that the suite must kill: one line of the library changed, one named identity that then fails.
+"""Mutants that the suite must kill: one expression of the library changed, one named identity that then fails.
 
-A mutant is a copy of one module with a text replaced, put in the place of the original, and with it copies of the
-modules that hold its functions. The same identities pass on
-the library as it is, at the same size (test_attend.py runs them all), so what a mutant fails at is its change.
+A mutant is a copy of one module with an expression replaced. It stands for the original, and so do copies of the
+modules that hold its functions. The same identities pass on the library as it is, at the same size (test_attend.py runs
+them all), so what a mutant fails at is its change.
 """
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,16 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.attending import IDENTITIES, NEEDS_TRITON, SMALL
+from tests.mutants import PACKAGE, changed
 from tests.test_attend import SIZES
+from torch import Tensor
 
-import nearfield
 from nearfield import planning
+from nearfield.ops import KeyValuePart
 from nearfield.ops import _triton as kernels
 from nearfield.ops.attention import dispatch as implementations
-from nearfield.ops.attention import operators
 from nearfield.plan.plan import Plan
-
-PACKAGE = Path(nearfield.__file__).parent
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -32,7 +32,10 @@ pytestmark = [
 
 
 class Mutant(NamedTuple):
+    """See `tests.mutants.changed` for the first four."""
+
     module: str
+    function: str
     old: str
     new: str
     identity: str
@@ -42,10 +45,11 @@ class Mutant(NamedTuple):
         """The implementation that shows the change; the transpose is read by the kernels alone."""
         if self.module in (*KERNELS, PLAN):
             return "triton"
-        return "grouped" if self.module == GROUPED else "reference"
+        return "grouped" if self.module in (GROUPED, RUNS) else "reference"
 
 
 REFERENCE, GROUPED = "ops/attention/reference.py", "ops/attention/cpu.py"
+RUNS = "ops/lists/runs.py"
 PLAN, PLANNING = "plan/plan.py", "plan/builders.py"
 WALK, FORWARD, BACKWARD = (
     "ops/_triton/walk.py",
@@ -65,135 +69,188 @@ KERNELS = (
 MUTANTS = {
     # The specification.
     "reference forgets the bias": Mutant(
-        REFERENCE, "logits = logits + key_bias[:, :, None, :]", "pass", "repeated_block_is_bias_log_2"
+        REFERENCE,
+        "_logits",
+        "logits = logits + key_bias[:, :, None, :]",
+        "pass",
+        "repeated_block_is_bias_log_2",
     ),
     "reference counts repeated ids once": Mutant(
-        REFERENCE, "plan.pair_counts()", "plan.to_mask()", "repeated_block_is_bias_log_2"
+        REFERENCE,
+        "_logits",
+        "plan.pair_counts",
+        "plan.to_mask",
+        "repeated_block_is_bias_log_2",
     ),
     "reference forgets grad_lse": Mutant(
         REFERENCE,
-        "(grad_out * out_wide).sum(-1) - grad_lse)",
-        "(grad_out * out_wide).sum(-1))",
+        "_backward_of_part",
+        "(grad_out * out_wide).sum(-1) - grad_lse",
+        "(grad_out * out_wide).sum(-1)",
         "lse_alone_differentiates",
     ),
     "reference lets the gradient of an empty row spread": Mutant(
         REFERENCE,
-        "grad_lse).masked_fill(lse == -torch.inf, 0)",
-        "grad_lse)",
+        "_backward_of_part",
+        "((grad_out * out_wide).sum(-1) - grad_lse).masked_fill(lse == -torch.inf, 0)",
+        "(grad_out * out_wide).sum(-1) - grad_lse",
         "empty_rows_in_both_plans_merge",
     ),
     "reference deals key heads round": Mutant(
         REFERENCE,
-        ".repeat_interleave(query.shape[1] // key.shape[1], 1)",
-        ".repeat(1, query.shape[1] // key.shape[1], 1, 1)",
+        "_per_query_head",
+        "_wide(key).repeat_interleave(query.shape[1] // key.shape[1], 1)",
+        "_wide(key).repeat(1, query.shape[1] // key.shape[1], 1, 1)",
         "grouped_query_heads",
     ),
     "reference hides the present": Mutant(
         REFERENCE,
-        "positions.key[:, None, None, :] <= ",
-        "positions.key[:, None, None, :] < ",
+        "_logits",
+        "positions.key[:, None, None, :] <= positions.query[:, None, :, None]",
+        "positions.key[:, None, None, :] < positions.query[:, None, :, None]",
         "positions_hide_later_keys",
     ),
     "reference lets empty rows be NaN": Mutant(
-        REFERENCE, ".masked_fill((lse == -torch.inf)[..., None], 0)", "", "empty_rows_are_zero"
+        REFERENCE,
+        "_weights",
+        "torch.softmax(logits, -1).masked_fill((lse == -torch.inf)[..., None], 0)",
+        "torch.softmax(logits, -1)",
+        "empty_rows_are_zero",
     ),
     # The CPU path.
     "grouped drops the last list entry": Mutant(
-        GROUPED, "blocks[start:stop]", "blocks[start : stop - 1]", "full_plan_is_dense"
+        RUNS,
+        "runs_of_rows",
+        "blocks[start:stop]",
+        "blocks[start:stop - 1]",
+        "full_plan_is_dense",
     ),
     "grouped reads repeated blocks once": Mutant(
-        GROUPED,
-        "_runs(ids, plan.k_block",
-        "_runs(sorted(set(ids)), plan.k_block",
+        RUNS,
+        "runs_of_rows",
+        "as_runs(ids, plan.k_block, plan.num_keys)",
+        "as_runs(sorted(set(ids)), plan.k_block, plan.num_keys)",
         "repeated_block_is_bias_log_2",
     ),
     "grouped trims the ragged tail too far": Mutant(
         GROUPED,
-        "< plan.num_keys % plan.k_block)]",
-        "< plan.num_keys % plan.k_block - 1)]",
+        "_slots",
+        "plan.num_keys % plan.k_block",
+        "plan.num_keys % plan.k_block - 1",
         "lists_per_head_and_batch",
     ),
     "grouped forgets grad_lse": Mutant(
-        GROUPED, " - known.grad_lse.flatten(1, 2)", "", "lse_alone_differentiates"
+        GROUPED,
+        "_differentiate_piece",
+        "torch.linalg.vecdot(grad_weights, weights) - known.grad_lse.flatten(1, 2)",
+        "torch.linalg.vecdot(grad_weights, weights)",
+        "lse_alone_differentiates",
     ),
     "grouped scatters a key's gradient once": Mutant(
         GROUPED,
-        "x.index_add_(0, rows, values)",
-        "x.index_copy_(0, rows, values)",
+        "_add_at",
+        "x.index_add_",
+        "x.index_copy_",
         "lists_per_head_and_batch",
     ),
     "grouped trusts the operator with empty rows": Mutant(
-        GROUPED, "lse.masked_fill(empty, -torch.inf)", "lse", "empty_rows_are_zero"
+        GROUPED,
+        "_read_fused",
+        "lse.masked_fill(empty, -torch.inf)",
+        "lse",
+        "empty_rows_are_zero",
     ),
     "grouped mixes key heads": Mutant(
         GROUPED,
+        "_stacked_rows",
         "heads[some] // (query.shape[1] // key.shape[1])",
         "heads[some] % key.shape[1]",
         "lists_per_head_and_batch",
     ),
     "grouped keeps stale keys": Mutant(
         GROUPED,
+        "_Store.gather",
         "sorted(wanted - self.content)",
-        "sorted(wanted)[len(self.content) :]",
+        "sorted(wanted)[len(self.content):]",
         "ring_is_masked_dense",
     ),
     # The kernels.
     "kernels drop the last list entry": Mutant(
         FORWARD,
-        "entries = blocks + start\n",
-        "entries = blocks + start\n    count -= 1\n",
+        "walk_list",
+        "entries = blocks + start",
+        "entries = blocks + start; count -= 1",
         "full_plan_is_dense",
     ),
     "kernels drop the last list entry backwards": Mutant(
         BACKWARD,
-        "entries = blocks + start\n",
-        "entries = blocks + start\n    count -= 1\n",
+        "walk_for_queries",
+        "entries = blocks + start",
+        "entries = blocks + start; count -= 1",
         "full_plan_is_dense",
     ),
     "kernels forget the bias": Mutant(
-        WALK, "        logits += bias\n", "        logits += 0.0\n", "repeated_block_is_bias_log_2"
+        WALK,
+        "masked_logits",
+        "logits += bias",
+        "logits += 0.0",
+        "repeated_block_is_bias_log_2",
     ),
     "kernels forget the ragged tail": Mutant(
         WALK,
-        "        logits = tl.where(exists, logits, -INF)\n",
-        "        logits = logits\n",
+        "masked_logits",
+        "tl.where(exists, logits, -INF)",
+        "logits",
         "odd_sizes",
     ),
     "kernels mix key heads": Mutant(
         FORWARD,
-        "key_head = head // heads_per_key",
-        "key_head = head % (num_heads // heads_per_key)",
+        "_forward_kernel",
+        "head // heads_per_key",
+        "head % (num_heads // heads_per_key)",
         "grouped_query_heads",
     ),
     "kernels forget grad_lse": Mutant(
         BACKWARD,
-        "outs.to(tl.float32), 1) - grad_lse",
-        "outs.to(tl.float32), 1)",
+        "statistics_of",
+        "tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1) - grad_lse",
+        "tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)",
         "lse_alone_differentiates",
     ),
     "kernels let the gradient of an empty row spread": Mutant(
-        BACKWARD, "tl.where(read_nothing, 0.0, products)", "products", "empty_rows_in_both_plans_merge"
+        BACKWARD,
+        "statistics_of",
+        "tl.where(read_nothing, 0.0, products)",
+        "products",
+        "empty_rows_in_both_plans_merge",
     ),
     "kernels subtract a maximum of -inf": Mutant(
-        FORWARD, "tl.where(new_max == -INF, 0.0, new_max)", "new_max", "empty_rows_are_zero"
+        FORWARD,
+        "_read_tile",
+        "tl.where(new_max == -INF, 0.0, new_max)",
+        "new_max",
+        "empty_rows_are_zero",
     ),
     # Who reads whom.
     "the ring does not wrap": Mutant(
         PLANNING,
-        "(torch.full_like(wrapped, curve[0]), curve[0] + wrapped)",
-        "(torch.full_like(wrapped, curve[0]), torch.full_like(wrapped, curve[0]))",
+        "_reach_on_ring",
+        "curve[0] + wrapped",
+        "torch.full_like(wrapped, curve[0])",
         "ring_is_masked_dense",
     ),
     "the transpose forgets the order of its sort": Mutant(
         PLAN,
-        "(ordered % self.num_rows)",
-        "(cell % self.num_rows)",
+        "Plan._transposed",
+        "ordered % self.num_rows",
+        "cell % self.num_rows",
         "lists_per_head_and_batch",
     ),
     "the transpose keeps unused slots": Mutant(
         PLAN,
-        "column = torch.where(used, self.blocks, self.num_columns)",
-        "column = self.blocks",
+        "Plan._transposed",
+        "torch.where(used, self.blocks, self.num_columns)",
+        "self.blocks",
         "lists_per_head_and_batch",
     ),
 }
@@ -211,11 +268,9 @@ def load(name: str, path: Path, patch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write(mutant: Mutant, folder: Path) -> Path:
-    """The module with its text replaced, as a file, since Triton reads the source of its kernels."""
-    source = (PACKAGE / mutant.module).read_text(encoding="utf-8")
-    assert mutant.old in source, f"{mutant.module} has changed; write this mutant anew"
+    """The changed module as a file, since Triton reads the source of its kernels."""
     path = folder / Path(mutant.module).name
-    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    path.write_text(changed(mutant.module, mutant.function, mutant.old, mutant.new), encoding="utf-8")
     return path
 
 
@@ -235,11 +290,20 @@ def replace(mutant: Mutant, path: Path, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(implementations, "reference", module)
     elif mutant.module == GROUPED:
         patch.setattr(implementations, "grouped", module)
+    elif mutant.module == RUNS:
+        patch.setattr(implementations.grouped, "runs_of_rows", module.runs_of_rows)
     elif mutant.module == PLANNING:
         patch.setattr(planning, "ring", module.ring)
     else:  # a kernel may do the same
-        patch.setattr(operators, "_transposed", lambda plan, runs_kernels: plan.transpose())
+        patch.setattr(kernels.load("triton").pair, "_rows_of_keys", _transposed_by_plans)
         patch.setattr(Plan, "_transposed", module.Plan._transposed)
+
+
+def _transposed_by_plans(query: Tensor, parts: Sequence[KeyValuePart]) -> tuple[list[Any], list[int]]:
+    """The rows of keys of a backward pass, whose plans are transposed by themselves and by no kernel."""
+    from nearfield.ops.attention.triton.backward import KeyRows
+
+    return [KeyRows.of(query, part.key, part.plan.transpose()) for part in parts], []
 
 
 def where(impl: str, device: torch.device) -> torch.device:
