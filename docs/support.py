@@ -67,7 +67,9 @@ class Tried(NamedTuple):
 METHODS: dict[str, Tried] = {
     "Hilbert": Tried(Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0), {"tiles": 1}),
     "BlockTopK": Tried(BlockTopK(16, 8, keep=0.5, dense_layers=0, dense_steps=0), {"keep": 1.0}),
-    "FineGrained": Tried(FineGrained(16, 2, predict="online", mass=0.5, guard=None), {"mass": 1.0}),
+    "FineGrained": Tried(
+        FineGrained(16, 2, predict="online", top_p=0.5, min_similarity=None), {"top_p": 1.0}
+    ),
     "LogLinear": Tried(LogLinear(block=4, topk=1)),
     "GatedBlocks": Tried(GatedBlocks(block=4, topk=1)),
     "SparseLinear": Tried(SparseLinear(block=4, topk=1)),

@@ -357,7 +357,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(graphs: Any) -> None:
 @pytest.mark.parametrize(
     "attention",
     [
-        FineGrained(query_block=16, predict="online", mass=1.0, guard=None),
+        FineGrained(query_block=16, predict="online", top_p=1.0, min_similarity=None),
         LogLinear(block=4, topk=64, enrich=0, dense_layers=0, dense_steps=0),
         paper(tiles=1, shared="none", dense_layers=0, dense_steps=0),
     ],
@@ -393,7 +393,7 @@ def test_remembered_lists_go_with_keys_that_count_several_times() -> None:
     schedule = diffusers.FlowMatchEulerDiscreteScheduler()
     schedule.set_timesteps(4)
     weighed = Merge(region_size=16, skip_blocks=(0, 0), size_bias=True)
-    everything = FineGrained(query_block=16, predict="online", mass=1.0, guard=None)
+    everything = FineGrained(query_block=16, predict="online", top_p=1.0, min_similarity=None)
     with nearfield.apply(model, weighed | everything):
         expected = run(model, call)
     cached = FineGrained(query_block=16, threshold=0, refresh=(0,))

@@ -427,7 +427,7 @@ def test_compiled_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [BlockTopK(16, 8, dense_layers=0), FineGrained(16, 4, predict="online", mass=0.5)]
+    "method", [BlockTopK(16, 8, dense_layers=0), FineGrained(16, 4, predict="online", top_p=0.5)]
 )
 def test_compiled_blocks_that_choose_at_every_call(method: Any) -> None:
     torch._dynamo.reset()
@@ -458,7 +458,7 @@ def gradients(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "method", [BlockTopK(16, 8, dense_layers=0), FineGrained(16, 4, predict="online", mass=0.5)]
+    "method", [BlockTopK(16, 8, dense_layers=0), FineGrained(16, 4, predict="online", top_p=0.5)]
 )
 def test_training_chooses_at_every_call(method: Any) -> None:
     model, inputs = flux_of(), double(tiny_models.flux_inputs((12, 10), 2))
@@ -581,7 +581,7 @@ def test_layers_share_the_memory_allowed() -> None:
 
 def test_blocks_say_what_they_read_and_estimate_what_they_drop() -> None:
     model, inputs = flux_of(), double(tiny_models.flux_inputs((12, 10)))
-    with nearfield.apply(model, BlockTopK(16, 8, mass=0.5, dense_layers=0)) as handle:
+    with nearfield.apply(model, BlockTopK(16, 8, top_p=0.5, dense_layers=0)) as handle:
         assert "not known before them" in handle.summary(height=192, width=160)
         run(model, inputs)
         told = handle.summary()

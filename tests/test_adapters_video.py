@@ -90,7 +90,7 @@ def test_remove_leaves_no_trace(name: str) -> None:
     ("method", "whole"),
     [
         (BlockTopK(16, 8, dense_layers=0), {"keep": 1.0}),
-        (FineGrained(16, 2, predict="online", mass=0.5, guard=None), {"mass": 1.0}),
+        (FineGrained(16, 2, predict="online", top_p=0.5, min_similarity=None), {"top_p": 1.0}),
     ],
     ids=["blocks", "fine"],
 )
@@ -109,7 +109,7 @@ def test_methods_that_choose_at_calls(name: str, method: Any, whole: dict[str, f
 def test_a_mask_of_text_is_kept_out_of_predictions() -> None:
     """What padded text holds does not matter."""
     model, inputs = made("hunyuan", (3, 4, 5), 2)
-    method = FineGrained(16, 2, predict="online", mass=0.5, guard=None)
+    method = FineGrained(16, 2, predict="online", top_p=0.5, min_similarity=None)
     with nearfield.apply(model, method):
         expected = run(model, inputs)
         blocks = []

@@ -48,8 +48,8 @@ BAD_CALLS = {
     "generate --size 100": "`--size` must be pixels or height x width, in multiples of 8; got '100'. "
     "Example: --size 512",
     "generate --method fast": "`--method` must be one of METHODS; got 'fast'.",
-    "generate --method blocktopk --set tiles=4": "`--set` must be one of query_block, grain, keep, mass, guard, order, "
-    "dense_layers, dense_steps; got 'tiles'.",
+    "generate --method blocktopk --set tiles=4": "`--set` must be one of q_block, k_block, keep, top_p, "
+    "min_similarity, order, dense_layers, dense_steps; got 'tiles'.",
     "generate --method stridedkeys --set tiles": "`--set` must be FIELD=VALUE; got 'tiles'. "
     "Example: --set dense_steps=0",
     "generate --method merge+hilbert+merge": "`--method` must be one, or two: one that merges and one that reads; "

@@ -53,7 +53,7 @@ def test_every_field_has_help_and_a_default_that_can_be_written(kind: Any) -> No
         (LogLinear, "levels", "2", 2),
         (FineGrained, "threshold", "0.5/N", "0.5/N"),
         (FineGrained, "threshold", "0.01", 0.01),
-        (FineGrained, "guard", "none", None),
+        (FineGrained, "min_similarity", "none", None),
         (FineGrained, "refresh", "0,0.5", (0.0, 0.5)),
         (Merge, "ratio", "0.3", 0.3),
         (Merge, "sharpness", "inf", float("inf")),
@@ -124,7 +124,7 @@ METHODS = [
     Hilbert(),
     Hilbert(tiles=(4, 16), far=None, dense_layers=(3,), dense_steps=(1, 0.1)),
     LogLinear(levels=2, weighted=False),
-    FineGrained(threshold=0.01, guard=None, refresh=(0.0,), memory=0.5),
+    FineGrained(threshold=0.01, min_similarity=None, refresh=(0.0,), memory=0.5),
     Merge(0.3, groups=4) | Hilbert(tiles=9, shared="centre"),
     Composition(Merge(0.25)),
 ]

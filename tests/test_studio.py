@@ -99,7 +99,7 @@ def test_recipes_that_ship_fill_in_the_fields(name: str) -> None:
         Hilbert(dense_steps=(1, 0.1)),
         Hilbert(tile_size=64),
         Hilbert(tiles=(4, 16)),
-        FineGrained(mass=0.8),
+        FineGrained(top_p=0.8),
         Merge(0.25, refresh=(3, 1)),
     ],
 )

@@ -79,7 +79,12 @@ def boxes(plan: Plan) -> tuple[Tensor, Tensor]:
 
 def method(name: str, **fields: Any) -> Any:
     """A method by today's names of its class and fields."""
-    return getattr(methods, name)(**fields)
+    renamed = _FIELDS | (_BLOCKS if name == "BlockTopK" else {})
+    return getattr(methods, name)(**{renamed.get(field, field): value for field, value in fields.items()})
+
+
+_FIELDS = {"mass": "top_p", "guard": "min_similarity"}
+_BLOCKS = {"query_block": "q_block", "grain": "k_block"}
 
 
 def merged(merge_method: Any, attention: Any) -> Any:

@@ -18,7 +18,7 @@ from nearfield.methods.dense_parts import DenseSteps, stays_dense
 from nearfield.methods.layers import FarField, LayerAttention, Memory, PlanLayer, Summary, full_layer
 from nearfield.methods.recipes import Recipe
 from nearfield.methods.registry import default_method, method_class, method_classes
-from nearfield.methods.select import SelectMethod, Summaries
+from nearfield.methods.select import SelectLayer, SelectMethod, Summaries
 from nearfield.methods.self_attention import Projections, SelfAttention, attend_with
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ __all__ = [
     "Projections",
     "Recipe",
     "Section",
+    "SelectLayer",
     "SelectMethod",
     "SelfAttention",
     "Summaries",
