@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, Plan, Positions, curves, methods, planning
+from nearfield import Geometry, Plan, curves, methods, planning
+from nearfield.ops import Positions
 from nearfield.ops.attention import partials_reference
 from nearfield.ops.attention.api import attend_parts
 from nearfield.ops.attention.operators import KeyValuePart, Pooling

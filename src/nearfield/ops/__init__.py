@@ -1,6 +1,7 @@
 """The sums. One folder for each operation: what it does (`api`), its specification in plain torch, and its kernels."""
 
 import nearfield.ops.lists.api  # noqa: F401, declares an operator that builders of plans call
+from nearfield._types import Positions
 from nearfield.ops import predict
 from nearfield.ops.attention.api import (
     KeyValuePart,
@@ -29,6 +30,7 @@ __all__ = [
     "Mask",
     "Merging",
     "Pooling",
+    "Positions",
     "Prediction",
     "ReadStats",
     "Regions",
