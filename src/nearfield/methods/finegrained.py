@@ -7,9 +7,9 @@ call by attention among means ("online").
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -55,6 +55,10 @@ class FineGrained(Method):
     """
 
     name: ClassVar[str] = "finegrained"
+    example: ClassVar[Mapping[str, Any]] = {
+        "query_block": 16, "grain": 2, "predict": "online", "top_p": 0.5, "min_similarity": None
+    }  # fmt: skip
+    everything: ClassVar[Mapping[str, Any]] = {"top_p": 1.0}
 
     query_block: int = 128
     grain: int = 4

@@ -3,8 +3,9 @@
 Methods such as VSA and SpargeAttention choose so. It is the baseline for methods that choose single keys.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ class BlockTopK(SelectMethod):
 
     name: ClassVar[str] = "blocktopk"
     is_baseline: ClassVar[bool] = True
+    example: ClassVar[Mapping[str, Any]] = {"q_block": 16, "k_block": 8, "keep": 0.5}
+    everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
 
     q_block: int = 128
     k_block: int = 64
