@@ -26,8 +26,7 @@ from nearfield.cli.check import (
 )
 from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Function
-from nearfield.methods import PlanLayer
-from nearfield.methods.baselines.blocks import BlockLayer
+from nearfield.methods import PlanLayer, SelectLayer
 from nearfield.methods.loglinear import Chosen, choose
 from nearfield.ops import attend, pool
 from nearfield.plan import Plan
@@ -207,9 +206,8 @@ def method_work(call: Call, method: Method) -> Work:
     width = call.preset.heads * call.preset.head_dim
     states = torch.randn(call.preset.batch, len(ordering), width, device=call.device, dtype=call.dtype)
     moved = {"reordering": lambda: ordering.leave(ordering.enter(states))}
-    if isinstance(layer, BlockLayer):
-        query, key, _ = call.tensors
-        keep = layer.method.predict(query, key, call.geometry, impl=call.impl).keep
+    if isinstance(layer, SelectLayer):
+        keep = layer.choose(*call.tensors, impl=call.impl).keep
         plan = layer.blocks.plan(keep, compact=False)
         sizes = {"q_block": plan.q_block, "k_block": plan.k_block}
         return Work(run, partial(_judged, call, run, plan), plan.density, parts=moved, facts=sizes)
@@ -321,7 +319,7 @@ def fine_works(call: Call, method: FineGrained) -> Iterator[tuple[str, Work]]:
     """A call that finds its lists, one that predicts them, and one that makes them; each skips the share asked for."""
     skipped = 0.7 if call.on["skipped"] is None else call.on["skipped"]
     cached = Fitted.of(method, skipped, predict="cached", refresh=(0.0,))
-    online = Fitted.of(method, skipped, predict="online", guard=None)
+    online = Fitted.of(method, skipped, predict="online", min_similarity=None)
     finds, makes, predicts = (each.layer(call.geometry) for each in (cached, cached, online))
     makes.fitted.readers[0] = finds  # what is kept is asked of the one that finds its lists
     full = planning.full(call.preset.tokens, call.preset.tokens, device=call.device)

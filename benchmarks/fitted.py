@@ -113,7 +113,7 @@ class FittedReader(FineLayer):
         found = self.fitted.found
         if self.layer not in found:
             found[self.layer] = self._mass(query, key, scale, impl)
-        self.method = replace(self.fitted, mass=found[self.layer])
+        self.method = replace(self.fitted, top_p=found[self.layer])
         self.plan = super()._predicted(query, key, key_bias, scale, impl)
         return self.plan
 

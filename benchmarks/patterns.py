@@ -175,7 +175,7 @@ GROUPS: dict[str, Sequence[Case]] = {
             for weight in ("0.25/N", "0.5/N", "1/N")
         ),
         *(
-            _chosen(f"FineGrained online, {mass:.0%}", "FineGrained", predict="online", mass=mass)
+            _chosen(f"FineGrained online, {mass:.0%}", "FineGrained", predict="online", top_p=mass)
             for mass in (0.9, 0.7)
         ),
         *(_chosen(f"BlockTopK, {keep:.0%}", "BlockTopK", keep=keep) for keep in (0.25, 0.5)),

@@ -170,7 +170,7 @@ class StepBenchmark(Benchmark):
         """The method, with whatever rounding could change held fast; one that reads everything; and its name."""
         method: Any = case.made()
         if isinstance(method, FineGrained):
-            everything = replace(method, predict="online", mass=1.0, guard=None)
+            everything = replace(method, predict="online", top_p=1.0, min_similarity=None)
             lists = self._lists(Fitted.of(method, _skipped(case)), built, arguments)
             return Given.of(method, lists), everything, "lists of all keys"
         if merge := _merge_of(method):
@@ -246,7 +246,7 @@ class StepBenchmark(Benchmark):
         later = loop.later(step)
         context = self._applied(built, cached, loop, first=later)
         yield Variant(CACHED, cached, context, later, lambda: cached.kept, (REFRESH,))
-        online = Fitted.of(method, skipped, predict="online", guard=None)
+        online = Fitted.of(method, skipped, predict="online", min_similarity=None)
         yield Variant(ONLINE, online, self._applied(built, online), step, lambda: online.kept)
 
     def _parts(

@@ -8,7 +8,7 @@ import importlib
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,17 +26,7 @@ import nearfield  # noqa: E402
 from nearfield.diffusers.blocks import BLOCKS  # noqa: E402
 from nearfield.diffusers.spec import Spec  # noqa: E402
 from nearfield.diffusers.specs import SPECS  # noqa: E402
-from nearfield.methods import (  # noqa: E402
-    BipartiteMerge,
-    BlockTopK,
-    FineGrained,
-    GatedBlocks,
-    Hilbert,
-    LogLinear,
-    Merge,
-    SparseLinear,
-    StridedKeys,
-)
+from nearfield.methods import Method, fields, method_classes  # noqa: E402
 
 # In float64 two orders of the same sums differ by much less; what a method leaves out, by much more. Rotary tables are
 # float32, in which a difference of the last bit may be rounded.
@@ -61,20 +51,22 @@ class Tried(NamedTuple):
     """A method to try: with fields that leave something out, and, where there are such, with fields that do not."""
 
     method: Any
-    whole: dict[str, Any] | None = None
+    whole: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, kind: type[Method]) -> "Tried":
+        """With the fields that the method itself names, in all layers, blocks and steps."""
+        own = {field.name for field in fields.fields_of(kind)}
+        nowhere = {"dense_layers": 0, "dense_steps": 0, "skip_blocks": (0, 0)}
+        given = {name: value for name, value in nowhere.items() if name in own} | dict(kind.example)
+        return cls(kind(**given), kind.everything)
 
 
-METHODS: dict[str, Tried] = {
-    "Hilbert": Tried(Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0), {"tiles": 1}),
-    "BlockTopK": Tried(BlockTopK(16, 8, keep=0.5, dense_layers=0, dense_steps=0), {"keep": 1.0}),
-    "FineGrained": Tried(FineGrained(16, 2, predict="online", mass=0.5, guard=None), {"mass": 1.0}),
-    "LogLinear": Tried(LogLinear(block=4, topk=1)),
-    "GatedBlocks": Tried(GatedBlocks(block=4, topk=1)),
-    "SparseLinear": Tried(SparseLinear(block=4, topk=1)),
-    "StridedKeys": Tried(StridedKeys(2, dense_layers=0, dense_steps=0), {"stride": 1}),
-    "Merge": Tried(Merge(0.5, region_size=16, skip_blocks=(0, 0)), {"ratio": 0.0}),
-    "BipartiteMerge": Tried(BipartiteMerge(0.5, skip_blocks=(0, 0)), {"ratio": 0.0}),
-}
+def all_methods() -> dict[str, Tried]:
+    """Every method that is known, those to compare with last."""
+    kinds = sorted(method_classes(installed=False).values(), key=lambda kind: kind.is_baseline)
+    return {kind.__name__: Tried.of(kind) for kind in kinds}
+
 
 COVERED: dict[str, tuple[tuple[str, str], ...]] = {
     "ControlNet": (("test_adapters", "test_controlnet_residuals_meet_their_tokens"),),
@@ -173,9 +165,10 @@ def page() -> str:
         ]
         for spec in SPECS
     ]
-    methods = [[f"`{spec.model}`", *(tried(spec, one) for one in METHODS.values())] for spec in SPECS]
+    known = all_methods()
+    methods = [[f"`{spec.model}`", *(tried(spec, one) for one in known.values())] for spec in SPECS]
     return TEXT.format(
-        methods=_table(["model", *(f"`{name}`" for name in METHODS)], methods),
+        methods=_table(["model", *(f"`{name}`" for name in known)], methods),
         features=_table(header, rows),
         marks=textwrap.fill(MARKS.format(stated=", ".join(STATED)), 125),
     )

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from tests import tiny_models
+from tests.remembering import Remembering
 from tests.test_adapters import assert_differ, assert_same, double, run, trace
 from tests.test_adapters_features import by_groups, gradients, gradients_after, graphs, loss
 from tests.test_adapters_merging import ALL, HARD, NAMES, SPARSE, by_hand, geometry_of
@@ -28,9 +29,9 @@ from tests.tiny_models import (
 from torch import Tensor
 
 import nearfield
-from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge
+from nearfield import Geometry, Hilbert, LogLinear, Merge
 from nearfield.layout.geometry import Shortened
-from nearfield.methods import BipartiteMerge, Composition
+from nearfield.methods import BipartiteMerge, BlockTopK, Composition
 from nearfield.methods.composition import DENSE_FID
 
 assert graphs  # a fixture
@@ -357,7 +358,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(graphs: Any) -> None:
 @pytest.mark.parametrize(
     "attention",
     [
-        FineGrained(query_block=16, predict="online", mass=1.0, guard=None),
+        BlockTopK(16, top_p=1.0, dense_layers=0, dense_steps=0),
         LogLinear(block=4, topk=64, enrich=0, dense_layers=0, dense_steps=0),
         paper(tiles=1, shared="none", dense_layers=0, dense_steps=0),
     ],
@@ -393,10 +394,10 @@ def test_remembered_lists_go_with_keys_that_count_several_times() -> None:
     schedule = diffusers.FlowMatchEulerDiscreteScheduler()
     schedule.set_timesteps(4)
     weighed = Merge(region_size=16, skip_blocks=(0, 0), size_bias=True)
-    everything = FineGrained(query_block=16, predict="online", mass=1.0, guard=None)
+    everything = BlockTopK(16, top_p=1.0, dense_layers=0, dense_steps=0)
     with nearfield.apply(model, weighed | everything):
         expected = run(model, call)
-    cached = FineGrained(query_block=16, threshold=0, refresh=(0,))
+    cached = Remembering(least=0, refresh=(0,))
     with nearfield.apply(model, weighed | cached, scheduler=schedule) as handle:
         for step in (0, 1):
             schedule._step_index = step

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import accelerate
@@ -17,40 +16,22 @@ import diffusers
 import pytest
 import torch
 from tests import tiny_models
+from tests.remembering import Remembering
 from tests.test_adapters import assert_differ, assert_same, double, run, trace
 from tests.tiny_models import TEXT, flux_call, flux_pipeline, guided_call, randn, sd3_pipeline
 from torch import Tensor
 from torch.nn import functional
 
 import nearfield
-from nearfield import FineGrained, Geometry, Merge
+from nearfield import Geometry, Merge
 from nearfield.methods import BlockTopK
 
 LAYERS = 2
-FINE = FineGrained(16, 2, threshold="1/N", refresh=(0.0, 0.5))
+METHOD = Remembering()
 GEOMETRY = Geometry((12, 10), TEXT)
 
 
-def keep_of(weights: Tensor, method: FineGrained, geometry: Geometry) -> Tensor:
-    """Whom a block of queries reads, by the rule written out: `[B, H, N, N]` in the order of the weights."""
-    tokens = geometry.num_tokens
-    row, column = torch.arange(tokens) // method.query_block, torch.arange(tokens) // method.grain
-    text = torch.zeros(tokens, dtype=torch.bool)
-    text[slice(*geometry.text_span)] = True
-    largest = torch.stack(  # that some query of the row's block gives some key of the column's
-        [weights[:, :, row == number].amax(2) for number in range(int(row[-1]) + 1)], 2
-    )
-    largest = torch.stack(
-        [largest[..., column == number].amax(-1) for number in range(int(column[-1]) + 1)], -1
-    )
-    least = float(str(method.threshold).removesuffix("/N")) / tokens
-    keep = (largest >= least) | (largest == largest.amax(-1, keepdim=True))
-    keep[:, :, row[text].unique()] = True
-    keep[..., column[text].unique()] = True
-    return keep[:, :, row][..., column]
-
-
-def raster(geometry: Geometry, method: FineGrained) -> tuple[Tensor, Tensor]:
+def raster(geometry: Geometry, method: Remembering) -> tuple[Tensor, Tensor]:
     """The method's order of all tokens, and its inverse."""
     start = geometry.image_spans[0][0]
     order = torch.arange(geometry.num_tokens)
@@ -64,7 +45,7 @@ class Oracle:
 
     def __init__(
         self,
-        method: FineGrained,
+        method: Remembering,
         geometry: Geometry,
         branches: int,
         refreshes: list[int],
@@ -87,7 +68,9 @@ class Oracle:
         if step in self.refreshes and (rest % self.branches == branch):
             order, inverse = raster(self.geometry, self.method)
             weights = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1)
-            keep = keep_of(weights[:, :, order][..., order], self.method, self.geometry)
+            keep = self.method.keep(weights[:, :, order][..., order], self.geometry)
+            keep = keep.repeat_interleave(self.method.q_block, 2)[:, :, :tokens]
+            keep = keep.repeat_interleave(self.method.k_block, 3)[..., :tokens]
             self.masks[layer, branch] = keep[:, :, inverse][..., inverse]
             return self.dense(query, key, value, attn_mask, **kw)
         return self.dense(query, key, value, self.masks[layer, branch], **kw)
@@ -98,7 +81,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     def remembered(
         pipe: Any,
         call: dict[str, Any],
-        method: FineGrained = FINE,
+        method: Remembering = METHOD,
         geometry: Geometry = GEOMETRY,
         branches: int = 1,
     ) -> Tensor:
@@ -149,7 +132,7 @@ def test_lists_are_made_on_schedule_and_serve_until_the_next(
     pipe = pipe_of()
     more, branches = (guidance(), 2) if is_guided else ({}, 1)
     expected = oracle(pipe, call_of(**more), branches=branches)
-    with nearfield.apply(pipe, FINE) as handle:
+    with nearfield.apply(pipe, METHOD) as handle:
         assert "not known before them" in handle.summary(height=192, width=160, text=TEXT)
         found = pipe(**call_of(**more)).images
         told = handle.summary()
@@ -172,7 +155,7 @@ def test_two_generations_with_guidance_off_and_on(oracle: Callable[..., Tensor])
     ]
     expected = [oracle(pipe, call | fresh(), branches=branches) for call, branches in calls]
     assert_differ(expected[0], expected[1])
-    with nearfield.apply(pipe, FINE):
+    with nearfield.apply(pipe, METHOD):
         for (call, _), wanted in zip(calls, expected, strict=True):
             assert_same(pipe(**call | fresh()).images, wanted)
 
@@ -188,7 +171,7 @@ def test_a_generation_that_was_broken_off_leaves_nothing_to_the_next(oracle: Cal
     def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         raise InterruptedError
 
-    with nearfield.apply(pipe, FINE):
+    with nearfield.apply(pipe, METHOD):
         with pytest.raises(InterruptedError):
             pipe(**call_of(), callback_on_step_end=stop)
         assert_same(pipe(**call_of(seed=9)).images, expected)
@@ -199,7 +182,7 @@ def test_calls_without_names_are_told_apart_by_their_text(share: bool, oracle: C
     """This pipeline computes two branches in a step and does not say which is which."""
     pipe = pipe_of("FluxImg2ImgPipeline")
     pipe.vae.double()
-    method = FineGrained(16, 2, threshold="1/N", refresh=(0.0, 0.5), share_branches=share)
+    method = Remembering(share_branches=share)
     picture = torch.rand(1, 3, 24, 20, generator=torch.Generator().manual_seed(0)).double()
     more = guidance() | {"image": picture, "strength": 1.0}
     seen: list[list[str]] = []
@@ -218,7 +201,7 @@ def test_guidance_in_a_doubled_batch_is_one_branch(oracle: Callable[..., Tensor]
     pipe.transformer.double()
     call = dict(double(guided_call(steps=4)))
     layers = len(pipe.transformer.attn_processors)
-    with nearfield.apply(pipe, FINE) as handle:
+    with nearfield.apply(pipe, METHOD) as handle:
         pipe(**call)
         assert remembered(handle) == [("text 1", 2)]
         assert f"{2 * layers} of {4 * layers} attention calls full" in handle.summary()
@@ -228,7 +211,7 @@ def test_image_to_image_begins_in_the_middle_of_the_schedule() -> None:
     pipe = pipe_of("FluxImg2ImgPipeline")
     pipe.vae.double()
     picture = torch.rand(1, 3, 24, 20, generator=torch.Generator().manual_seed(0)).double()
-    with nearfield.apply(pipe, FineGrained(16, 2, refresh=(0.0, 0.8))) as handle:
+    with nearfield.apply(pipe, Remembering(refresh=(0.0, 0.8))) as handle:
         pipe(**call_of(6, image=picture, strength=0.5))
         # Of 6 steps the last 3: lists are made at the first of them, and at the fifth of all.
         assert f"{2 * LAYERS} of {3 * LAYERS} attention calls full" in handle.summary()
@@ -236,7 +219,7 @@ def test_image_to_image_begins_in_the_middle_of_the_schedule() -> None:
 
 def test_dense_steps_come_before_the_first_lists(oracle: Callable[..., Tensor]) -> None:
     pipe = pipe_of()
-    method = FineGrained(16, 2, threshold="1/N", refresh=(0.0,), dense_steps=2)
+    method = Remembering(refresh=(0.0,), dense_steps=2)
     with nearfield.apply(pipe, method) as handle:
         pipe(**call_of(6))
         told = handle.summary()
@@ -252,7 +235,7 @@ def test_a_scheduler_that_does_not_know_its_step() -> None:
     masks = {"prompt_attention_mask": torch.ones(1, 7), "negative_prompt_attention_mask": torch.ones(1, 7)}
     call = guided_call(steps=6) | masks | {"negative_prompt": None, "use_resolution_binning": False}
     call = {name: value for name, value in call.items() if "pooled" not in name}
-    with nearfield.apply(pipe, FINE) as handle:
+    with nearfield.apply(pipe, METHOD) as handle:
         for _ in range(2):
             call["generator"] = torch.Generator().manual_seed(3)
             pipe(**call)
@@ -265,7 +248,7 @@ def test_a_unet_that_is_called_once_for_each_branch() -> None:
     scheduler.set_timesteps(4)
     inputs = tiny_models.sdxl_inputs((8, 8))
     other = inputs | {"encoder_hidden_states": randn(1, TEXT, 8, seed=9)}
-    with nearfield.apply(model, FINE, scheduler=scheduler) as handle:
+    with nearfield.apply(model, METHOD, scheduler=scheduler) as handle:
         for timestep in scheduler.timesteps:
             results = [run(model, call | {"timestep": timestep}) for call in (inputs, other)]
             scheduler.step(results[0], timestep, inputs["sample"])
@@ -284,7 +267,7 @@ def test_memory_is_released_when_a_generation_is_over() -> None:
         kept.extend(weakref.ref(known.lists) for reader in readers for known in reader.known.values())
         return {}
 
-    with nearfield.apply(pipe, FINE) as handle:
+    with nearfield.apply(pipe, METHOD) as handle:
         pipe(**call_of(2), callback_on_step_end=look)
         gc.collect()
         assert len(kept) == 2 * LAYERS
@@ -296,7 +279,7 @@ def test_memory_is_released_when_a_generation_is_over() -> None:
 def test_memory_is_released(way: str) -> None:
     """By a pipeline that does not say when its generation is over."""
     pipe = sd3_pipeline()
-    handle = nearfield.apply(pipe, FINE)
+    handle = nearfield.apply(pipe, METHOD)
     pipe(**guided_call(steps=2))
     known = weakref.ref(next(iter(handle._regions[0].ready.attentions[0].known.values())).lists)
     assert known() is not None
@@ -321,7 +304,7 @@ def test_sizes_may_change(oracle: Callable[..., Tensor]) -> None:
         oracle(pipe, call | fresh(), geometry=Geometry(grid, TEXT))
         for call, grid in zip(calls, grids, strict=True)
     ]
-    with nearfield.apply(pipe, FINE):
+    with nearfield.apply(pipe, METHOD):
         for call, wanted in zip(calls, expected, strict=True):
             assert_same(pipe(**call | fresh()).images, wanted)
 
@@ -331,7 +314,7 @@ def test_texts_that_are_gone_are_not_remembered() -> None:
     model, scheduler = flux_of(), diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(4)
     stock = run(model, double(tiny_models.flux_inputs((12, 10))))
-    with nearfield.apply(model, FINE, scheduler=scheduler) as handle:
+    with nearfield.apply(model, METHOD, scheduler=scheduler) as handle:
         for number in range(3):
             assert_same(run(model, double(tiny_models.flux_inputs((12, 10)))), stock)
             assert remembered(handle) == [(f"text {number + 1}", 1)]
@@ -342,7 +325,7 @@ def test_a_loop_that_loses_its_texts_is_told_so_once(names: bool) -> None:
     """It pays for full attention at every step; with names its calls remember."""
     model, scheduler = flux_of(), diffusers.FlowMatchEulerDiscreteScheduler()
     with (
-        nearfield.apply(model, FINE, scheduler=scheduler) as handle,
+        nearfield.apply(model, METHOD, scheduler=scheduler) as handle,
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
@@ -370,7 +353,7 @@ def test_remove_leaves_no_trace() -> None:
     pipe = pipe_of()
     expected = pipe(**call_of(3)).images  # diffusers leaves its registry of hooks at the first call
     before = trace(pipe.transformer)
-    with nearfield.apply(pipe, FINE):
+    with nearfield.apply(pipe, METHOD):
         assert_differ(pipe(**call_of(3)).images, expected)
         assert "nearfield_listener" in dict(pipe.transformer.named_children())
     assert trace(pipe.transformer) == before
@@ -383,7 +366,7 @@ def test_with_a_cache_of_diffusers(oracle: Callable[..., Tensor]) -> None:
     expected = oracle(pipe, call_of(4, **guidance()), branches=2)
     config = diffusers.FirstBlockCacheConfig(threshold=0.0)
     pipe.transformer.enable_cache(config)
-    with nearfield.apply(pipe, FINE):
+    with nearfield.apply(pipe, METHOD):
         assert_same(pipe(**call_of(4, **guidance())).images, expected)
         pipe.transformer.disable_cache()
         pipe.transformer.enable_cache(config)
@@ -396,7 +379,7 @@ def test_offloaded(oracle: Callable[..., Tensor]) -> None:
     pipe = pipe_of()
     expected = oracle(pipe, call_of(4, **guidance()), branches=2)
     _, hook = accelerate.cpu_offload_with_hook(pipe.transformer, execution_device=torch.device("cpu"))
-    with nearfield.apply(pipe, FINE):
+    with nearfield.apply(pipe, METHOD):
         assert_same(pipe(**call_of(4, **guidance())).images, expected)
         hook.remove()
         accelerate.cpu_offload_with_hook(pipe.transformer, execution_device=torch.device("cpu"))
@@ -408,7 +391,7 @@ def looped(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     results = []
-    with nearfield.apply(model, FINE, scheduler=scheduler):
+    with nearfield.apply(model, METHOD, scheduler=scheduler):
         for timestep in scheduler.timesteps:
             results.append(run(model, inputs | {"timestep": timestep[None] / 1000}))
             scheduler.step(results[-1], timestep, inputs["hidden_states"])
@@ -427,7 +410,8 @@ def test_compiled_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [BlockTopK(16, 8, dense_layers=0), FineGrained(16, 4, predict="online", mass=0.5)]
+    "method",
+    [BlockTopK(16, 8, dense_layers=0), BlockTopK(16, 4, top_p=0.5, min_similarity=0.6, dense_layers=0)],
 )
 def test_compiled_blocks_that_choose_at_every_call(method: Any) -> None:
     torch._dynamo.reset()
@@ -442,7 +426,7 @@ def test_compiled_blocks_that_choose_at_every_call(method: Any) -> None:
 def test_a_whole_model_compiled_is_refused() -> None:
     torch._dynamo.reset()
     pipe = pipe_of()
-    with nearfield.apply(pipe, FINE) as handle:
+    with nearfield.apply(pipe, METHOD) as handle:
         handle.prepare(height=192, width=160, text=TEXT)
         compiled = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
         with pytest.raises(Exception, match="must not be compiled as a whole where the method remembers"):
@@ -458,7 +442,8 @@ def gradients(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "method", [BlockTopK(16, 8, dense_layers=0), FineGrained(16, 4, predict="online", mass=0.5)]
+    "method",
+    [BlockTopK(16, 8, dense_layers=0), BlockTopK(16, 4, top_p=0.5, min_similarity=0.6, dense_layers=0)],
 )
 def test_training_chooses_at_every_call(method: Any) -> None:
     model, inputs = flux_of(), double(tiny_models.flux_inputs((12, 10), 2))
@@ -475,7 +460,7 @@ def test_training_with_a_method_that_remembers() -> None:
     """Needs a scheduler; and layers that are computed again would find what they left."""
     model, inputs = flux_of(), double(tiny_models.flux_inputs((12, 10)))
     with pytest.raises(ValueError) as error:
-        nearfield.apply(model, FINE)
+        nearfield.apply(model, METHOD)
     assert str(error.value) == (
         "`scheduler` must be given where the method remembers from step to step; got None. Apply to a pipeline, pass "
         '`scheduler=`, or let the method decide at every call (predict="online").'
@@ -487,7 +472,7 @@ def test_training_with_a_method_that_remembers() -> None:
         "`backward` must not compute layers again that remember; got checkpointing. "
         'Use predict="online", or call `disable_gradient_checkpointing()`.'
     )
-    with nearfield.apply(model, FINE, scheduler=scheduler):
+    with nearfield.apply(model, METHOD, scheduler=scheduler):
         with pytest.raises(ValueError) as error:
             gradients(model, inputs)
         assert str(error.value) == message
@@ -500,7 +485,7 @@ def test_two_models_of_a_pipeline_share_its_steps() -> None:
     """The second takes over in the middle, and makes lists of its own there."""
     pipe = pipe_of()
     pipe.transformer_2 = flux_of()
-    with nearfield.apply(pipe, FINE) as handle:
+    with nearfield.apply(pipe, METHOD) as handle:
         pipe(**call_of(4))
         summaries = handle.summary().split("FluxTransformer2DModel")
     assert "attention calls full" in summaries[1]
@@ -511,7 +496,7 @@ def test_lists_of_merged_tokens_go_with_their_maps() -> None:
     """Tokens that are merged anew are others, in every branch."""
     pipe = pipe_of()
     merge = Merge(0.5, region_size=16, skip_blocks=(0, 0), refresh=(3, 3))
-    method = FineGrained(16, 2, threshold="1/N", refresh=(0.0,))
+    method = Remembering(refresh=(0.0,))
     with nearfield.apply(pipe, merge | method) as handle:
         pipe(**call_of(6, **guidance()))
         # At steps 0 and 3, in two branches.
@@ -523,7 +508,7 @@ def test_summary_counts_pairs_and_memory_of_merged_tokens() -> None:
     """Everything is read, but among 67 of 127 tokens, in dense steps, too."""
     pipe = pipe_of()
     merge = Merge(0.5, skip_blocks=(0, 0), refresh=(3, 3))
-    method = FineGrained(16, 2, threshold=0.0, refresh=(0.0,), dense_steps=1)
+    method = Remembering(least=0.0, refresh=(0.0,), dense_steps=1)
     with nearfield.apply(pipe, merge | method) as handle:
         pipe(**call_of(6))
         assert handle.pairs_kept() == pytest.approx((67 / 127) ** 2)
@@ -541,7 +526,7 @@ def test_parts_of_a_panorama_are_not_mixed_up() -> None:
     schedule.set_timesteps(8)
     inputs = double(tiny_models.flux_inputs((12, 10)))
     parts = [inputs | {"hidden_states": randn(1, 120, 4, seed=seed).double()} for seed in (8, 9)]
-    with nearfield.apply(model, FINE, scheduler=schedule) as handle:
+    with nearfield.apply(model, METHOD, scheduler=schedule) as handle:
         for step in range(2):
             schedule._step_index = step
             for part in parts:
@@ -549,39 +534,9 @@ def test_parts_of_a_panorama_are_not_mixed_up() -> None:
         assert f"last generation: {4 * LAYERS} of {4 * LAYERS} attention calls full" in handle.summary()
 
 
-def test_memory_bound_is_held(oracle: Callable[..., Tensor]) -> None:
-    pipe = pipe_of()
-    expected = oracle(pipe, call_of(4, **guidance()), branches=2)
-    method = FineGrained(16, 2, threshold="1/N", refresh=(0.0, 0.5), memory=0)
-    with nearfield.apply(pipe, method) as handle:
-        assert "at most 0 GiB on the device (memory=0)" in handle.summary(height=192, width=160)
-        assert_same(pipe(**call_of(4, **guidance())).images, expected)
-        told = handle.summary()
-    # 2 layers, 2 heads, 8 blocks of queries, 64 of keys; 2 branches.
-    assert f"memory: {2 * 2 * (8 * 8 + 4 * 9) / 1024:.1f} KiB as bits" in told
-    assert f"taken: {2 * 2 * 2 * (8 * 8 + 4 * 9) / 1024:.1f} KiB as bits in host memory" in told
-
-
-def test_layers_share_the_memory_allowed() -> None:
-    """All of them together stay below the bound, as lists where those fit and as bits where not."""
-    pipe = pipe_of()
-
-    def taken(**fields: Any) -> list[Any]:
-        with nearfield.apply(pipe, replace(FINE, **fields)) as handle:
-            pipe(**call_of(2))
-            return [reader.most for reader in handle._regions[0].ready.attentions]
-
-    free = taken()
-    assert all(set(most) == {"lists"} for most in free)
-    bound = max(most["lists"] for most in free)  # of one layer, where there are two
-    bounded = taken(memory=bound / 2**30)
-    assert all(set(most) == {"bits"} for most in bounded)
-    assert sum(most["bits"] for most in bounded) <= bound
-
-
 def test_blocks_say_what_they_read_and_estimate_what_they_drop() -> None:
     model, inputs = flux_of(), double(tiny_models.flux_inputs((12, 10)))
-    with nearfield.apply(model, BlockTopK(16, 8, mass=0.5, dense_layers=0)) as handle:
+    with nearfield.apply(model, BlockTopK(16, 8, top_p=0.5, dense_layers=0)) as handle:
         assert "not known before them" in handle.summary(height=192, width=160)
         run(model, inputs)
         told = handle.summary()

@@ -9,17 +9,18 @@ import peft
 import pytest
 import torch
 from tests import tiny_models
+from tests.remembering import Remembering
 from tests.test_adapters import EVERYTHING, SPARSE, assert_differ, assert_same, double, run, trace
 from tests.test_adapters import oracle as oracle
 from tests.test_adapters_features import cached_run
-from tests.test_adapters_moments import FINE, Oracle, gradients
+from tests.test_adapters_moments import Oracle, gradients
 from tests.tiles import paper
 from tests.tiny_models import TEXT, VIDEO_MODELS, VideoGrid, wan_call, wan_pipeline
 from torch import Tensor
 from torch.nn import functional
 
 import nearfield
-from nearfield import FineGrained, Geometry, Hilbert
+from nearfield import Geometry, Hilbert
 from nearfield.methods import BlockTopK
 
 SIZES: list[tuple[VideoGrid, int]] = [((3, 4, 5), 1), ((4, 3, 6), 2), ((1, 7, 9), 1)]
@@ -90,9 +91,9 @@ def test_remove_leaves_no_trace(name: str) -> None:
     ("method", "whole"),
     [
         (BlockTopK(16, 8, dense_layers=0), {"keep": 1.0}),
-        (FineGrained(16, 2, predict="online", mass=0.5, guard=None), {"mass": 1.0}),
+        (BlockTopK(16, 2, top_p=0.5, dense_layers=0), {"top_p": 1.0}),
     ],
-    ids=["blocks", "fine"],
+    ids=["keep", "top_p"],
 )
 @pytest.mark.parametrize("name", ["wan_ti2v", "hunyuan_i2v", "ltx_i2v"])
 def test_methods_that_choose_at_calls(name: str, method: Any, whole: dict[str, float]) -> None:
@@ -109,7 +110,7 @@ def test_methods_that_choose_at_calls(name: str, method: Any, whole: dict[str, f
 def test_a_mask_of_text_is_kept_out_of_predictions() -> None:
     """What padded text holds does not matter."""
     model, inputs = made("hunyuan", (3, 4, 5), 2)
-    method = FineGrained(16, 2, predict="online", mass=0.5, guard=None)
+    method = BlockTopK(16, 2, top_p=0.5, dense_layers=0)
     with nearfield.apply(model, method):
         expected = run(model, inputs)
         blocks = []
@@ -266,7 +267,7 @@ def test_ltx_with_positions_one_by_one_is_dense_and_says_so() -> None:
 # -- pipelines -----------------------------------------------------------------------------------------------------
 
 GEOMETRY = Geometry((3, 4, 5))
-METHOD = FineGrained(16, 2, threshold="1/N", refresh=(0.0, 0.5))
+METHOD = Remembering()
 
 
 def frames(pipe: Any, **options: Any) -> Tensor:
@@ -377,7 +378,7 @@ def test_other_pipelines(make: Callable[[], Any], calls: int, branches: int) -> 
     with nearfield.apply(pipe, EVERYTHING):
         found = pipe(**call | fresh()).frames
         assert (found - stock).abs().max() <= 1e-4 * stock.abs().max()
-    with nearfield.apply(pipe, FINE) as handle:
+    with nearfield.apply(pipe, Remembering()) as handle:
         hook = pipe.transformer.register_forward_hook(
             lambda *_: seen.append(len(handle._regions[0].ready.attentions[0].known))
         )

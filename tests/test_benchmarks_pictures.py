@@ -477,7 +477,7 @@ def test_patterns_that_choose_or_merge_read_less(group: str) -> None:
         with handle:
             pipeline.sample(range(1), size=task.size, steps=task.steps)
             facts = picture_runs.Drawing(pipeline, task, handle).facts()
-        # In two steps lists are only made, by full attention; random tokens are so unlike that a guard keeps them.
+        # In two steps lists are only made, by full attention; random tokens are so unlike that all are read.
         least_left_out = 0 if isinstance(method, FineGrained) else 0.05
         assert 0 < facts.pairs_kept <= 1 - least_left_out, pattern.name
         is_merged = isinstance(method, Merge | Composition | BipartiteMerge)

@@ -301,7 +301,7 @@ def test_pairs_of_layers_that_differ_are_those_that_apply_counts() -> None:
     """Where queries and keys decide, nobody knows them."""
     (result,) = Bench(replace(TINY, fields=TILES | {"tiles": (4, 2)})).run()
     assert 0 < result["density"] < 1
-    fields = {"grain": 16, "query_block": 16, "mass": 0.5}
+    fields = {"k_block": 16, "q_block": 16, "top_p": 0.5}
     (chosen,) = Bench(replace(TINY, method="BlockTopK", fields=fields)).run()
     assert (chosen["density"], chosen["bound"]) == (None, None)
     assert chosen["speed_up"] > 0

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests import comfy_standin as standin
+from tests.remembering import Remembering, registered
 from tests.tiles import paper
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -409,10 +410,10 @@ def test_a_new_node_is_the_default_of_the_method(name: str) -> None:
         assert torch.equal(case.run(model), case.run(case.patcher)), "the first step of five is dense"
 
 
-def test_layers_remember_from_step_to_step() -> None:
+def test_layers_remember_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists are made by full attention at some steps, and serve until the next; another picture makes its own."""
-    case, node = CASES["FLUX"](), NODES.NODE_CLASS_MAPPINGS["NearfieldFineGrained"]()
-    (model,) = node.patch(case.patcher, refresh="0,0.6", threshold="1.5/N", query_block=16)
+    case, node = CASES["FLUX"](), NODES.nodes.node_of(registered(Remembering, monkeypatch))()
+    (model,) = node.patch(case.patcher, refresh="0,0.6", least="1.5")
     first, *later = (case.run(model, step) for step in range(5))
     dense = [case.run(case.patcher, step) for step in range(5)]
     same = [torch.allclose(*pair, rtol=0, atol=1e-9) for pair in zip([first, *later], dense, strict=True)]
@@ -424,9 +425,11 @@ def test_layers_remember_from_step_to_step() -> None:
     assert all(layer is not before[key] for key, layer in wrapper._layers.items())
 
 
-def test_what_must_know_its_step_stays_dense_where_nobody_says_it(caplog: pytest.LogCaptureFixture) -> None:
-    case, node = CASES["FLUX"](), NODES.NODE_CLASS_MAPPINGS["NearfieldFineGrained"]()
-    (model,) = node.patch(case.patcher, threshold="1.5/N")
+def test_what_must_know_its_step_stays_dense_where_nobody_says_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, node = CASES["FLUX"](), NODES.nodes.node_of(registered(Remembering, monkeypatch))()
+    (model,) = node.patch(case.patcher)
     with caplog.at_level(logging.INFO, "nearfield.comfyui"):
         options = {"wrappers": model.wrappers}
         model.model.apply_model(case.latent, SIGMAS[:1], c_crossattn=case.text, transformer_options=options)

@@ -15,7 +15,7 @@ from tests import command_line as cli
 from tests import tiny_models
 from tests.cats import CATS, lively_model
 
-from nearfield import FineGrained, Hilbert, LogLinear, Merge
+from nearfield import Hilbert, LogLinear, Merge
 from nearfield.cli import methods
 from nearfield.cli.progress import Bar, time_for
 from nearfield.methods import BlockTopK, method_class, method_classes
@@ -48,8 +48,8 @@ BAD_CALLS = {
     "generate --size 100": "`--size` must be pixels or height x width, in multiples of 8; got '100'. "
     "Example: --size 512",
     "generate --method fast": "`--method` must be one of METHODS; got 'fast'.",
-    "generate --method blocktopk --set tiles=4": "`--set` must be one of query_block, grain, keep, mass, guard, order, "
-    "dense_layers, dense_steps; got 'tiles'.",
+    "generate --method blocktopk --set tiles=4": "`--set` must be one of q_block, k_block, keep, top_p, "
+    "min_similarity, order, dense_layers, dense_steps; got 'tiles'.",
     "generate --method stridedkeys --set tiles": "`--set` must be FIELD=VALUE; got 'tiles'. "
     "Example: --set dense_steps=0",
     "generate --method merge+hilbert+merge": "`--method` must be one, or two: one that merges and one that reads; "
@@ -135,11 +135,13 @@ METHODS = {
     "--set tiles=4 --set tiles=8": Hilbert(tiles=8),
     "--method dense": None,
     "--method loglinear": LogLinear(),
-    "--method finegrained --set threshold=0.2/N": FineGrained(threshold="0.2/N"),
     "--method blocktopk --set dense_layers=2 --set dense_steps=1": BlockTopK(dense_layers=2, dense_steps=1),
     "--method merge": Merge(),
     "--method merge+hilbert --set ratio=0.3 --set hilbert.tiles=4": Merge(0.3) | Hilbert(tiles=4),
 }
+
+
+METHODS |= {f"--method {name}": kind() for name, kind in method_classes().items()}
 
 
 @pytest.mark.parametrize("fields", METHODS)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from PIL import Image
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
+from tests.remembering import Remembering
 from tests.tiles import paper
 
-from nearfield import FineGrained, Hilbert, Merge, _files, apply
+from nearfield import Hilbert, Merge, _files, apply
 from nearfield.diffusers.region import Region
 from nearfield.methods import Composition
 from nearfield_lab.embedded import generate, pictures, storage
@@ -206,7 +207,7 @@ def test_sampler_refuses_odd_sizes() -> None:
     "method",
     [
         Merge(ratio=0.5, region_size=16, refresh=(10, 10), skip_blocks=(0, 0)),
-        FineGrained(16, 4, threshold="1/N", refresh=(0.0,)),
+        Remembering(16, 4, refresh=(0.0,)),
     ],
     ids=lambda method: type(method).__name__,
 )

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, Plan, PlanMethod, planning
+from nearfield import Geometry, Hilbert, LogLinear, Merge, Plan, PlanMethod, planning
 from nearfield.methods import Composition, method_classes, registry
 from nearfield.methods.fields import (
     as_document,
@@ -20,6 +20,18 @@ from nearfield.methods.fields import (
 )
 
 CLASSES = tuple(method_classes().values())
+
+
+@dataclass(frozen=True)
+class Spokes(PlanMethod):
+    """Fields of further types."""
+
+    width: float | str = 1.0
+    reach: float | None = 0.6
+    turns: tuple[float, ...] = (0.0,)
+
+    def plan(self, geometry: Geometry, layer: int, *, q_block: int, k_block: int) -> Plan:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.name)
@@ -51,10 +63,10 @@ def test_every_field_has_help_and_a_default_that_can_be_written(kind: Any) -> No
         (Hilbert, "share", "two-way", "two-way"),
         (LogLinear, "levels", "auto", "auto"),
         (LogLinear, "levels", "2", 2),
-        (FineGrained, "threshold", "0.5/N", "0.5/N"),
-        (FineGrained, "threshold", "0.01", 0.01),
-        (FineGrained, "guard", "none", None),
-        (FineGrained, "refresh", "0,0.5", (0.0, 0.5)),
+        (Spokes, "width", "0.5/N", "0.5/N"),
+        (Spokes, "width", "0.01", 0.01),
+        (Spokes, "reach", "none", None),
+        (Spokes, "turns", "0,0.5", (0.0, 0.5)),
         (Merge, "ratio", "0.3", 0.3),
         (Merge, "sharpness", "inf", float("inf")),
         (Merge, "refresh", "3,1", (3, 1)),
@@ -124,7 +136,6 @@ METHODS = [
     Hilbert(),
     Hilbert(tiles=(4, 16), far=None, dense_layers=(3,), dense_steps=(1, 0.1)),
     LogLinear(levels=2, weighted=False),
-    FineGrained(threshold=0.01, guard=None, refresh=(0.0,), memory=0.5),
     Merge(0.3, groups=4) | Hilbert(tiles=9, shared="centre"),
     Composition(Merge(0.25)),
 ]

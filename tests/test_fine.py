@@ -127,7 +127,7 @@ def test_another_batch_makes_its_own_lists() -> None:
 
 
 def test_online_needs_no_moment_and_reads_what_it_predicts() -> None:
-    method = FineGrained(16, 4, predict="online", mass=0.5, guard=None)
+    method = FineGrained(16, 4, predict="online", top_p=0.5, min_similarity=None)
     reader = method.layer(GEOMETRY)
     query, key, value = inputs()
     got = reader.attend(query, key, value).out
@@ -255,7 +255,7 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
         "`threshold` must be a weight, or one times that of equal keys, as \"0.5/N\"; got 'half'.",
     ),
     (lambda: FineGrained(threshold=-1), ValueError, "`threshold` must be at least 0; got -1."),
-    (lambda: FineGrained(mass=0), ValueError, "`mass` must lie above 0, up to 1; got 0."),
+    (lambda: FineGrained(top_p=0), ValueError, "`top_p` must lie above 0, up to 1; got 0."),
     (
         lambda: FineGrained(refresh=()),
         TypeError,

@@ -107,7 +107,7 @@ def test_a_closed_second_branch_leaves_block_selection(method: Any) -> None:
     plain = method.layer(geometry).attend(*leaves)
     torch.testing.assert_close(got.out, plain.out)
     assert torch.equal(got.lse, plain.lse)
-    chosen = BlockTopK(query_block=8, grain=8, keep=2 / 6).layer(geometry).attend(*leaves)
+    chosen = BlockTopK(q_block=8, k_block=8, keep=2 / 6).layer(geometry).attend(*leaves)
     torch.testing.assert_close(plain.out, chosen.out)
     torch.testing.assert_close(plain.lse, chosen.lse)
 

@@ -66,7 +66,7 @@ names = nearfield.__all__
 assert len(names) == len(set(names)), "a name is listed twice"
 missing = [name for name in names if not hasattr(nearfield, name)]
 assert not missing, missing
-for name in ("apply", "attend", "Attended", "Handle", "Plan", "Positions", "planning", "curves", "__version__"):
+for name in ("apply", "attend", "Attended", "Handle", "Plan", "planning", "curves", "__version__"):
     assert name in names, name
 assert callable(nearfield.attend), "the submodule `attend` hides the function"
 """

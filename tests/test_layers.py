@@ -276,7 +276,7 @@ ALLOWED = {
         "from nearfield.layout import curves\nfrom nearfield.methods import Hilbert",
     ),
     "the builders": ("planning.py", "from nearfield.plan import full"),
-    "a room reads an earlier one": ("methods/finegrained.py", "from nearfield.ops import attend"),
+    "a room reads an earlier one": ("methods/spokes.py", "from nearfield.ops import attend"),
     "a room reads its own modules": ("ops/attention/api.py", "from nearfield.ops.lists import api"),
     "a room reads the checks": ("layout/curves.py", "from nearfield._checks import check_int"),
     "checks name a plan": ("_checks.py", f"{GUARD}from nearfield.plan import Plan"),
@@ -284,13 +284,13 @@ ALLOWED = {
     "triton in one module of kernels": ("ops/windows/triton.py", "import triton"),
     "methods gathers": (
         "methods/__init__.py",
-        "from .hilbert import Hilbert\nfrom nearfield.methods import finegrained",
+        "from .hilbert import Hilbert\nfrom nearfield.methods import spokes",
     ),
     "a method of several modules": (
         "methods/hilbert/plans.py",
         "from nearfield.methods.hilbert.layout import layout_of\nfrom nearfield.methods.hilbert import Hilbert",
     ),
-    "a method reads what all share": ("methods/finegrained.py", "from nearfield.methods.base import Method"),
+    "a method reads what all share": ("methods/spokes.py", "from nearfield.methods.base import Method"),
     "a shared module reads an earlier one": (
         "methods/base.py",
         "from nearfield.methods.layers import PlanLayer",
@@ -335,9 +335,9 @@ FORBIDDEN = {
         "retrieval/store.py", "import nearfield.diffusers", "retrieval/store.py:1: retrieval.store -> diffusers"
     ),
     "past an __init__": (
-        "methods/finegrained.py",
+        "methods/spokes.py",
         "from nearfield.ops.attention.api import attend",
-        "methods/finegrained.py:1: methods.finegrained -> ops.attention.api",
+        "methods/spokes.py:1: methods.spokes -> ops.attention.api",
     ),
     "public names past an __init__": (
         "__init__.py",
@@ -345,24 +345,24 @@ FORBIDDEN = {
         "__init__.py:1: __init__ -> ops.attention.api",
     ),
     "a method reads a method": (
-        "methods/finegrained.py",
+        "methods/spokes.py",
         "from .hilbert import Hilbert",
-        "methods/finegrained.py:1: methods.finegrained -> methods.hilbert",
+        "methods/spokes.py:1: methods.spokes -> methods.hilbert",
     ),
     "a method's module reads a method": (
         "methods/hilbert/plans.py",
-        "from nearfield.methods.finegrained import FineGrained",
-        "methods/hilbert/plans.py:1: methods.hilbert.plans -> methods.finegrained",
+        "from nearfield.methods.spokes import Spokes",
+        "methods/hilbert/plans.py:1: methods.hilbert.plans -> methods.spokes",
     ),
     "a method reads a method's module": (
-        "methods/finegrained.py",
+        "methods/spokes.py",
         "from .hilbert.plans import near_plan",
-        "methods/finegrained.py:1: methods.finegrained -> methods.hilbert.plans",
+        "methods/spokes.py:1: methods.spokes -> methods.hilbert.plans",
     ),
     "a method reads all methods": (
-        "methods/finegrained.py",
+        "methods/spokes.py",
         "from nearfield.methods import Hilbert",
-        "methods/finegrained.py:1: methods.finegrained -> methods",
+        "methods/spokes.py:1: methods.spokes -> methods",
     ),
     "a shared module reads a later one": (
         "methods/layers.py",
@@ -371,8 +371,8 @@ FORBIDDEN = {
     ),
     "a shared module reads a method": (
         "methods/base.py",
-        "from nearfield.methods.finegrained import FineGrained",
-        "methods/base.py:1: methods.base -> methods.finegrained",
+        "from nearfield.methods.spokes import Spokes",
+        "methods/base.py:1: methods.base -> methods.spokes",
     ),
     "a room reads the public names": (
         "ops/attention/api.py",
@@ -410,7 +410,7 @@ BACKGROUND = dict.fromkeys(
         "planning.py",
         "ops/__init__.py",
         "ops/attention/api.py",
-        "methods/finegrained.py",
+        "methods/spokes.py",
         "methods/hilbert/__init__.py",
     ]
     + [f"methods/{name}.py" for name in ("base", "layers")]

@@ -153,7 +153,7 @@ def test_plans_of_a_prediction_read_what_it_keeps(compact: bool) -> None:
 def test_keeping_everything_is_full_attention() -> None:
     geometry = Geometry((8, 9), text=7)
     query, key, value = inputs(79, 79)
-    got = BlockTopK(16, 8, mass=1.0).layer(geometry).attend(query, key, value)
+    got = BlockTopK(16, 8, top_p=1.0).layer(geometry).attend(query, key, value)
     full = nearfield.attend(query, key, value, nearfield.planning.full(79))
     torch.testing.assert_close(got.out, full.out)
 
@@ -165,7 +165,7 @@ def test_more_is_dropped_where_less_is_kept_and_the_truth_is_near_the_estimate()
     weights, _ = weights_of(query, key)
     dropped = []
     for keep in (0.25, 0.5, 1.0):
-        prediction = BlockTopK(8, 8, keep=keep).predict(query, key, geometry)
+        prediction = BlockTopK(8, 8, keep=keep).layer(geometry).choose(query, key)
         reads = prediction.keep.repeat_interleave(8, 2).repeat_interleave(8, 3)
         torch.testing.assert_close(prediction.dropped, (weights * ~reads).sum(-1).mean(-1))
         dropped.append(float(prediction.dropped.mean()))
@@ -175,7 +175,7 @@ def test_more_is_dropped_where_less_is_kept_and_the_truth_is_near_the_estimate()
 def test_choosing_by_means_compiles_with_what_reads_it() -> None:
     geometry = Geometry((8, 9), text=7)
     query, key, value = (x.float() for x in inputs(79, 79))
-    reader = BlockTopK(16, 8, mass=0.8, guard=0.2).layer(geometry)
+    reader = BlockTopK(16, 8, top_p=0.8, min_similarity=0.2).layer(geometry)
     compiled = torch.compile(reader.attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(query, key, value).out, reader.attend(query, key, value).out)
 
@@ -191,17 +191,17 @@ def test_choosing_by_means_is_a_proper_operator(mass: float | None) -> None:
 
 BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
-        lambda: BlockTopK(keep=0.5, mass=0.5),
+        lambda: BlockTopK(keep=0.5, top_p=0.5),
         ValueError,
-        "`mass` must be given instead of `keep`, not with it; got (0.5, 0.5).",
+        "`top_p` must be given instead of `keep`, not with it; got (0.5, 0.5).",
     ),
     (lambda: BlockTopK(keep=0.0), ValueError, "`keep` must lie above 0, up to 1; got 0.0."),
-    (lambda: BlockTopK(mass=1.5), ValueError, "`mass` must lie above 0, up to 1; got 1.5."),
-    (lambda: BlockTopK(guard="a"), TypeError, "`guard` must be a number; got 'a'."),
+    (lambda: BlockTopK(top_p=1.5), ValueError, "`top_p` must lie above 0, up to 1; got 1.5."),
+    (lambda: BlockTopK(min_similarity="a"), TypeError, "`min_similarity` must be a number; got 'a'."),
     (
-        lambda: BlockTopK(grain=3),
+        lambda: BlockTopK(k_block=3),
         ValueError,
-        "`grain` must be one of 1, 2, 4, 8, 16, 32, 64, 128, 192; got 3.",
+        "`k_block` must be one of 1, 2, 4, 8, 16, 32, 64, 128, 192; got 3.",
     ),
 ]
 

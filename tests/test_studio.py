@@ -15,7 +15,7 @@ from tests import tiny_models
 from tests.cats import SIZE, lively_model
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 
-from nearfield import FineGrained, Geometry, Hilbert, Merge, PlanMethod, recipes
+from nearfield import Geometry, Hilbert, Merge, PlanMethod, recipes
 from nearfield.cli.arguments import UsageError
 from nearfield.methods import DEFAULT, BlockTopK, GatedBlocks, method_class, own_methods
 from nearfield.methods.recipes import Recipe
@@ -99,8 +99,8 @@ def test_recipes_that_ship_fill_in_the_fields(name: str) -> None:
         Hilbert(dense_steps=(1, 0.1)),
         Hilbert(tile_size=64),
         Hilbert(tiles=(4, 16)),
-        FineGrained(mass=0.8),
         Merge(0.25, refresh=(3, 1)),
+        *(method_class(name)() for name in fields.METHODS),
     ],
 )
 def test_fields_of_a_method_are_filled_in(method: Any) -> None:

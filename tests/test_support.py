@@ -12,6 +12,7 @@ from docs import support
 from nearfield import Hilbert
 from nearfield.diffusers.blocks import BLOCKS
 from nearfield.diffusers.specs import SPECS
+from nearfield.methods import MergeMethod, method_classes
 
 COMMITTED = (Path(__file__).resolve().parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
 
@@ -36,15 +37,18 @@ def test_committed_page_is_up_to_date(made: str) -> None:
 
 
 def test_every_method_works_or_is_refused_by_rule(made: str) -> None:
-    """Two methods know images only; merging needs blocks that add to their tokens."""
+    """Some methods know images only; merging needs blocks that add to their tokens."""
+    kinds = {kind.__name__: kind for kind in method_classes(installed=False).values()}
     table = cells(made, "Models and methods")
     assert list(table) == [spec.model for spec in SPECS]
     for spec in SPECS:
         row = table[spec.model]
-        refused = {"GatedBlocks", "SparseLinear"} if spec.text else set()
-        refused |= set() if spec.model in BLOCKS else {"Merge", "BipartiteMerge"}
-        assert {name for name, cell in row.items() if cell == "-"} == refused
-        assert set(row.values()) <= {"exact", "runs", "-"}
+        assert set(row) == set(kinds)
+        for name, kind in kinds.items():
+            is_merging = issubclass(kind, MergeMethod)
+            refused = (spec.text and not kind.takes_text) or (is_merging and spec.model not in BLOCKS)
+            works = "runs" if kind.everything is None else "exact"
+            assert row[name] == ("-" if refused else works), (name, spec.model)
 
 
 def test_features_come_from_the_tests() -> None:

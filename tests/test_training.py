@@ -17,12 +17,13 @@ import pytest
 import torch
 from tests import tiny_models
 from tests.cats import CATS, CONFIG, SIZE, autoencoder, latents, lively_model
+from tests.remembering import Remembering
 from tests.tiles import paper
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
-from nearfield import FineGrained, Hilbert, apply
+from nearfield import Hilbert, apply
 from nearfield.diffusers.compiling import compiled_blocks
 from nearfield_lab.embedded.lora import AdapterLora, FusedLora, suits
 from nearfield_lab.embedded.model import load_model, save_model
@@ -410,7 +411,7 @@ def test_compiled_blocks_learn_the_same(
     with pytest.raises(
         ValueError, match="`compiled` must be False: its lists are remembered from step to step"
     ):
-        Recipe(method=FineGrained(), compiled=True)
+        Recipe(method=Remembering(), compiled=True)
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------
@@ -564,7 +565,7 @@ def test_compiled_distillation_learns_the_same(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(
         ValueError, match="`compiled` must be False: its lists are remembered from step to step"
     ):
-        distill.Recipe(FineGrained(), compiled=True)
+        distill.Recipe(Remembering(), compiled=True)
 
 
 def test_a_lora_for_another_model_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import nearfield
-from nearfield import Geometry, Plan, Positions, curves, methods, planning
-from nearfield.ops import attend_pooled, find_boxes
+from nearfield import Geometry, Plan, curves, methods, planning
+from nearfield.ops import Positions, attend_pooled, find_boxes
 from nearfield.ops import merge_attended as merge
 from nearfield.ops.attention import partials_reference
 from nearfield.ops.attention.operators import Pooling
@@ -103,7 +103,12 @@ def boxes(plan: Plan) -> tuple[Tensor, Tensor]:
 
 def method(name: str, **fields: Any) -> Any:
     """A method by today's names of its class and fields."""
-    return getattr(methods, name)(**fields)
+    renamed = _FIELDS | (_BLOCKS if name == "BlockTopK" else {})
+    return getattr(methods, name)(**{renamed.get(field, field): value for field, value in fields.items()})
+
+
+_FIELDS = {"mass": "top_p", "guard": "min_similarity"}
+_BLOCKS = {"query_block": "q_block", "grain": "k_block"}
 
 
 def merged(merge_method: Any, attention: Any) -> Any:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from nearfield import methods, planning
-from nearfield._types import Attended, Positions
+from nearfield._types import Attended
 from nearfield.diffusers import Handle, apply, remove
 from nearfield.layout import Geometry, Ordering, curves
 from nearfield.methods import (
@@ -19,10 +19,7 @@ from nearfield.ops import KeyValuePart, attend, attend_parts, explain_choice, me
 from nearfield.plan import Plan
 
 if TYPE_CHECKING:
-    from nearfield.methods import FineGrained as FineGrained
-    from nearfield.methods import Hilbert as Hilbert
-    from nearfield.methods import LogLinear as LogLinear
-    from nearfield.methods import Merge as Merge
+    from nearfield.methods import *  # noqa: F403, type checkers know the methods from there
 
 _methods = {kind.__name__: kind for kind in methods.own_methods() if not kind.is_baseline}
 globals().update(_methods)
@@ -38,7 +35,6 @@ __all__ = [
     "Ordering",
     "Plan",
     "PlanMethod",
-    "Positions",
     "SelectMethod",
     "SelfAttention",
     "__version__",

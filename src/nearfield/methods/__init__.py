@@ -1,7 +1,7 @@
 """The methods: each decides who reads whom, and nothing else. Frozen dataclasses; the fields are the configuration.
 
 A method is one module of this folder, or one folder. Defining its class makes it known, so this module only imports
-them all; the names under TYPE_CHECKING are for editors and type checkers.
+them all; type checkers and editors, which cannot follow that, know the names at the end.
 """
 
 import pkgutil
@@ -18,19 +18,8 @@ from nearfield.methods.dense_parts import DenseSteps, stays_dense
 from nearfield.methods.layers import FarField, LayerAttention, Memory, PlanLayer, Summary, full_layer
 from nearfield.methods.recipes import Recipe
 from nearfield.methods.registry import default_method, method_class, method_classes
-from nearfield.methods.select import SelectMethod, Summaries
+from nearfield.methods.select import SelectLayer, SelectMethod, Summaries
 from nearfield.methods.self_attention import Projections, SelfAttention, attend_with
-
-if TYPE_CHECKING:
-    from nearfield.methods.baselines.blocks import BlockTopK as BlockTopK
-    from nearfield.methods.baselines.branches import GatedBlocks as GatedBlocks
-    from nearfield.methods.baselines.branches import SparseLinear as SparseLinear
-    from nearfield.methods.baselines.shortening import BipartiteMerge as BipartiteMerge
-    from nearfield.methods.baselines.shortening import StridedKeys as StridedKeys
-    from nearfield.methods.finegrained import FineGrained as FineGrained
-    from nearfield.methods.hilbert import Hilbert as Hilbert
-    from nearfield.methods.loglinear import LogLinear as LogLinear
-    from nearfield.methods.merge import Merge as Merge
 
 for _found in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_found.name}")
@@ -64,6 +53,7 @@ __all__ = [
     "Projections",
     "Recipe",
     "Section",
+    "SelectLayer",
     "SelectMethod",
     "SelfAttention",
     "Summaries",
@@ -77,3 +67,13 @@ __all__ = [
     "stays_dense",
     *(kind.__name__ for kind in own_methods()),
 ]
+
+if TYPE_CHECKING:
+    from nearfield.methods.baselines import BipartiteMerge, BlockTopK, GatedBlocks, SparseLinear, StridedKeys
+    from nearfield.methods.finegrained import FineGrained
+    from nearfield.methods.hilbert import Hilbert
+    from nearfield.methods.loglinear import LogLinear
+    from nearfield.methods.merge import Merge
+
+    __all__ += ["BipartiteMerge", "BlockTopK", "GatedBlocks", "SparseLinear", "StridedKeys"]
+    __all__ += ["FineGrained", "Hilbert", "LogLinear", "Merge"]

@@ -72,6 +72,10 @@ class Method(ABC):
 
     ladders: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Values of fields from gentle to bold, for who seeks the boldest that a model stands; empty: nobody does."""
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Fields with which a method leaves something out of about a hundred tokens: what it is tried with."""
+    everything: ClassVar[Mapping[str, Any] | None] = None
+    """Further fields with which it reads everything, or merges nothing; None where no fields do that."""
 
     order: CurveOrder = "hilbert"
     dense_layers: Layers = 0

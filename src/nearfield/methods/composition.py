@@ -1,7 +1,7 @@
 """Merging and reading together. `apply` always holds one `Composition`, whatever it was given."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,6 +39,7 @@ class MergeMethod(Method):
         size_bias: merged keys count as often as they have tokens: the log of that is added to the logits.
     """
 
+    everything: ClassVar[Mapping[str, Any]] = {"ratio": 0.0}
     fids: ClassVar[dict[float, str]] = {}
     """FIDs of 500 pictures of the embedded model, by ratio, where they were measured."""
     fids_with_attention: ClassVar[dict[float, str]] = {}

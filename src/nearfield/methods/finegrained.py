@@ -7,9 +7,9 @@ call by attention among means ("online").
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -41,8 +41,9 @@ class FineGrained(Method):
             them; "online": from attention among means, at every call.
         threshold: cached: keep what some query of the block gives at least this weight. A number, or "x/N", x times
             the weight each of N keys would have if all were equal. 0 keeps everything.
-        mass: online: the fewest keys that hold this share of the attention among means.
-        guard: online: blocks whose tokens are less alike than that are read whole; None for none.
+        top_p: online: the fewest keys that hold this share of the attention among means.
+        min_similarity: online: blocks whose tokens are less similar than this (mean cosine with their mean) are read
+            whole; None for no such blocks.
         refresh: cached: at which shares of the denoising steps lists are made anew.
         share_branches: cached: one set of lists for all calls of a step (guidance makes several), made by the first.
         memory: cached: GiB of device memory for what all layers of a model remember; what does not fit as lists is
@@ -54,13 +55,17 @@ class FineGrained(Method):
     """
 
     name: ClassVar[str] = "finegrained"
+    example: ClassVar[Mapping[str, Any]] = {
+        "query_block": 16, "grain": 2, "predict": "online", "top_p": 0.5, "min_similarity": None
+    }  # fmt: skip
+    everything: ClassVar[Mapping[str, Any]] = {"top_p": 1.0}
 
     query_block: int = 128
     grain: int = 4
     predict: Predict = "cached"
     threshold: float | str = "0.5/N"
-    mass: float = 0.9
-    guard: float | None = 0.6
+    top_p: float = 0.9
+    min_similarity: float | None = 0.6
     refresh: tuple[float, ...] = _REFRESH
     share_branches: bool = False
     memory: float | None = None
@@ -74,9 +79,9 @@ class FineGrained(Method):
         check_member("predict", self.predict, get_args(Predict))
         check_member("order", self.order, get_args(CurveOrder))
         _weight_of(self.threshold, 1)
-        check_share("mass", self.mass)
-        if self.guard is not None:
-            check_share("guard", self.guard, above=-1.0)
+        check_share("top_p", self.top_p)
+        if self.min_similarity is not None:
+            check_share("min_similarity", self.min_similarity, above=-1.0)
         object.__setattr__(self, "refresh", _checked_refresh(self.refresh))
         check_bool("share_branches", self.share_branches)
         _check_memory(self.memory)
@@ -117,7 +122,7 @@ class FineGrained(Method):
         rows, columns = (-(-geometry.num_tokens // block) for block in (self.query_block, self.grain))
         blocks = f"{rows} blocks of {self.query_block} queries choose among {columns} of {self.grain} keys"
         if self.predict == "online":
-            return f"{geometry}: {blocks} at every call: those that hold {self.mass:.0%} of the attention among means"
+            return f"{geometry}: {blocks} at every call: those that hold {self.top_p:.0%} of the attention among means"
         weight = _weight_of(self.threshold, geometry.num_tokens)
         megabytes = self.mask_bytes(geometry, 1, 1) / 2**20
         return (
@@ -223,8 +228,8 @@ class FineLayer(LayerAttention):
             query,
             key,
             self.blocks,
-            mass=method.mass,
-            guard=method.guard,
+            mass=method.top_p,
+            guard=method.min_similarity,
             key_bias=key_bias,
             scale=scale,
             impl=impl,

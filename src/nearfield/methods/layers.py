@@ -149,6 +149,15 @@ class FarField(NamedTuple):
         windows = self.starts, self.sizes, self.window
         return weighted_windows(query, key, value, *windows, scale=scale, impl=impl)
 
+    def part(
+        self, query: Tensor, key: Tensor, value: Tensor, summary: Summary, scale: float | None, impl: Impl
+    ) -> KeyValuePart:
+        """What a call reads of the windows."""
+        if summary == "weighted":
+            keys, values, bias = self.weighted(query, key, value, scale, impl)
+            return KeyValuePart(keys, values, self.plan, bias)
+        return KeyValuePart(self.pooled(key, impl), self.pooled(value, impl), self.plan, self.bias)
+
 
 @dataclass(frozen=True)
 class PlanLayer(LayerAttention):
@@ -194,12 +203,7 @@ class PlanLayer(LayerAttention):
         if self.far is None:
             return attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
         near = KeyValuePart(key, value, self.near, key_bias)
-        if self.summary == "weighted":
-            keys, values, bias = self.far.weighted(query, key, value, scale, impl)
-        else:
-            keys, values = (self.far.pooled(x, impl) for x in (key, value))
-            bias = self.far.bias
-        far = KeyValuePart(keys, values, self.far.plan, bias)
+        far = self.far.part(query, key, value, self.summary, scale, impl)
         return attend_parts(query, [near, far], scale=scale, impl=impl)
 
 

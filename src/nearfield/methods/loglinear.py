@@ -11,11 +11,11 @@ So near things are read exactly and far things in summary, and what is near is l
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class LogLinear(Method):
     """
 
     name: ClassVar[str] = "loglinear"
+    example: ClassVar[Mapping[str, Any]] = {"block": 4, "topk": 1}
 
     block: int = 16
     topk: int = 8

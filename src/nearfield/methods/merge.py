@@ -6,9 +6,10 @@ run of a Hilbert curve: a compact patch of the image that lies in one piece, so 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class Merge(MergeMethod):
     """
 
     name: ClassVar[str] = "merge"
+    example: ClassVar[Mapping[str, Any]] = {"region_size": 16}
 
     ratio: float = 0.5
     region: Region = "run"

@@ -1,5 +1,6 @@
 """The sums. One folder for each operation: what it does (`api`), its specification in plain torch, and its kernels."""
 
+from nearfield._types import Positions
 from nearfield.ops import predict
 from nearfield.ops.attention.api import attend, attend_continued, attend_parts, check_tensors, gradients
 from nearfield.ops.attention.dispatch import explain_choice
@@ -27,6 +28,7 @@ __all__ = [
     "KeyValuePart",
     "Mask",
     "Merging",
+    "Positions",
     "Prediction",
     "ReadStats",
     "Regions",

@@ -6,6 +6,7 @@ tokens of the other blocks by linear attention, whose weights are products of po
 matrices per block, and its result goes through a projection that the model learns. Both branches are zero at first.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
@@ -40,6 +41,7 @@ class _ChosenBlocks(Method):
     dense_steps: DenseSteps = 0
 
     takes_text: ClassVar[bool] = False
+    example: ClassVar[Mapping[str, Any]] = {"block": 4, "topk": 1}
 
     def __post_init__(self) -> None:
         check_pooling("block", self.block)

@@ -1,9 +1,10 @@
 """Baselines: simple ways to shorten sequences, for comparison with `Merge` and the sparse methods."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -103,6 +104,7 @@ class StridedKeys(Method):
 
     name: ClassVar[str] = "stridedkeys"
     is_baseline: ClassVar[bool] = True
+    everything: ClassVar[Mapping[str, Any]] = {"stride": 1}
     order = "raster"
 
     stride: int = 2

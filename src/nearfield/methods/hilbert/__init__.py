@@ -81,6 +81,8 @@ class Hilbert(PlanMethod):
     """
 
     name: ClassVar[str] = "hilbert"
+    example: ClassVar[Mapping[str, Any]] = {"tiles": 4}
+    everything: ClassVar[Mapping[str, Any]] = {"tiles": 1}
     ladders: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tiles": (4, 8, 16, 32, 64),
         "far": (8, 16, 32, 64),

@@ -212,12 +212,26 @@ _keep_by_means = Operation("keep_by_means", _keep_by_means_forward, _keep_by_mea
 
 
 def by_scores(
-    scores: Tensor, blocks: Blocks, *, mass: float | None = None, topk: int | None = None, impl: Impl = "auto"
+    scores: Tensor,
+    blocks: Blocks,
+    *,
+    mass: float | None = None,
+    topk: int | None = None,
+    also: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Prediction:
     """Keep the best blocks by scores `[B, H, rows, columns]`: the fewest that hold `mass` of their softmax, or the
-    `topk` best. Rows whose softmax is not a number are read whole."""
+    `topk` best. Rows whose softmax is not a number are read whole.
+
+    Args:
+        also: bool, broadcastable to the scores: blocks that are kept whatever their score is.
+    """
+    scores = scores.detach()
     whole, always = (part.expand(*scores.shape[:2], -1) for part in blocks.always(scores.device))
-    keep, lost = _keep_by_scores(scores.detach(), whole, always, mass, topk, impl)
+    keep, lost = _keep_by_scores(scores, whole, always, mass, topk, impl)
+    if also is not None:
+        keep = keep | also
+        lost = torch.softmax(scores, -1).masked_fill(keep, 0).sum(-1)
     return Prediction(keep, _dropped(lost, blocks))
 
 
