@@ -10,8 +10,7 @@ pytest.importorskip("diffusers")
 from docs import support
 
 from nearfield import Hilbert
-from nearfield.diffusers.blocks import BLOCKS
-from nearfield.diffusers.specs import SPECS
+from nearfield.diffusers import all_specs
 
 COMMITTED = (Path(__file__).resolve().parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
 
@@ -38,11 +37,11 @@ def test_committed_page_is_up_to_date(made: str) -> None:
 def test_every_method_works_or_is_refused_by_rule(made: str) -> None:
     """Two methods know images only; merging needs blocks that add to their tokens."""
     table = cells(made, "Models and methods")
-    assert list(table) == [spec.model for spec in SPECS]
-    for spec in SPECS:
+    assert list(table) == [spec.model for spec in all_specs()]
+    for spec in all_specs():
         row = table[spec.model]
         refused = {"GatedBlocks", "SparseLinear"} if spec.text else set()
-        refused |= set() if spec.model in BLOCKS else {"Merge", "BipartiteMerge"}
+        refused |= set() if spec.blocks else {"Merge", "BipartiteMerge"}
         assert {name for name, cell in row.items() if cell == "-"} == refused
         assert set(row.values()) <= {"exact", "runs", "-"}
 
@@ -52,13 +51,13 @@ def test_features_come_from_the_tests() -> None:
     assert table["ZImageTransformer2DModel"]["ControlNet"] == "yes"
     assert table["PixArtTransformer2DModel"]["LoRA"] == ""
     assert table["WanTransformer3DModel"]["gradients"] == "yes"
-    for spec in SPECS:
+    for spec in all_specs():
         assert (table[spec.model]["references"] == "yes") == spec.takes_references
 
 
 def test_trying_tells_wrong_from_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that changes nothing, one that breaks the model, and one whose whole is not the stock model."""
-    (flux,) = (spec for spec in SPECS if spec.model == "FluxTransformer2DModel")
+    (flux,) = (spec for spec in all_specs() if spec.model == "FluxTransformer2DModel")
     sparse = Hilbert(tiles=4, shared="none", dense_layers=0, dense_steps=0)
     assert support.tried(flux, support.Tried(sparse, {"tiles": 1})) == "exact"
     assert support.tried(flux, support.Tried(sparse, {"tiles": 3})) == "wrong"

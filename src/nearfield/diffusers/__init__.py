@@ -1,5 +1,32 @@
-"""One call that makes a diffusers model sparse, and takes it back: `apply(pipe_or_model, method) -> Handle`."""
+"""One call that makes a diffusers model sparse, and takes it back: `apply(pipe_or_model, method) -> Handle`.
+
+`define` makes one more class of models known to it.
+"""
 
 from nearfield.diffusers.handle import Handle, apply, remove
+from nearfield.diffusers.models import (
+    LEAVE,
+    ComfyModel,
+    MergedBlocks,
+    Move,
+    Pixels,
+    Spec,
+    TokenLayout,
+    all_specs,
+    define,
+)
 
-__all__ = ["Handle", "apply", "remove"]
+__all__ = [
+    "LEAVE",
+    "ComfyModel",
+    "Handle",
+    "MergedBlocks",
+    "Move",
+    "Pixels",
+    "Spec",
+    "TokenLayout",
+    "all_specs",
+    "apply",
+    "define",
+    "remove",
+]

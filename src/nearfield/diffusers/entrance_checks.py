@@ -8,8 +8,8 @@ from nearfield._checks import wrong_value
 from nearfield.diffusers.foreign_hooks import caches_in, guidance_in
 from nearfield.diffusers.layers import Layer
 from nearfield.diffusers.merging import COMPILED_WHOLE
+from nearfield.diffusers.models.spec import TokenLayout
 from nearfield.diffusers.moving import Place
-from nearfield.diffusers.spec import TokenLayout
 from nearfield.diffusers.target import TargetModule
 from nearfield.diffusers.token_state import TokenState
 from nearfield.parallel import Ranks

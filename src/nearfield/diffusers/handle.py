@@ -15,10 +15,9 @@ from nearfield._types import Impl
 from nearfield.diffusers.foreign_ranks import check_same_ranks, mesh_of
 from nearfield.diffusers.layers import Layer
 from nearfield.diffusers.lora import Switch, loras_in
+from nearfield.diffusers.models.spec import Pixels, Spec, TokenLayout, classes_where, find, spec_of
 from nearfield.diffusers.region import Region
 from nearfield.diffusers.scheduler_state import SchedulerState
-from nearfield.diffusers.spec import Pixels, Spec, TokenLayout, find
-from nearfield.diffusers.specs import SPECS, spec_of
 from nearfield.diffusers.step_tracker import check_scheduler
 from nearfield.diffusers.summary import pairs_kept, summary
 from nearfield.diffusers.target import TargetModule
@@ -26,6 +25,10 @@ from nearfield.layout import Geometry, Grid
 from nearfield.methods import DEFAULT, Composition, Method, Recipe, recipes
 from nearfield.parallel import Ranks, check_splittable
 
+_UNKNOWN = (
+    "One spec makes a class known: it says which attention layers see the image, where tokens enter and leave, and how"
+    " large the image is (docs/models.md, Add a model)."
+)
 _COMPONENTS = ("transformer", "transformer_2", "unet")
 
 
@@ -323,7 +326,7 @@ def _checked_ranks(
     for model in models:
         spec = spec_of(model)
         if spec is not None and not spec.can_split:
-            known = ", ".join(spec.model for spec in SPECS if spec.can_split)
+            known = classes_where(lambda spec: spec.can_split)
             wrong_value("target", f"be, or have, one of {known} to be split over ranks", _name_of(model))
     configurations = [
         (_name_of(model), dict(getattr(model, "config", {})), _dtype_of(model)) for model in models
@@ -348,8 +351,8 @@ def _regions_of(
     """The regions of a model with all their layers. Changes nothing yet."""
     spec = spec_of(model)
     if spec is None:
-        known = ", ".join(spec.model for spec in SPECS)
-        wrong_value("target", f"be, or have, one of {known}", _name_of(model))
+        known = classes_where(lambda spec: True)
+        wrong_value("target", f"be, or have, one of {known}", _name_of(model), _UNKNOWN)
     parts = _parts(model, spec)
     if any(Region.on(part) for _, part in parts):
         hint = "Call `remove()` on the first handle, or `nearfield.remove(target)`, before applying again."
@@ -397,7 +400,7 @@ def _check_processor(spec: Spec, layer: Layer) -> None:
 def _check_text(method: Composition, spec: Spec, layer: Layer) -> None:
     """Methods for images alone are refused here where text is sure, not at the first call."""
     if spec.text and layer.is_sparse and layer.sees_text and not method.takes_text:
-        others = ", ".join(spec.model for spec in SPECS if not spec.text)
+        others = classes_where(lambda spec: not spec.text)
         hint = f"It reads images alone, as in {others}. Layers that see text may be named in `dense_layers`."
         wrong_value("method", f"take the text of {spec.model}", type(method.parts[-1]).__name__, hint)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nearfield.diffusers.merging import Merger
+from nearfield.diffusers.models.spec import CROSS_ATTENTION, find
 from nearfield.diffusers.processor import Switch, sparse_processor
-from nearfield.diffusers.spec import CROSS_ATTENTION, find
 from nearfield.diffusers.target import TargetModule
 
 _LARGEST_HEAD = 128  # that a kernel takes

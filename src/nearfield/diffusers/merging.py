@@ -24,10 +24,20 @@ from torch.utils.hooks import RemovableHandle
 
 from nearfield._checks import wrong_value
 from nearfield._types import Impl, Moment
-from nearfield.diffusers.blocks import BLOCKS, ROTARY, TOKENS, Blocks, Rows
 from nearfield.diffusers.foreign_hooks import caches_in
+from nearfield.diffusers.models.spec import (
+    ROTARY,
+    TOKENS,
+    Arguments,
+    MergedBlocks,
+    Rows,
+    Spec,
+    TokenLayout,
+    classes_where,
+    find,
+    parameter_names,
+)
 from nearfield.diffusers.processor import Extras, SparseProcessor
-from nearfield.diffusers.spec import Arguments, Spec, TokenLayout, find, parameter_names
 from nearfield.methods import Composition, MergeMethod
 from nearfield.ops import Regions
 
@@ -52,7 +62,7 @@ class Block(NamedTuple):
 
     name: str
     module: nn.Module
-    facts: Blocks
+    facts: MergedBlocks
     group: int | None
     parts: tuple[str, ...] = ()
     norm: str | None = None
@@ -119,11 +129,12 @@ class Merger:
         impl: Impl,
         is_inside: Callable[[], bool],
     ) -> None:
-        if spec.model not in BLOCKS:
-            wrong_value("target", f"be, or have, one of {', '.join(BLOCKS)} to merge tokens in", spec.model)
+        if not spec.blocks:
+            known = classes_where(lambda spec: spec.blocks)
+            wrong_value("target", f"be, or have, one of {known} to merge tokens in", spec.model)
         self.spec, self.method, self.merge, self.impl = spec, method, merge, impl
         self.is_inside = is_inside
-        self.blocks = tuple(_grouped(module, BLOCKS[spec.model], merge))
+        self.blocks = tuple(_grouped(module, spec.blocks, merge))
         self.num_groups = 1 + max(
             (block.group for block in self.blocks if block.group is not None), default=-1
         )
@@ -136,7 +147,7 @@ class Merger:
     @property
     def needs_processors(self) -> bool:
         """Whether attention has to know of merged tokens: where they rotate, or have sizes."""
-        return self.merge.size_bias or any(facts.rows for facts in BLOCKS[self.spec.model])
+        return self.merge.size_bias or any(facts.rows for facts in self.spec.blocks)
 
     def group_of(self, name: str) -> int | None:
         """The group of the block that a module lies in."""
@@ -484,7 +495,7 @@ def _in_full_precision(tokens: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _grouped(module: nn.Module, kinds: Sequence[Blocks], merge: MergeMethod) -> Iterator[Block]:
+def _grouped(module: nn.Module, kinds: Sequence[MergedBlocks], merge: MergeMethod) -> Iterator[Block]:
     """The blocks of a region; groups of all kinds are numbered in one row."""
     first = 0
     for facts in kinds:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nearfield._checks import wrong_value
-from nearfield.diffusers.spec import Arguments, Move, find, parameter_names
+from nearfield.diffusers.models.spec import Arguments, Move, find, parameter_names
 from nearfield.diffusers.target import TargetModule
 from nearfield.layout import Ordering
 from nearfield.parallel import Share

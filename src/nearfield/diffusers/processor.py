@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from nearfield._checks import shape_of, wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.diffusers.spec import Arguments
+from nearfield.diffusers.models.spec import Arguments
 from nearfield.methods import LayerAttention
 from nearfield.ops import is_rotated_by_kernel, rotate
 

@@ -18,14 +18,11 @@ from nearfield._memo import device_name
 from nearfield.diffusers.calls import Call, Calls
 from nearfield.diffusers.entrance_checks import check_ready, check_same_sample, check_unchanged
 from nearfield.diffusers.foreign_ranks import SuspendedParallelism
-from nearfield.diffusers.grids import GridReader
 from nearfield.diffusers.layers import Layer, layers_of
 from nearfield.diffusers.lora import SWITCHED_WHOLE
 from nearfield.diffusers.merging import Merger
-from nearfield.diffusers.moving import Mover, places_of
-from nearfield.diffusers.processor import SparseProcessor, StatefulAttention, refuse_to_copy
-from nearfield.diffusers.scheduler_state import SchedulerState, has_dense_steps
-from nearfield.diffusers.spec import (
+from nearfield.diffusers.models.ids import GridReader
+from nearfield.diffusers.models.spec import (
     Arguments,
     TokenLayout,
     check_arguments,
@@ -33,6 +30,9 @@ from nearfield.diffusers.spec import (
     first_tensor,
     parameter_names,
 )
+from nearfield.diffusers.moving import Mover, places_of
+from nearfield.diffusers.processor import SparseProcessor, StatefulAttention, refuse_to_copy
+from nearfield.diffusers.scheduler_state import SchedulerState, has_dense_steps
 from nearfield.diffusers.step_tracker import CallHook, Now, StepTracker
 from nearfield.diffusers.target import TargetModule
 from nearfield.diffusers.token_state import TokenState, prepare_tokens

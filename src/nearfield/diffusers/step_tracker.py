@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from nearfield._types import Moment
+from nearfield.diffusers.models.spec import Arguments, first_tensor
 from nearfield.diffusers.scheduler_state import SchedulerState
-from nearfield.diffusers.spec import Arguments, first_tensor
 
 _NO_SCHEDULER = (
     "`scheduler` must be given where the method remembers from step to step; got None. Apply to a pipeline, pass"

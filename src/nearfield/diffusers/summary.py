@@ -9,9 +9,9 @@ from torch import nn
 
 from nearfield.diffusers.layers import Layer
 from nearfield.diffusers.merging import Block
+from nearfield.diffusers.models.spec import Move, TokenLayout
 from nearfield.diffusers.region import Region
 from nearfield.diffusers.scheduler_state import SchedulerState, has_dense_steps
-from nearfield.diffusers.spec import Move, TokenLayout
 from nearfield.diffusers.token_state import TokenState
 from nearfield.methods import Composition, LayerAttention, Memory
 from nearfield.ops import ReadStats, explain_choice

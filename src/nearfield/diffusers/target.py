@@ -6,7 +6,7 @@ from torch import nn
 
 from nearfield._types import Impl
 from nearfield.diffusers.lora import Switch
-from nearfield.diffusers.spec import Spec, TokenLayout
+from nearfield.diffusers.models.spec import Spec, TokenLayout
 from nearfield.layout import Geometry
 from nearfield.methods import Composition
 from nearfield.parallel import Ranks

@@ -8,7 +8,7 @@ import torch
 
 from nearfield._checks import wrong_value
 from nearfield.diffusers.layers import Layer
-from nearfield.diffusers.spec import TokenLayout
+from nearfield.diffusers.models.spec import TokenLayout
 from nearfield.diffusers.target import TargetModule
 from nearfield.layout import Geometry, Ordering
 from nearfield.methods import Composition, LayerAttention, full_layer

@@ -1,23 +1,36 @@
-"""What is asked about a model: the fields of the tables in `specs.py` and `video_specs.py`, and how they are used."""
+"""What is asked about a class of models: one `Spec`, which makes the class known once it is defined."""
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from nearfield._checks import wrong_value
-from nearfield.diffusers.grids import GridReader
+from nearfield.diffusers.models.ids import GridReader
 from nearfield.layout import Geometry, Grid
+from nearfield.methods import Kind
+
+TOKENS = "hidden_states"
+ROTARY = "image_rotary_emb"
+TEXT_PROJECTIONS = (
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_added_qkv",
+    "attn.to_add_out",
+)
+"""Modules of joint attention that see text alone."""
 
 CROSS_ATTENTION = "cross-attention: its keys are few"
 
 
-def without_single_frame(shape: Grid) -> Grid:
-    return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
+def without_single_frame(grid: Grid) -> Grid:
+    """A video of one frame is an image."""
+    return grid[1:] if len(grid) == 3 and grid[0] == 1 else grid
 
 
 class TokenLayout(NamedTuple):
@@ -114,12 +127,72 @@ class Move:
         return isinstance(self.what, str)
 
 
+class Rows(NamedTuple):
+    """Rotary rows of text and image, as attention has them: `[tokens, head_dim]`, each value twice."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def as_they_are(cls, rotary: Any) -> "Rows":
+        return cls(*rotary)
+
+
+@dataclass(frozen=True)
+class MergedBlocks:
+    """Blocks of one kind that can run on merged tokens: they add to their argument `hidden_states` what they compute.
+
+    Args:
+        path: where they are (a pattern as in `Move.place`).
+        kind: joint blocks keep text and image apart, single ones join them, plain ones see no text but by
+            cross-attention.
+        result: the index of the image tokens in what they return; None if that is all of it.
+        holds_text: whether text and image stand in one tensor.
+        rows: makes `Rows` of the argument `image_rotary_emb`; None if there is none.
+        per_token: arguments `[B, tokens]` that say something about each image token.
+        text_parts: modules inside that see text alone.
+        once_parts: modules inside that see neither: they work once per sample.
+        parts: modules inside that are merged one by one where that is asked for (`placement="module"`); none: the block
+            as a whole, but for its `norm`.
+        norm: where `parts` is empty, the module whose result is merged instead of its input.
+    """
+
+    path: str
+    kind: Kind
+    result: int | None = None
+    holds_text: bool = False
+    rows: Callable[[Any], Rows] | None = None
+    per_token: tuple[str, ...] = ()
+    text_parts: tuple[str, ...] = ()
+    once_parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    norm: str | None = None
+
+
+@dataclass(frozen=True)
+class ComfyModel:
+    """The same model in ComfyUI, where the text comes before the image and reference images come after it.
+
+    Args:
+        title: what users call it.
+        kind: the name of ComfyUI's class.
+        layers: modules that each make one attention call over the image's tokens, in the order they run (patterns).
+        image_only: those of them that do not see the text.
+    """
+
+    title: str
+    kind: str
+    layers: tuple[str, ...]
+    image_only: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Spec:
-    """The facts about one model class.
+    """Everything that is known about one class of models. `define` makes it known to `apply`.
 
     Args:
         model: the name of the class.
+        name: a short one, which the tests and the support matrix use.
         layers: attention modules whose tokens are those of the image, and perhaps text, in the order they run
             (patterns of paths in the region).
         moves: where tokens change their order.
@@ -143,6 +216,8 @@ class Spec:
         multiple: image and text are padded to multiples of it.
         takes_references: whether reference images may follow the image.
         can_split: whether image tokens may be split over ranks (nothing but attention mixes them; tried).
+        blocks: the blocks that can run on merged tokens.
+        comfy: the model in ComfyUI; None if it is not known there.
     """
 
     model: str
@@ -150,6 +225,7 @@ class Spec:
     moves: tuple[Move, ...]
     locate: Locate
     processors: tuple[str, ...]
+    name: str = ""
     text_first: bool = True
     image_only: tuple[str, ...] = ()
     dense: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -170,11 +246,43 @@ class Spec:
     multiple: int = 1
     takes_references: bool = False
     can_split: bool = False
+    blocks: tuple[MergedBlocks, ...] = ()
+    comfy: ComfyModel | None = None
+
+    def like(self, model: str, **changes: Any) -> "Spec":
+        """The spec of a near relative: another class, of which some facts differ."""
+        return replace(self, model=model, **{"name": "", "comfy": None} | changes)
 
     def padded(self, located: TokenLayout) -> TokenLayout:
         """Tokens without their padding, with it."""
         tail = -located.num_image_tokens % self.multiple
         return located._replace(text=tail + located.text + -located.text % self.multiple, tail=tail)
+
+
+SPECS: dict[str, Spec] = {}
+"""All that are defined, by the class of the model."""
+
+
+def define(spec: Spec) -> Spec:
+    """Make a class of models known."""
+    SPECS[spec.model] = spec
+    return spec
+
+
+def all_specs() -> list[Spec]:
+    """Models of images, then of videos."""
+    return sorted(SPECS.values(), key=lambda spec: spec.is_video)
+
+
+def classes_where(condition: Callable[[Spec], object]) -> str:
+    """The classes of models whose specs meet a condition, for a message."""
+    return ", ".join(spec.model for spec in all_specs() if condition(spec))
+
+
+def spec_of(model: nn.Module) -> Spec | None:
+    """The spec of a model's class, or of the nearest class that it derives from."""
+    names = (kind.__name__ for kind in type(model).__mro__)
+    return next((SPECS[name] for name in names if name in SPECS), None)
 
 
 def find(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
