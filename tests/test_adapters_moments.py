@@ -136,7 +136,7 @@ def guidance() -> dict[str, Any]:
 
 def remembered(handle: Any) -> list[tuple[str, int]]:
     """What the first layer remembers, by branch and batch."""
-    return list(handle._regions[0].ready.attentions[0].known)
+    return list(handle._regions[0].state.attentions[0].known)
 
 
 # -- the schedule --------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_memory_is_released_when_a_generation_is_over() -> None:
     kept: list[weakref.ref[Any]] = []
 
     def look(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        readers = handle._regions[0].ready.attentions
+        readers = handle._regions[0].state.attentions
         kept.extend(weakref.ref(known.lists) for reader in readers for known in reader.known.values())
         return {}
 
@@ -298,7 +298,7 @@ def test_memory_is_released(way: str) -> None:
     pipe = sd3_pipeline()
     handle = nearfield.apply(pipe, FINE)
     pipe(**guided_call(steps=2))
-    known = weakref.ref(next(iter(handle._regions[0].ready.attentions[0].known.values())).lists)
+    known = weakref.ref(next(iter(handle._regions[0].state.attentions[0].known.values())).lists)
     assert known() is not None
     if way == "remove":
         handle.remove()
@@ -569,7 +569,7 @@ def test_layers_share_the_memory_allowed() -> None:
     def taken(**fields: Any) -> list[Any]:
         with nearfield.apply(pipe, replace(FINE, **fields)) as handle:
             pipe(**call_of(2))
-            return [reader.most for reader in handle._regions[0].ready.attentions]
+            return [reader.most for reader in handle._regions[0].state.attentions]
 
     free = taken()
     assert all(set(most) == {"lists"} for most in free)

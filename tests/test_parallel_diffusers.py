@@ -96,7 +96,9 @@ TEXT = {
 ELSEWHERE = {("WanTransformer3DModel", "timestep")}
 
 
-@pytest.mark.parametrize("spec", [spec for spec in all_specs() if spec.can_split], ids=lambda spec: spec.model)
+@pytest.mark.parametrize(
+    "spec", [spec for spec in all_specs() if spec.can_split], ids=lambda spec: spec.model
+)
 def test_all_that_diffusers_cuts_is_split(spec: Spec) -> None:
     """A tensor of image tokens that a release adds to its plan, and nearfield leaves whole, is noticed here."""
     moved = {(move.place, move.what) if isinstance(move.what, int) else move.what for move in spec.moves}

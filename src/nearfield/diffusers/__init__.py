@@ -3,7 +3,7 @@
 `define` makes one more class of models known to it.
 """
 
-from nearfield.diffusers.handle import Handle, apply, remove
+from nearfield.diffusers.apply import Handle, apply, remove
 from nearfield.diffusers.models import (
     LEAVE,
     ComfyModel,
@@ -11,10 +11,10 @@ from nearfield.diffusers.models import (
     Move,
     Pixels,
     Spec,
-    TokenLayout,
     all_specs,
     define,
 )
+from nearfield.session import TokenLayout
 
 __all__ = [
     "LEAVE",

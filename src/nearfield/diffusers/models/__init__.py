@@ -13,7 +13,6 @@ from nearfield.diffusers.models.spec import (
     Move,
     Pixels,
     Spec,
-    TokenLayout,
     all_specs,
     define,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "Move",
     "Pixels",
     "Spec",
-    "TokenLayout",
     "all_specs",
     "define",
 ]

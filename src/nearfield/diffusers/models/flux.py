@@ -16,9 +16,9 @@ from nearfield.diffusers.models.spec import (
     Move,
     Rows,
     Spec,
-    TokenLayout,
     define,
 )
+from nearfield.session import TokenLayout
 
 
 def _from_ids(module: nn.Module, arguments: Arguments, reader: GridReader) -> "TokenLayout | str":

@@ -10,11 +10,11 @@ from nearfield.diffusers.models.spec import (
     Move,
     Pixels,
     Spec,
-    TokenLayout,
     define,
     without_single_frame,
 )
 from nearfield.layout import Grid
+from nearfield.session import TokenLayout
 
 
 def _from_latent(module: Any, arguments: Arguments, _: GridReader) -> TokenLayout:

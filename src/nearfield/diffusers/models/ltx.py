@@ -7,17 +7,16 @@ from torch import nn
 from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.sizes import latent_frames
 from nearfield.diffusers.models.spec import (
-    CROSS_ATTENTION,
     LEAVE,
     Arguments,
     Move,
     Pixels,
     Spec,
-    TokenLayout,
     define,
     without_single_frame,
 )
 from nearfield.layout import Grid
+from nearfield.session import CROSS_ATTENTION, TokenLayout
 
 
 def _from_sides(module: nn.Module, arguments: Arguments, _: GridReader) -> "TokenLayout | str":

@@ -5,17 +5,16 @@ from typing import Any
 from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.sizes import patches
 from nearfield.diffusers.models.spec import (
-    CROSS_ATTENTION,
     LEAVE,
     Arguments,
     MergedBlocks,
     Move,
     Pixels,
     Spec,
-    TokenLayout,
     define,
 )
 from nearfield.layout import Grid
+from nearfield.session import CROSS_ATTENTION, TokenLayout
 
 
 def _from_latent(module: Any, arguments: Arguments, _: GridReader) -> TokenLayout:

@@ -16,10 +16,10 @@ from nearfield.diffusers.models.spec import (
     Move,
     Rows,
     Spec,
-    TokenLayout,
     define,
     without_single_frame,
 )
+from nearfield.session import TokenLayout
 
 
 def _from_image_shapes(module: nn.Module, arguments: Arguments, _: GridReader) -> TokenLayout:

@@ -12,9 +12,9 @@ from nearfield.diffusers.models.spec import (
     MergedBlocks,
     Move,
     Spec,
-    TokenLayout,
     define,
 )
+from nearfield.session import TokenLayout
 
 
 def _from_latent(module: Any, arguments: Arguments, _: GridReader) -> TokenLayout:

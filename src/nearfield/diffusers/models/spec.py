@@ -1,7 +1,6 @@
 """What is asked about a class of models: one `Spec`, which makes the class known once it is defined."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 
 from nearfield._checks import wrong_value
 from nearfield.diffusers.models.ids import GridReader
-from nearfield.layout import Geometry, Grid
+from nearfield.layout import Grid
 from nearfield.methods import Kind
+from nearfield.session import TokenLayout
 
 TOKENS = "hidden_states"
 ROTARY = "image_rotary_emb"
@@ -25,34 +25,10 @@ TEXT_PROJECTIONS = (
 )
 """Modules of joint attention that see text alone."""
 
-CROSS_ATTENTION = "cross-attention: its keys are few"
-
 
 def without_single_frame(grid: Grid) -> Grid:
     """A video of one frame is an image."""
     return grid[1:] if len(grid) == 3 and grid[0] == 1 else grid
-
-
-class TokenLayout(NamedTuple):
-    """The tokens of one call, in plain numbers.
-
-    Args:
-        images: the grids of all images, the one that is made first.
-        text: tokens of the joint sequence that belong to no image.
-        tail: those of them that follow the image even in layers that do not see the text (padding).
-    """
-
-    images: tuple[Grid, ...]
-    text: int = 0
-    tail: int = 0
-
-    @property
-    def num_image_tokens(self) -> int:
-        return sum(math.prod(grid) for grid in self.images)
-
-    def geometry(self, text_first: bool, sees_text: bool) -> Geometry:
-        text = self.text if sees_text else self.tail
-        return Geometry(self.images[0], text, text_first, references=self.images[1:])
 
 
 class Pixels(NamedTuple):
@@ -108,8 +84,7 @@ class Move:
     """Tokens that change their order at one place.
 
     Args:
-        place: a module by its path in the region; "" is the region itself. In paths `*` is every child, `a|b` are two
-            of them, and a number counts children, from the end if negative.
+        place: a module by its path in the region, as `session.find` knows paths; "" is the region itself.
         what: an argument of the module, by name; or of its result: an index, or None for all of it.
         way: "enter" from raster order into the method's, or "leave" it.
         dim: the dimension of the tokens. Where it has a single entry, that serves all tokens, and nothing is moved.
@@ -253,10 +228,11 @@ class Spec:
         """The spec of a near relative: another class, of which some facts differ."""
         return replace(self, model=model, **{"name": "", "comfy": None} | changes)
 
-    def padded(self, located: TokenLayout) -> TokenLayout:
-        """Tokens without their padding, with it."""
-        tail = -located.num_image_tokens % self.multiple
-        return located._replace(text=tail + located.text + -located.text % self.multiple, tail=tail)
+    def padded(self, layout: TokenLayout) -> TokenLayout:
+        """A layout without padding, with it."""
+        padding = -layout.num_image_tokens % self.multiple
+        text = padding + layout.text + -layout.text % self.multiple
+        return layout._replace(text=text, num_padding=padding)
 
 
 SPECS: dict[str, Spec] = {}
@@ -285,27 +261,6 @@ def spec_of(model: nn.Module) -> Spec | None:
     return next((SPECS[name] for name in names if name in SPECS), None)
 
 
-def find(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The modules at a path (see `Move.place`), by name. Children that are None are left out."""
-    found = [("", module)]
-    for piece in path.split(".") if path else []:
-        found = [
-            (f"{name}.{child}" if name else child, module)
-            for name, parent in found
-            for child, module in _children(parent, piece)
-        ]
-    return found
-
-
-def _children(parent: nn.Module, piece: str) -> list[tuple[str, nn.Module]]:
-    children = list(parent.named_children())
-    if piece == "*":
-        return children
-    if piece.lstrip("-").isdigit() and children:
-        return [children[int(piece)]]
-    return [(name, child) for name, child in children if name in piece.split("|")]
-
-
 # Tokens leave at the output of `norm_out`, not of `proj_out` behind it: a LoRA may put another module in the place of
 # a linear layer, but not of a norm.
 LEAVE = Move("norm_out", None, "leave")
@@ -329,7 +284,7 @@ def check_arguments(spec: Spec, arguments: Arguments) -> None:
         wrong_value(spec.attention_kwargs, "hold `scale` at most under nearfield", ", ".join(unknown), hint)
 
 
-def check_count(spec: Spec, arguments: Arguments, located: TokenLayout) -> None:
+def check_count(spec: Spec, arguments: Arguments, layout: TokenLayout) -> None:
     """Packed tokens must be as many as the grids hold."""
     packed = next(
         (move.what for move in spec.moves if move.place == "" and move.what == "hidden_states"), None
@@ -337,6 +292,6 @@ def check_count(spec: Spec, arguments: Arguments, located: TokenLayout) -> None:
     if packed is None:
         return
     got = first_tensor(arguments.get("hidden_states")).shape[1]
-    if got != located.num_image_tokens:
-        images = " + ".join("x".join(map(str, grid)) for grid in located.images)
-        wrong_value("hidden_states", f"hold the {located.num_image_tokens} tokens of {images}", got)
+    if got != layout.num_image_tokens:
+        images = " + ".join("x".join(map(str, grid)) for grid in layout.images)
+        wrong_value("hidden_states", f"hold the {layout.num_image_tokens} tokens of {images}", got)

@@ -3,7 +3,8 @@
 from torch import nn
 
 from nearfield.diffusers.models.ids import GridReader
-from nearfield.diffusers.models.spec import Arguments, Move, Spec, TokenLayout, define, without_single_frame
+from nearfield.diffusers.models.spec import Arguments, Move, Spec, define, without_single_frame
+from nearfield.session import TokenLayout
 
 
 def _from_list_of_latents(module: nn.Module, arguments: Arguments, _: GridReader) -> "TokenLayout | str":

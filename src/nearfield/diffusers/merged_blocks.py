@@ -14,7 +14,7 @@ steps later in the same loop. Where that is not known, maps are made anew.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,32 +23,23 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nearfield._checks import wrong_value
-from nearfield._types import Impl, Moment
-from nearfield.diffusers.foreign_hooks import caches_in
+from nearfield._types import Moment
+from nearfield.diffusers.find import ModuleLayer, TargetModule
 from nearfield.diffusers.models.spec import (
     ROTARY,
     TOKENS,
     Arguments,
     MergedBlocks,
     Rows,
-    Spec,
-    TokenLayout,
     classes_where,
-    find,
     parameter_names,
 )
-from nearfield.diffusers.processor import Extras, SparseProcessor
-from nearfield.methods import Composition, MergeMethod
+from nearfield.diffusers.processor import Extras
+from nearfield.methods import MergeMethod
 from nearfield.ops import Regions
+from nearfield.session import TokenLayout, TokenState, find
 
 _REMEMBERED = 4
-Processor = tuple[SparseProcessor, bool]
-"""One of a layer, and whether it sees the text."""
-
-COMPILED_WHOLE = (
-    "`method` must not merge where torch.compile traces the whole model: which maps still serve is looked up at its"
-    " entrance. Use `compile_repeated_blocks`, which compiles blocks alone."
-)
 
 
 class Block(NamedTuple):
@@ -67,10 +58,10 @@ class Block(NamedTuple):
     parts: tuple[str, ...] = ()
     norm: str | None = None
 
-    def processors_in(self, part: str, processors: Mapping[str, "Processor"]) -> list["Processor"]:
+    def layers_in(self, part: str, layers: Sequence[ModuleLayer]) -> list[ModuleLayer]:
         """Those of a module in it, or, for "", all of them."""
         place = f"{self.name}.{part}" if part else self.name
-        return [value for name, value in processors.items() if f"{name}.".startswith(f"{place}.")]
+        return [layer for layer in layers if layer.is_ours and f"{layer.path}.".startswith(f"{place}.")]
 
 
 class Made(NamedTuple):
@@ -98,13 +89,12 @@ class MergedCall:
     def __init__(
         self,
         regions: Regions,
-        located: TokenLayout,
+        layout: TokenLayout,
         known: Sequence[Any],
         keeps_shares: bool,
         num_groups: int,
-        is_split: bool = False,
     ) -> None:
-        self.regions, self.located, self.is_split = regions, located, is_split
+        self.regions, self.layout = regions, layout
         self.known, self.keeps_shares = tuple(known), keeps_shares
         """Maps of an earlier step, group by group: for their destinations, or whole."""
         self.made: list[Made | None] = [None] * num_groups
@@ -113,28 +103,22 @@ class MergedCall:
 class _Last(NamedTuple):
     """The last call of some kind, and its step."""
 
-    place: int
+    step_index: int
     call: MergedCall
 
 
 class Merger:
     """The merged blocks of one region."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        spec: Spec,
-        method: Composition,
-        merge: MergeMethod,
-        impl: Impl,
-        is_inside: Callable[[], bool],
-    ) -> None:
+    def __init__(self, part: TargetModule, merge: MergeMethod, in_forward: Callable[[], bool]) -> None:
+        spec = part.spec
         if not spec.blocks:
             known = classes_where(lambda spec: spec.blocks)
             wrong_value("target", f"be, or have, one of {known} to merge tokens in", spec.model)
-        self.spec, self.method, self.merge, self.impl = spec, method, merge, impl
-        self.is_inside = is_inside
-        self.blocks = tuple(_grouped(module, spec.blocks, merge))
+        self.spec, self.method, self.merge, self.impl = spec, part.method, merge, part.impl
+        self.is_split = part.ranks is not None
+        self.in_forward = in_forward
+        self.blocks = tuple(_grouped(part.module, spec.blocks, merge))
         self.num_groups = 1 + max(
             (block.group for block in self.blocks if block.group is not None), default=-1
         )
@@ -156,11 +140,11 @@ class Merger:
                 return block.group
         return None
 
-    def install(self, processors: Mapping[str, Processor]) -> list[RemovableHandle]:
-        """Hooks for all merged blocks, by the processors of all layers."""
+    def install(self, layers: Sequence[ModuleLayer]) -> list[RemovableHandle]:
+        """Hooks for all merged blocks; the processors of their layers are told what was merged."""
         handles: list[RemovableHandle] = []
         for block in self.blocks:
-            for module, hook in () if block.group is None else self._hooks_of(block, processors):
+            for module, hook in () if block.group is None else self._hooks_of(block, layers):
                 self._hooks.append(hook)
                 # torch.compile leaves hooks alone: it compiles what lies between them.
                 before, after = torch.compiler.disable(hook.before), torch.compiler.disable(hook.after)
@@ -169,16 +153,14 @@ class Merger:
                 handles.append(module.register_forward_hook(after, prepend=True))
         return handles
 
-    def _hooks_of(
-        self, block: Block, processors: Mapping[str, Processor]
-    ) -> Iterator[tuple[nn.Module, "_Hook"]]:
+    def _hooks_of(self, block: Block, layers: Sequence[ModuleLayer]) -> Iterator[tuple[nn.Module, "_Hook"]]:
         if block.parts:
             yield block.module, _MapHook(self, block, block.module, [])
             for part in block.parts:
                 module = block.module.get_submodule(part)
-                yield module, _PartHook(self, block, module, block.processors_in(part, processors))
+                yield module, _PartHook(self, block, module, block.layers_in(part, layers))
             return
-        around = _BlockHook(self, block, block.module, block.processors_in("", processors))
+        around = _BlockHook(self, block, block.module, block.layers_in("", layers))
         yield block.module, around
         if block.norm is not None:
             norm = block.module.get_submodule(block.norm)
@@ -195,44 +177,38 @@ class Merger:
 
     # -- a call --------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        regions: Regions | None,
-        located: TokenLayout | None,
-        batch: int,
-        moment: Moment | None,
-        is_split: bool = False,
-    ) -> bool:
+    def begin(self, state: TokenState | None, batch: int, moment: Moment | None) -> bool:
         """Tokens enter. Which maps of an earlier step still serve? None without a moment, which is not known then.
 
         Args:
-            regions: None if nothing is merged in this call.
-            is_split: whether they are those of one rank, and other ranks have others.
+            state: None where the call stays dense.
 
         Returns:
             Whether this is the first call of a step at which destinations are chosen anew.
         """
         self.call = self._begun = None
-        if regions is None or located is None:
+        regions = None if state is None else state.own_regions or state.regions
+        if state is None or regions is None:
             return False
-        self._check_blocks()
         known: Sequence[Any] = (None,) * self.num_groups
         keeps_shares = False
         if moment is not None:
             # Calls of one kind: with the same text (guidance has several), and as many samples and tokens.
             kind = moment.branch, batch, regions
             last = self._last.get(kind)
-            if last is not None and last.place < moment.place:  # in the same step again it is another loop
-                old, new = (self.merge.refresh_phase(place) for place in (last.place, moment.place))
+            if (
+                last is not None and last.step_index < moment.step_index
+            ):  # in the same step again it is another loop
+                old, new = (self.merge.refresh_phase(place) for place in (last.step_index, moment.step_index))
                 if old[0] == new[0]:
                     known = [None if made is None else made.tokens for made in last.call.made]
                     keeps_shares = old[1] == new[1]
-        self.call = MergedCall(regions, located, known, keeps_shares, self.num_groups, is_split)
+        self.call = MergedCall(regions, state.layout, known, keeps_shares, self.num_groups)
         if moment is None:
             return False
-        self._begun = kind, _Last(moment.place, self.call)
-        is_renewed = all(tokens is None for tokens in known) and moment.place != self._renewed_at
-        self._renewed_at = moment.place if is_renewed else self._renewed_at
+        self._begun = kind, _Last(moment.step_index, self.call)
+        is_renewed = all(tokens is None for tokens in known) and moment.step_index != self._renewed_at
+        self._renewed_at = moment.step_index if is_renewed else self._renewed_at
         return is_renewed
 
     def end(self) -> None:
@@ -248,18 +224,6 @@ class Merger:
             self._last.popitem(last=False)
         self._begun = None
 
-    def _check_blocks(self) -> None:
-        for block in self.blocks:
-            if block.group is None:
-                continue
-            for name in caches_in(block.module):
-                hint = "It would keep merged tokens for a step that merges others."
-                wrong_value(block.name, "have no cache of diffusers where tokens are merged", name, hint)
-            is_whole = not block.parts and block.norm is None
-            if not is_whole and getattr(block.module, "_compiled_call_impl", None) is not None:
-                hint = "Hooks inside of a compiled block would break its graph."
-                wrong_value("placement", f"be 'block' where {block.name} is compiled", "'module'", hint)
-
     # -- a block -------------------------------------------------------------------------------------------------
 
     def make(self, call: MergedCall, group: int, image: Tensor, rotary: Rows | None) -> Made:
@@ -270,30 +234,30 @@ class Merger:
             if known is None or not call.keeps_shares:
                 destinations = None if known is None else known.destinations
                 tokens = self._merging(call, image.detach(), destinations).to(image.dtype)
-            rows = None if rotary is None else self._rows(tokens, rotary, call.located)
-            bias = self._bias(tokens, call.located) if self.merge.size_bias else None
+            rows = None if rotary is None else self._rows(tokens, rotary, call.layout)
+            bias = self._bias(tokens, call.layout) if self.merge.size_bias else None
         return Made(tokens, rows, bias)
 
     def _merging(self, call: MergedCall, image: Tensor, destinations: Tensor | None) -> Any:
-        if call.is_split:
+        if self.is_split:
             return self.merge.merging_in(image, call.regions, destinations=destinations, impl=self.impl)
-        geometry = call.located.geometry(self.spec.text_first, sees_text=True)
+        geometry = call.layout.geometry(self.spec.text_first, sees_text=True)
         return self.method.merging(image, geometry, destinations=destinations, impl=self.impl)
 
-    def _rows(self, tokens: Any, rotary: Rows, located: TokenLayout) -> Rows:
+    def _rows(self, tokens: Any, rotary: Rows, layout: TokenLayout) -> Rows:
         assert self.spec.text_first  # as in all models that rotate the text with the image
         batch = len(tokens.destinations)
 
         def at(table: Tensor) -> Tensor:
-            text, image = table[: located.text], table[located.text :]
+            text, image = table[: layout.text], table[layout.text :]
             joint = torch.cat([text.expand(batch, -1, -1), tokens.at_destinations(image)], dim=1)
             return joint[:, None]
 
         return Rows(at(rotary.cos), at(rotary.sin))
 
-    def _bias(self, tokens: Any, located: TokenLayout) -> tuple[Tensor, Tensor]:
+    def _bias(self, tokens: Any, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         image: Tensor = tokens.key_bias.float()
-        text = image.new_zeros(*image.shape[:2], located.text)
+        text = image.new_zeros(*image.shape[:2], layout.text)
         joint = torch.cat([text, image] if self.spec.text_first else [image, text], dim=2)
         return joint, image
 
@@ -302,16 +266,16 @@ class _Hook:
     """Stands around a module of a merged block, or around the block."""
 
     def __init__(
-        self, merger: Merger, block: Block, module: nn.Module, processors: Sequence[Processor]
+        self, merger: Merger, block: Block, module: nn.Module, layers: Sequence[ModuleLayer]
     ) -> None:
         assert block.group is not None
-        self.merger, self.facts, self.group, self.processors = merger, block.facts, block.group, processors
+        self.merger, self.facts, self.group, self.layers = merger, block.facts, block.group, layers
         self.names = parameter_names(module)
 
     def forget(self) -> None:
         """No tokens are inside, also if the module raised."""
-        for processor, _ in self.processors:
-            processor.extras = None
+        for layer in self.layers:
+            layer.installed.extras = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -321,11 +285,11 @@ class _Hook:
 
     def _call(self) -> MergedCall | None:
         """What tokens are merged by, if they are."""
-        return self.merger.call if self.merger.call is not None and self.merger.is_inside() else None
+        return self.merger.call if self.merger.call is not None and self.merger.in_forward() else None
 
     def _num_text(self, call: MergedCall) -> int:
         """Tokens of text that stand before the image."""
-        return call.located.text if self.facts.holds_text else 0
+        return call.layout.text if self.facts.holds_text else 0
 
     def _made(self, call: MergedCall, arguments: Arguments) -> Made:
         """The map of the group, made where it is missing."""
@@ -337,8 +301,8 @@ class _Hook:
         return made
 
     def _tell_attention(self, made: Made) -> None:
-        for processor, sees_text in self.processors:
-            processor.extras = made.extras(sees_text)
+        for layer in self.layers:
+            layer.installed.extras = made.extras(layer.sees_text)
 
 
 class _BlockHook(_Hook):
@@ -443,10 +407,10 @@ class _NormHook(_Hook):
         merger: Merger,
         block: Block,
         module: nn.Module,
-        processors: Sequence[Processor],
+        layers: Sequence[ModuleLayer],
         around: _BlockHook,
     ) -> None:
-        super().__init__(merger, block, module, processors)
+        super().__init__(merger, block, module, layers)
         self._around = around
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,141 @@
+"""The tokens of a call, and everything that calls with such tokens need, made once."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nearfield._checks import wrong_value
+from nearfield.layout import Geometry, Grid, Ordering
+from nearfield.methods import Composition, LayerAttention, full_layer
+from nearfield.ops import Regions
+from nearfield.session.layers import Layer
+
+
+class TokenLayout(NamedTuple):
+    """The tokens of one call, in plain numbers.
+
+    Args:
+        images: the grids of all images, the one that is made first.
+        text: tokens of the joint sequence that belong to no image.
+        num_padding: those of them that follow the image even in layers that do not see the text.
+    """
+
+    images: tuple[Grid, ...]
+    text: int = 0
+    num_padding: int = 0
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(math.prod(grid) for grid in self.images)
+
+    def geometry(self, text_first: bool, sees_text: bool) -> Geometry:
+        """The sequence of a layer that sees the text, or does not."""
+        text = self.text if sees_text else self.num_padding
+        return Geometry(self.images[0], text, text_first, references=self.images[1:])
+
+
+class TokenOrder(Protocol):
+    """What brings image tokens into the order of the method, or the share of one rank, and back."""
+
+    def __len__(self) -> int: ...
+
+    def enter(self, x: Tensor, dim: int = 1) -> Tensor: ...
+
+    def leave(self, y: Tensor, dim: int = 1) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TokenState:
+    """Everything a call needs, made for one layout of tokens and one device.
+
+    Args:
+        attentions: what each layer reads, in the order of layers; None where it is dense.
+        dense_attention: what dense steps read where tokens are split over ranks.
+        weighing: what each layer reads in dense steps, or where it is dense, if merged keys have a bias.
+        regions: how image tokens are merged; None where they are not.
+        own_regions: those of this rank, where tokens are split over several.
+        prepared: for which batches, and whether for training, plans have derived what they keep.
+    """
+
+    layout: TokenLayout
+    device: torch.device
+    ordering: TokenOrder
+    attentions: tuple[LayerAttention | None, ...]
+    dense_attention: LayerAttention | None = None
+    weighing: tuple[LayerAttention | None, ...] = ()
+    regions: Regions | None = None
+    own_regions: Regions | None = None
+    prepared: set[tuple[int, bool]] = field(default_factory=set)
+
+    def prepare(self, layers: Sequence[Layer], batch: int) -> None:
+        """Let plans derive what `attend` keeps of them, once for a batch and for training."""
+        training = torch.is_grad_enabled()
+        if (batch, training) in self.prepared:
+            return
+        for attention, layer in zip(self.attentions + self.weighing, 2 * tuple(layers), strict=True):
+            if attention is not None:
+                attention.prepare(batch, layer.heads, training=training)
+        self.prepared.add((batch, training))
+
+
+def make_tokens(
+    method: Composition,
+    layers: Sequence[Layer],
+    layout: TokenLayout,
+    whole: Mapping[bool, Geometry],
+    device: torch.device,
+    num_sparse_layers: int,
+) -> TokenState:
+    """The state for a layout.
+
+    Args:
+        whole: the sequences of layers that see the text (True), and of those that do not.
+        num_sparse_layers: layers of the whole model, which share the memory that a method allows.
+    """
+    regions, short = _merged(method, whole)
+    attentions: list[LayerAttention | None] = []
+    weighing: list[LayerAttention | None] = []
+    for layer in layers:
+        geometry = (whole if layer.group is None else short)[layer.sees_text]
+        attention = None
+        if layer.is_sparse and layer.index is not None:
+            attention = method.layer(geometry, layer.index, heads=layer.heads, device=device)
+            attention.set_num_layers(num_sparse_layers)
+        attentions.append(attention)
+        is_weighed = layer.group is not None and regions is not None and method.weighs
+        weighing.append(full_layer(geometry.num_tokens, str(device)) if is_weighed else None)
+    ordering = _ordering(method, layers, whole, device)
+    return TokenState(layout, device, ordering, tuple(attentions), None, tuple(weighing), regions)
+
+
+def _ordering(
+    method: Composition, layers: Sequence[Layer], whole: Mapping[bool, Geometry], device: torch.device
+) -> Ordering:
+    """One order for all layers, whether they see the text or not."""
+    kinds = {layer.sees_text for layer in layers if layer.is_sparse} or {True}
+    ordering, *others = (method.ordering(whole[sees], device=device) for sees in kinds)
+    if not all(torch.equal(other.order, ordering.order) for other in others):
+        wrong_value("method", "order images alike with and without text", method)
+    return ordering
+
+
+def _merged(
+    method: Composition, whole: Mapping[bool, Geometry]
+) -> tuple[Regions | None, Mapping[bool, Geometry]]:
+    """How image tokens are merged, and the geometries of what is left; the same ones if nothing is merged."""
+    regions = method.regions(whole[True])
+    if regions is None or regions.num_merged == regions.num_tokens:
+        return None, whole
+    return regions, {sees: method.shortened(geometry, regions) for sees, geometry in whole.items()}
+
+
+def key_bias(mask: Tensor) -> Tensor:
+    """A mask that is the same for every query, `[B, H or 1, 1, M]`, boolean or added to the logits, as a bias."""
+    mask = mask[:, :, 0]
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
