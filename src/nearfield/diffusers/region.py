@@ -69,7 +69,7 @@ class Region:
         self.merger = None if merge is None else Merger(part, merge, self.calls.in_forward)
         self.layers: Sequence[ModuleLayer] = layers_of(part, self.merger, self.calls, first, num_layers)
         split = None if part.ranks is None else partial(split_tokens, ranks=part.ranks)
-        self.session = Session(part.method, self.layers, part.spec.text_first, split)
+        self.session = Session(part.method, self.layers, part.spec.text_first, split=split)
         self._mover = Mover(self.calls.in_forward)
         self._places = places_of(part)
         self._names = parameter_names(part.module)

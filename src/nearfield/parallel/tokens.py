@@ -24,7 +24,8 @@ class _SplitModels(NamedTuple):
 
 def split_tokens(session: Session, state: TokenState, ranks: Ranks) -> TokenState:
     """The state for the share of one rank. Dense layers read all tokens, wherever they are."""
-    assert isinstance(state.ordering, Ordering)
+    ordering = state.ordering
+    assert isinstance(ordering, Ordering)
     models = _split_models(session, state, ranks)
     dense = {id(model): model.dense_layer(state.device) for model in (models.whole, models.merged)}
     attentions, weighing = list[LayerAttention | None](), list[LayerAttention | None]()
@@ -35,7 +36,7 @@ def split_tokens(session: Session, state: TokenState, ranks: Ranks) -> TokenStat
         weighing.append(everything)
     return replace(
         state,
-        ordering=models.whole.share(state.ordering, session.geometry(state.layout)),
+        orders={True: models.whole.share(ordering, session.geometry(state.layout))},
         attentions=tuple(attentions),
         dense_attention=dense[id(models.whole)],
         weighing=tuple(weighing),

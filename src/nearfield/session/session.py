@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from nearfield._checks import wrong_value
 from nearfield._memo import device_name
 from nearfield._types import Moment
-from nearfield.layout import Geometry
+from nearfield.layout import Geometry, Ordering
 from nearfield.methods import Composition, LayerAttention
 from nearfield.session.layers import Layer
 from nearfield.session.steps import Now, is_dense_step
@@ -22,6 +23,7 @@ class Session:
     Args:
         layers: attention layers of the part, in the order they run.
         text_first: whether the text stands before the image in the joint sequence.
+        is_ordered_once: whether tokens are brought into one order for all layers, not in each layer.
         split: makes of a state that of one rank, where tokens are split over several.
     """
 
@@ -30,6 +32,7 @@ class Session:
         method: Composition,
         layers: Sequence[Layer],
         text_first: bool = True,
+        is_ordered_once: bool = True,
         split: "Callable[[Session, TokenState], TokenState] | None" = None,
     ) -> None:
         self.method, self.layers, self.text_first = method, tuple(layers), text_first
@@ -39,7 +42,7 @@ class Session:
         """That of the last call; None if it was dense."""
         self.step: Moment | None = None
         """That of the last call, where anybody asked for it."""
-        self._split = split
+        self._is_ordered_once, self._split = is_ordered_once, split
         self._kept: OrderedDict[tuple[TokenLayout, torch.device], TokenState] = OrderedDict()
 
     def geometry(self, layout: TokenLayout, sees_text: bool = True) -> Geometry:
@@ -55,6 +58,8 @@ class Session:
         """The state for a layout, which is not kept."""
         whole = {sees: self.geometry(layout, sees) for sees in (True, False)}
         state = make_tokens(self.method, self.layers, layout, whole, device, self.num_sparse_layers)
+        if self._is_ordered_once:
+            _check_one_order(self.method, state)
         return state if self._split is None else self._split(self, state)
 
     def prepare(self, layout: TokenLayout, device: torch.device | str, batch: int) -> TokenState:
@@ -104,3 +109,9 @@ class Session:
         self.forget()
         self._kept.clear()
         self.state = None
+
+
+def _check_one_order(method: Composition, state: TokenState) -> None:
+    orders = [each.order for each in state.orders.values() if isinstance(each, Ordering)]
+    if not all(torch.equal(order, orders[0]) for order in orders):
+        wrong_value("method", "order images alike with and without text", method)

@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from nearfield._checks import wrong_value
-from nearfield.layout import Geometry, Grid, Ordering
+from nearfield.layout import Geometry, Grid
 from nearfield.methods import Composition, LayerAttention, full_layer
 from nearfield.ops import Regions
 from nearfield.session.layers import Layer
@@ -53,6 +52,7 @@ class TokenState:
     """Everything a call needs, made for one layout of tokens and one device.
 
     Args:
+        orders: the order of the image tokens in layers that see the text (True), and in those that do not.
         attentions: what each layer reads, in the order of layers; None where it is dense.
         dense_attention: what dense steps read where tokens are split over ranks.
         weighing: what each layer reads in dense steps, or where it is dense, if merged keys have a bias.
@@ -63,13 +63,18 @@ class TokenState:
 
     layout: TokenLayout
     device: torch.device
-    ordering: TokenOrder
+    orders: Mapping[bool, TokenOrder]
     attentions: tuple[LayerAttention | None, ...]
     dense_attention: LayerAttention | None = None
     weighing: tuple[LayerAttention | None, ...] = ()
     regions: Regions | None = None
     own_regions: Regions | None = None
     prepared: set[tuple[int, bool]] = field(default_factory=set)
+
+    @property
+    def ordering(self) -> TokenOrder:
+        """The order of all layers, where it is one."""
+        return next(iter(self.orders.values()))
 
     def prepare(self, layers: Sequence[Layer], batch: int) -> None:
         """Let plans derive what `attend` keeps of them, once for a batch and for training."""
@@ -108,19 +113,9 @@ def make_tokens(
         attentions.append(attention)
         is_weighed = layer.group is not None and regions is not None and method.weighs
         weighing.append(full_layer(geometry.num_tokens, str(device)) if is_weighed else None)
-    ordering = _ordering(method, layers, whole, device)
-    return TokenState(layout, device, ordering, tuple(attentions), None, tuple(weighing), regions)
-
-
-def _ordering(
-    method: Composition, layers: Sequence[Layer], whole: Mapping[bool, Geometry], device: torch.device
-) -> Ordering:
-    """One order for all layers, whether they see the text or not."""
     kinds = {layer.sees_text for layer in layers if layer.is_sparse} or {True}
-    ordering, *others = (method.ordering(whole[sees], device=device) for sees in kinds)
-    if not all(torch.equal(other.order, ordering.order) for other in others):
-        wrong_value("method", "order images alike with and without text", method)
-    return ordering
+    orders = {sees: method.ordering(whole[sees], device=device) for sees in kinds}
+    return TokenState(layout, device, orders, tuple(attentions), None, tuple(weighing), regions)
 
 
 def _merged(
