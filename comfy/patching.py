@@ -20,7 +20,6 @@ from nearfield import Geometry, Method, Ordering
 from nearfield.methods import Composition, Moment
 from nearfield.session import (
     Layer,
-    Now,
     Session,
     TokenLayout,
     attention_modules,
@@ -191,7 +190,7 @@ class SparseCall:
             self._session = self.start(call.heads, call.head_dim)
             self._session.prepare(self.layout, call.query.device, len(call.query))
             if self.step is not None:
-                self._session.begin(Now(self.step))
+                self._session.begin(self.step)
         return self._session
 
     def _sparse(self, call: "Attention", geometry: Geometry, index: int) -> Tensor:

@@ -9,11 +9,11 @@ from torch import nn
 from nearfield._checks import wrong_type, wrong_value
 from nearfield._types import Impl
 from nearfield.diffusers.lora import Switch
-from nearfield.diffusers.models.spec import Spec, classes_where, spec_of
+from nearfield.diffusers.models.spec import CROSS_ATTENTION, Spec, classes_where, spec_of
 from nearfield.diffusers.processor import ModelCall, sparse_processor
 from nearfield.methods import Composition
 from nearfield.parallel import Ranks
-from nearfield.session import CROSS_ATTENTION, Layer, attention_modules, find
+from nearfield.session import Layer, attention_modules, find
 
 if TYPE_CHECKING:
     from nearfield.diffusers.merged_blocks import Merger

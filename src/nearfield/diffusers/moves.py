@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from nearfield._checks import wrong_value
 from nearfield.diffusers.find import TargetModule
 from nearfield.diffusers.models.spec import Arguments, Move, parameter_names
-from nearfield.session import TokenOrder, find
+from nearfield.session import TokenState, find
 
 
 class Place(NamedTuple):
@@ -45,7 +45,7 @@ class Mover:
 
     def __init__(self, in_forward: Callable[[], bool]) -> None:
         self._in_forward = in_forward
-        self.order: TokenOrder | None = None
+        self.state: TokenState | None = None
         """None: tokens stay as they are."""
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -69,7 +69,7 @@ class Mover:
 
     def moved(self, value: Any, move: Move) -> Any:
         """Tokens in their other order; also inside lists and dictionaries. What follows the images stays in place."""
-        if self.order is None or not self._in_forward():
+        if self.state is None or not self._in_forward():
             return value
         if isinstance(value, list | tuple):
             items = [self.moved(item, move) for item in value]
@@ -78,8 +78,8 @@ class Mover:
             return {name: self.moved(item, move) for name, item in value.items()}
         if move.num_dims not in (None, value.dim()):
             return value
-        way: Callable[[Tensor, int], Tensor] = getattr(self.order, move.way)
-        images, length = len(self.order), value.shape[move.dim]
+        way: Callable[[Tensor, int], Tensor] = getattr(self.state.ordering, move.way)
+        images, length = len(self.state.ordering), value.shape[move.dim]
         if length == 1:  # serves all tokens
             return value
         if length <= images:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from nearfield._types import Moment
 from nearfield.diffusers.calls import Call, Calls
 from nearfield.diffusers.find import ModuleLayer, TargetModule, layers_of
 from nearfield.diffusers.guards import check_merged_blocks, check_ready, check_same_sample, check_unchanged
 from nearfield.diffusers.lora import SWITCHED_WHOLE
 from nearfield.diffusers.merged_blocks import Merger
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.spec import (
     Arguments,
     check_arguments,
@@ -32,15 +32,7 @@ from nearfield.diffusers.processor import SparseProcessor, StatefulAttention, re
 from nearfield.diffusers.ranks import SuspendedParallelism
 from nearfield.diffusers.steps import CallHook, SchedulerState
 from nearfield.parallel import split_tokens
-from nearfield.session import (
-    Now,
-    Session,
-    StepTracker,
-    TokenLayout,
-    TokenState,
-    has_dense_steps,
-    is_dense_step,
-)
+from nearfield.session import GridReader, Session, TokenLayout, TokenState
 
 # Not put together where it is raised: torch.compile could not trace that.
 _NOT_WHOLE = (
@@ -73,7 +65,6 @@ class Region:
         self._mover = Mover(self.calls.in_forward)
         self._places = places_of(part)
         self._names = parameter_names(part.module)
-        self._tracker = StepTracker()
         self._listener: Any = None
         self._grids = GridReader(steps.is_in_loop)
         self._handles: list[RemovableHandle] = []
@@ -120,7 +111,7 @@ class Region:
 
     def _install_call_hooks(self) -> None:
         root = self.part.root
-        is_stepwise = self.steps.scheduler is not None and has_dense_steps(self.part.method)
+        is_stepwise = self.steps.scheduler is not None and self.session.has_dense_steps
         if self.part.lora is not None and is_stepwise:
             self._handles += [
                 root.register_forward_pre_hook(self._root_entered, prepend=True),
@@ -128,7 +119,7 @@ class Region:
             ]
         if self._remembers or is_stepwise:  # another scheduler may come, which needs to be told the timestep
             conditioning = self.part.spec.conditioning if self._remembers else None
-            hook = CallHook(self.steps, self._tracker, parameter_names(root), conditioning)
+            hook = CallHook(self.steps, self.session, parameter_names(root), conditioning)
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         if self._remembers and self.part.module is root and hasattr(root, "cache_context"):
             from nearfield.diffusers.listening import Listener
@@ -158,7 +149,6 @@ class Region:
             self.merger.remove()
         self._switch_lora_off(False)
         self.steps = SchedulerState()
-        self._tracker = StepTracker()
         self._grids = GridReader(self.steps.is_in_loop)
 
     # -- a call --------------------------------------------------------------------------------------------------
@@ -172,8 +162,8 @@ class Region:
         check_arguments(spec, arguments)
         # Asked once: where a graph broke, torch.compile takes up every function by itself, where the answer is another.
         is_traced = torch.compiler.is_compiling()
-        locate = spec.locate if is_traced else _outside_graphs(spec.locate)
-        layout = locate(module, arguments, self._grids)
+        locate = self._locate if is_traced else _outside_graphs(self._locate)
+        layout = locate(module, arguments)
         if not isinstance(layout, str):
             layout = spec.padded(layout)
             check_count(spec, arguments, layout)
@@ -190,6 +180,15 @@ class Region:
             check_same_sample(spec.sample, first_tensor(samples), ranks)
         self._mover.enter(spec.moves, arguments)
         return tuple(arguments.args), arguments.kwargs
+
+    def _locate(self, module: nn.Module, arguments: Arguments) -> TokenLayout | str:
+        """The tokens of a call, or the reason why it has to stay dense."""
+        spec = self.part.spec
+        if spec.locate is not None:
+            return spec.locate(module, arguments)
+        images = self._grids.read(arguments.get(spec.ids))
+        text = first_tensor(arguments.get(spec.conditioning)).shape[1]
+        return f"`{spec.ids}` describe no grid" if images is None else TokenLayout(images, text)
 
     def _root_entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before any layer: those of a model that lie outside its parts may have a LoRA, too."""
@@ -217,8 +216,7 @@ class Region:
         self.calls.leave(output)
 
     def _is_dense_step(self) -> bool:
-        method = self.part.method
-        return has_dense_steps(method) and is_dense_step(method, self.steps.now())
+        return self.session.has_dense_steps and self.session.is_dense_step(self.steps.now())
 
     def _state(self) -> Call:
         merged = None if self.merger is None else self.merger.call
@@ -238,29 +236,34 @@ class Region:
         """Say to what is kept where the loop stands, and let it forget what is over."""
         if torch.compiler.is_compiling():
             raise ValueError(_NOT_WHOLE)
-        now = self._now(batch)
+        step = self._step()
+        if step is None:
+            if self.merger is not None:
+                self._begin_merging(self.merger, batch, None)
+            return
+        name = None if self._listener is None else self._listener.name
+        now = self.session.tracker.advance(step, self.steps.scheduler.timesteps, name, batch)
         if self.merger is not None:
-            if now is not None and now.is_new:
+            if now.is_new:
                 self.merger.forget()
-            if self.state is not None and self.state.regions is not None:
-                check_merged_blocks(self.merger)
-            if self.merger.begin(self.state, batch, now and now.step):
-                self.session.forget()  # other tokens are left from now on
-        if now is not None:
-            self.session.begin(now)
+            self._begin_merging(self.merger, batch, now.step)
+        self.session.begin(*now)
 
-    def _now(self, batch: int) -> Now | None:
+    def _step(self) -> Moment | None:
         """None where nothing tells the step, and only maps depend on it: those are made anew then."""
         try:
             self.steps.check_is_given()
-            step = self.steps.now()
+            return self.steps.now()
         except ValueError:
             if self.part.method.is_stateful:
                 raise
             return None
-        name = None if self._listener is None else self._listener.name
-        assert step is not None
-        return self._tracker.advance(step, self.steps.scheduler.timesteps, name, batch)
+
+    def _begin_merging(self, merger: Merger, batch: int, step: Moment | None) -> None:
+        if self.state is not None and self.state.regions is not None:
+            check_merged_blocks(merger)
+        if merger.begin(self.state, batch, step):
+            self.session.forget()  # other tokens are left from now on
 
     def _forget(self) -> None:
         self.session.forget()
@@ -289,12 +292,12 @@ class Region:
         state = self.session.prepare(layout, device, batch)
         if state is not before:
             self._hand_out(state)
-        if any(move.what == "img_ids" for move in self.part.spec.moves):
+        if self.part.spec.ids:
             self._grids.expect(layout.images, state.device)
 
     def _hand_out(self, state: TokenState | None) -> None:
         self.session.state = state
-        self._mover.order = state.ordering if state else None
+        self._mover.state = state
         for number, layer in enumerate(self.layers):
             if isinstance(layer.installed, SparseProcessor):
                 attention = state.attentions[number] if state else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from nearfield._checks import wrong_value
 from nearfield._types import Moment
 from nearfield.diffusers.models.spec import Arguments, first_tensor
-from nearfield.session import StepTracker
+from nearfield.session import Session
 
 # Not put together where they are raised: torch.compile could not trace that.
 _NO_SCHEDULER = (
@@ -108,9 +108,9 @@ class CallHook:
     """
 
     def __init__(
-        self, steps: SchedulerState, tracker: StepTracker, names: tuple[str, ...], conditioning: str | None
+        self, steps: SchedulerState, session: Session, names: tuple[str, ...], conditioning: str | None
     ) -> None:
-        self.steps, self.tracker, self.names, self.conditioning = steps, tracker, names, conditioning
+        self.steps, self.session, self.names, self.conditioning = steps, session, names, conditioning
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = Arguments(self.names, args, kwargs)
@@ -118,4 +118,4 @@ class CallHook:
             self.steps.timestep = arguments.get("timestep")
         if self.conditioning is not None:
             text = arguments.get(self.conditioning)
-            self.tracker.set_text(None if text is None else first_tensor(text))
+            self.session.tracker.set_text(None if text is None else first_tensor(text))

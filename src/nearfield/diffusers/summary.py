@@ -14,16 +14,7 @@ from nearfield.diffusers.steps import SchedulerState
 from nearfield.methods import Composition, Memory
 from nearfield.ops import ReadStats, explain_choice
 from nearfield.parallel import Shapes, SplitLayer
-from nearfield.session import (
-    Pairs,
-    TokenLayout,
-    TokenState,
-    count_pairs,
-    has_dense_steps,
-    num_pairs,
-    num_read,
-    read_stats,
-)
+from nearfield.session import Pairs, TokenLayout, TokenState, has_dense_steps, num_read
 
 _NAMED = 4
 
@@ -186,7 +177,7 @@ def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
 def _geometry_lines(
     known: Sequence[tuple[Region, TokenLayout]], method: Composition, steps: SchedulerState, origin: str
 ) -> list[str]:
-    lines, pairs, work = [], Pairs(), _Work()
+    lines, work = list[str](), _Work()
     prepared: list[tuple[Region, TokenState]] = []
     shown: set[TokenLayout] = set()
     choice = ""
@@ -201,10 +192,10 @@ def _geometry_lines(
             lines += f"{origin}: {words}".splitlines()
             lines += _split_lines(region, state)
             shown.add(layout)
-        pairs = pairs.plus(count_pairs(region.session, state))
         work = work.plus(_work(region, state))
         choice = choice or _choice_words(region, state)
-    stats = [stats for region, _ in known for stats in read_stats(region.state)]
+    pairs = Pairs.sum(region.session.pairs(state) for region, state in prepared)
+    stats = [stats for region, _ in known if region.state for stats in region.state.stats]
     return [
         *lines,
         *_memory_lines(prepared),
@@ -285,7 +276,7 @@ def _work(region: Region, state: TokenState) -> _Work:
         if layer.index is not None:
             geometry = region.session.geometry(state.layout, layer.sees_text)
             known = num_read(layer, attention, state)
-            read = num_pairs(layer, state) if known is None else known
+            read = state.num_pairs(layer) if known is None else known
             each = 2 * layer.heads * layer.head_dim  # a query times a key, a weight times a value
             work = work.plus(_Work(0, 0, read * each, geometry.num_tokens**2 * each))
     return work
@@ -391,11 +382,10 @@ def _speed_lines(pairs: Pairs, method: Composition, steps: SchedulerState) -> li
 
 def pairs_kept(regions: Sequence[Region], method: Composition, steps: SchedulerState) -> float | None:
     """The share of all pairs that calls like the last one read, over all layers and steps; None before the first."""
-    pairs = Pairs()
-    for region in regions:
-        if region.state is None:
-            return None
-        pairs = pairs.plus(count_pairs(region.session, region.state))
+    states = [(region, region.state) for region in regions if region.state is not None]
+    if len(states) < len(regions):
+        return None
+    pairs = Pairs.sum(region.session.pairs(state) for region, state in states)
     return pairs.kept_over(_total(method, steps), method)
 
 

@@ -1,28 +1,24 @@
-"""What any host needs around a method, in plain torch: sessions, token layouts, layers, steps, and how much is read."""
+"""What any host needs around a method, in plain torch: sessions, layouts of tokens, layers and steps."""
 
-from nearfield.session.counts import Pairs, count_pairs, num_pairs, num_read, read_stats
-from nearfield.session.layers import CROSS_ATTENTION, Layer, attention_modules, find
+from nearfield.session.counts import Pairs, num_read
+from nearfield.session.grids import GridReader
+from nearfield.session.layers import Layer, attention_modules, find
 from nearfield.session.session import Session
-from nearfield.session.steps import Now, StepTracker, has_dense_steps, is_dense_step
-from nearfield.session.tokens import TokenLayout, TokenOrder, TokenState, key_bias
+from nearfield.session.steps import StepTracker, has_dense_steps, is_dense_step
+from nearfield.session.tokens import TokenLayout, TokenState, key_bias
 
 __all__ = [
-    "CROSS_ATTENTION",
+    "GridReader",
     "Layer",
-    "Now",
     "Pairs",
     "Session",
     "StepTracker",
     "TokenLayout",
-    "TokenOrder",
     "TokenState",
     "attention_modules",
-    "count_pairs",
     "find",
     "has_dense_steps",
     "is_dense_step",
     "key_bias",
-    "num_pairs",
     "num_read",
-    "read_stats",
 ]

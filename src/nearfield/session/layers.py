@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-CROSS_ATTENTION = "cross-attention: its keys are few"
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -1,7 +1,7 @@
 """A method that is applied to a model: what its layers read, by layout of tokens, and at which step that is."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -9,10 +9,11 @@ from nearfield._checks import wrong_value
 from nearfield._memo import device_name
 from nearfield._types import Moment
 from nearfield.layout import Geometry, Ordering
-from nearfield.methods import Composition, LayerAttention
+from nearfield.methods import Composition, LayerAttention, full_layer
+from nearfield.session.counts import Pairs, num_read
 from nearfield.session.layers import Layer
-from nearfield.session.steps import Now, is_dense_step
-from nearfield.session.tokens import TokenLayout, TokenState, make_tokens
+from nearfield.session.steps import StepTracker, has_dense_steps, is_dense_step
+from nearfield.session.tokens import TokenLayout, TokenState
 
 _REMEMBERED = 8
 
@@ -40,6 +41,7 @@ class Session:
         """Of the whole model: they share the memory that a method allows."""
         self.state: TokenState | None = None
         """That of the last call; None if it was dense."""
+        self.tracker = StepTracker()
         self.step: Moment | None = None
         """That of the last call, where anybody asked for it."""
         self._is_ordered_once, self._split = is_ordered_once, split
@@ -56,11 +58,36 @@ class Session:
 
     def make(self, layout: TokenLayout, device: torch.device) -> TokenState:
         """The state for a layout, which is not kept."""
+        method = self.method
         whole = {sees: self.geometry(layout, sees) for sees in (True, False)}
-        state = make_tokens(self.method, self.layers, layout, whole, device, self.num_sparse_layers)
-        if self._is_ordered_once:
-            _check_one_order(self.method, state)
+        regions, short = method.regions(whole[True]), whole
+        if regions is not None and regions.num_merged == regions.num_tokens:
+            regions = None
+        if regions is not None:
+            short = {sees: method.shortened(geometry, regions) for sees, geometry in whole.items()}
+        attentions: list[LayerAttention | None] = []
+        weighing: list[LayerAttention | None] = []
+        for layer in self.layers:
+            geometry = (whole if layer.group is None else short)[layer.sees_text]
+            attention = None
+            if layer.is_sparse and layer.index is not None:
+                attention = method.layer(geometry, layer.index, heads=layer.heads, device=device)
+                attention.set_num_layers(self.num_sparse_layers)
+            attentions.append(attention)
+            is_weighed = layer.group is not None and regions is not None and method.weighs
+            weighing.append(full_layer(geometry.num_tokens, str(device)) if is_weighed else None)
+        orders = self._orders(whole, device)
+        state = TokenState(layout, device, orders, tuple(attentions), None, tuple(weighing), regions)
         return state if self._split is None else self._split(self, state)
+
+    def _orders(self, whole: Mapping[bool, Geometry], device: torch.device) -> Mapping[bool, Ordering]:
+        """The order of image tokens in layers that see the text, and in those that do not."""
+        kinds = {layer.sees_text for layer in self.layers if layer.is_sparse} or {True}
+        orders = {sees: self.method.ordering(whole[sees], device=device) for sees in kinds}
+        one, *others = (ordering.order for ordering in orders.values())
+        if self._is_ordered_once and not all(torch.equal(one, other) for other in others):
+            wrong_value("method", "order images alike with and without text", self.method)
+        return orders
 
     def prepare(self, layout: TokenLayout, device: torch.device | str, batch: int) -> TokenState:
         """The state for a layout, made once; it becomes that of the call."""
@@ -77,6 +104,21 @@ class Session:
             self.state = state
         return state
 
+    def pairs(self, state: TokenState) -> Pairs:
+        """How many pairs of tokens are read in a state."""
+        found = []
+        for layer, attention in zip(self.layers, state.attentions, strict=True):
+            if layer.index is None:
+                continue
+            tokens = self.geometry(state.layout, layer.sees_text).num_tokens
+            whole, dense = tokens**2 * layer.heads, state.num_pairs(layer) * layer.heads
+            if layer.is_sparse or dense < whole:
+                read = num_read(layer, attention, state)
+                found.append(Pairs(None if read is None else read * layer.heads, whole, whole, dense))
+            else:
+                found.append(Pairs(0, 0, whole, dense))
+        return Pairs.sum(found)
+
     # -- what layers keep from step to step ----------------------------------------------------------------------
 
     def stateful(self, state: TokenState | None) -> Iterator[LayerAttention]:
@@ -85,17 +127,25 @@ class Session:
             yield from (attention for attention in state.attentions if attention is not None)
 
     @property
-    def is_dense_step(self) -> bool:
-        return is_dense_step(self.method, self.step)
+    def has_dense_steps(self) -> bool:
+        return has_dense_steps(self.method)
 
-    def begin(self, now: Now) -> None:
-        """A call begins at a step. One that lies back begins another generation."""
-        if now.is_new or (self.step is not None and now.step.step_index < self.step.step_index):
+    def is_dense_step(self, step: Moment | None) -> bool:
+        return is_dense_step(self.method, step)
+
+    def begin(self, step: Moment, is_new: bool = False, is_first: bool = False) -> None:
+        """A call begins at a step. One that lies back begins another generation.
+
+        Args:
+            is_new: whether nothing serves that layers keep.
+            is_first: whether another generation begins, so that counts begin anew.
+        """
+        if is_new or (self.step is not None and step.step_index < self.step.step_index):
             self.forget()
-        self.step = now.step
+        self.step = step
         for attention in self.stateful(self.state):
-            attention.set_step(now.step)
-            if now.is_first and attention.stats is not None:
+            attention.set_step(step)
+            if is_first and attention.stats is not None:
                 attention.stats.clear()
 
     def forget(self) -> None:
@@ -108,10 +158,4 @@ class Session:
         """Keep nothing alive."""
         self.forget()
         self._kept.clear()
-        self.state = None
-
-
-def _check_one_order(method: Composition, state: TokenState) -> None:
-    orders = [each.order for each in state.orders.values() if isinstance(each, Ordering)]
-    if not all(torch.equal(order, orders[0]) for order in orders):
-        wrong_value("method", "order images alike with and without text", method)
+        self.state, self.tracker = None, StepTracker()

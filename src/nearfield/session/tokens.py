@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nearfield.layout import Geometry, Grid
-from nearfield.methods import Composition, LayerAttention, full_layer
-from nearfield.ops import Regions
+from nearfield.methods import LayerAttention
+from nearfield.ops import ReadStats, Regions
 from nearfield.session.layers import Layer
 
 
@@ -76,6 +76,19 @@ class TokenState:
         """The order of all layers, where it is one."""
         return next(iter(self.orders.values()))
 
+    def num_pairs(self, layer: Layer) -> int:
+        """Pairs of a layer, per head, where everyone reads everyone, perhaps after merging."""
+        image = self.layout.num_image_tokens
+        if layer.group is not None and self.regions is not None:
+            image = self.regions.num_merged
+        return (image + (self.layout.text if layer.sees_text else self.layout.num_padding)) ** 2
+
+    @property
+    def stats(self) -> list[ReadStats]:
+        """What the layers have read so far, where that is counted."""
+        found = [attention.stats for attention in self.attentions if attention is not None]
+        return [stats for stats in found if stats is not None and stats.num_full + stats.num_sparse]
+
     def prepare(self, layers: Sequence[Layer], batch: int) -> None:
         """Let plans derive what `attend` keeps of them, once for a batch and for training."""
         training = torch.is_grad_enabled()
@@ -85,47 +98,6 @@ class TokenState:
             if attention is not None:
                 attention.prepare(batch, layer.heads, training=training)
         self.prepared.add((batch, training))
-
-
-def make_tokens(
-    method: Composition,
-    layers: Sequence[Layer],
-    layout: TokenLayout,
-    whole: Mapping[bool, Geometry],
-    device: torch.device,
-    num_sparse_layers: int,
-) -> TokenState:
-    """The state for a layout.
-
-    Args:
-        whole: the sequences of layers that see the text (True), and of those that do not.
-        num_sparse_layers: layers of the whole model, which share the memory that a method allows.
-    """
-    regions, short = _merged(method, whole)
-    attentions: list[LayerAttention | None] = []
-    weighing: list[LayerAttention | None] = []
-    for layer in layers:
-        geometry = (whole if layer.group is None else short)[layer.sees_text]
-        attention = None
-        if layer.is_sparse and layer.index is not None:
-            attention = method.layer(geometry, layer.index, heads=layer.heads, device=device)
-            attention.set_num_layers(num_sparse_layers)
-        attentions.append(attention)
-        is_weighed = layer.group is not None and regions is not None and method.weighs
-        weighing.append(full_layer(geometry.num_tokens, str(device)) if is_weighed else None)
-    kinds = {layer.sees_text for layer in layers if layer.is_sparse} or {True}
-    orders = {sees: method.ordering(whole[sees], device=device) for sees in kinds}
-    return TokenState(layout, device, orders, tuple(attentions), None, tuple(weighing), regions)
-
-
-def _merged(
-    method: Composition, whole: Mapping[bool, Geometry]
-) -> tuple[Regions | None, Mapping[bool, Geometry]]:
-    """How image tokens are merged, and the geometries of what is left; the same ones if nothing is merged."""
-    regions = method.regions(whole[True])
-    if regions is None or regions.num_merged == regions.num_tokens:
-        return None, whole
-    return regions, {sees: method.shortened(geometry, regions) for sees, geometry in whole.items()}
 
 
 def key_bias(mask: Tensor) -> Tensor:

@@ -2,15 +2,10 @@
 
 from dataclasses import replace
 
-from torch import nn
-
-from nearfield.diffusers.models.ids import GridReader
-from nearfield.diffusers.models.sizes import num_text
 from nearfield.diffusers.models.spec import (
     LEAVE,
     ROTARY,
     TEXT_PROJECTIONS,
-    Arguments,
     ComfyModel,
     MergedBlocks,
     Move,
@@ -18,15 +13,6 @@ from nearfield.diffusers.models.spec import (
     Spec,
     define,
 )
-from nearfield.session import TokenLayout
-
-
-def _from_ids(module: nn.Module, arguments: Arguments, reader: GridReader) -> "TokenLayout | str":
-    """Packed tokens: the grid is known from the values of `img_ids` alone."""
-    text = num_text(arguments)
-    images = reader.read(arguments.get("img_ids"))
-    return "`img_ids` describe no grid" if images is None else TokenLayout(images, text)
-
 
 FLUX = define(
     Spec(
@@ -40,7 +26,7 @@ FLUX = define(
             Move("", "controlnet_single_block_samples"),
             LEAVE,
         ),
-        locate=_from_ids,
+        ids="img_ids",
         takes_references=True,
         can_split=True,
         processors=("FluxAttnProcessor",),

@@ -2,22 +2,13 @@
 
 from typing import Any
 
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.sizes import latent_frames, num_text, patches
-from nearfield.diffusers.models.spec import (
-    LEAVE,
-    Arguments,
-    Move,
-    Pixels,
-    Spec,
-    define,
-    without_single_frame,
-)
+from nearfield.diffusers.models.spec import LEAVE, Arguments, Move, Pixels, Spec, define, without_single_frame
 from nearfield.layout import Grid
 from nearfield.session import TokenLayout
 
 
-def _from_latent(module: Any, arguments: Arguments, _: GridReader) -> TokenLayout:
+def _from_latent(module: Any, arguments: Arguments) -> TokenLayout:
     """A latent that the model cuts into patches; the text is joined to the video."""
     config = module.config
     grid = patches(arguments, (config.patch_size_t, config.patch_size, config.patch_size))

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.sizes import latent_frames
 from nearfield.diffusers.models.spec import (
+    CROSS_ATTENTION,
     LEAVE,
     Arguments,
     Move,
@@ -16,10 +16,10 @@ from nearfield.diffusers.models.spec import (
     without_single_frame,
 )
 from nearfield.layout import Grid
-from nearfield.session import CROSS_ATTENTION, TokenLayout
+from nearfield.session import TokenLayout
 
 
-def _from_sides(module: nn.Module, arguments: Arguments, _: GridReader) -> "TokenLayout | str":
+def _from_sides(module: nn.Module, arguments: Arguments) -> "TokenLayout | str":
     """Packed tokens; sides are given as numbers."""
     if arguments.get("video_coords") is not None:
         return "`video_coords` say where tokens are, one by one"

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.sizes import patches
 from nearfield.diffusers.models.spec import (
+    CROSS_ATTENTION,
     LEAVE,
     Arguments,
     MergedBlocks,
@@ -14,10 +14,10 @@ from nearfield.diffusers.models.spec import (
     define,
 )
 from nearfield.layout import Grid
-from nearfield.session import CROSS_ATTENTION, TokenLayout
+from nearfield.session import TokenLayout
 
 
-def _from_latent(module: Any, arguments: Arguments, _: GridReader) -> TokenLayout:
+def _from_latent(module: Any, arguments: Arguments) -> TokenLayout:
     """A latent that the model cuts into patches; the text is read by cross-attention."""
     patch = module.config.patch_size
     return TokenLayout((patches(arguments, (patch, patch)),))
@@ -47,7 +47,7 @@ PIXART = define(
 )
 
 
-def _from_feature_map(module: Any, arguments: Arguments, _: GridReader) -> TokenLayout:
+def _from_feature_map(module: Any, arguments: Arguments) -> TokenLayout:
     """A feature map `[B, C, height, width]`, one token per pixel."""
     return TokenLayout((patches(arguments, (1, 1)),))
 

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.sizes import num_text
 from nearfield.diffusers.models.spec import (
     LEAVE,
@@ -22,7 +21,7 @@ from nearfield.diffusers.models.spec import (
 from nearfield.session import TokenLayout
 
 
-def _from_image_shapes(module: nn.Module, arguments: Arguments, _: GridReader) -> TokenLayout:
+def _from_image_shapes(module: nn.Module, arguments: Arguments) -> TokenLayout:
     """`img_shapes`: for each sample of the batch the (frames, height, width) of its images; all samples alike."""
     shapes = arguments.get("img_shapes")
     shapes = shapes[0] if isinstance(shapes, list) else shapes

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.sizes import num_text, patches
 from nearfield.diffusers.models.spec import (
     LEAVE,
@@ -17,7 +16,7 @@ from nearfield.diffusers.models.spec import (
 from nearfield.session import TokenLayout
 
 
-def _from_latent(module: Any, arguments: Arguments, _: GridReader) -> TokenLayout:
+def _from_latent(module: Any, arguments: Arguments) -> TokenLayout:
     """A latent that the model cuts into patches; the text is joined to the image."""
     patch = module.config.patch_size
     return TokenLayout((patches(arguments, (patch, patch)),), num_text(arguments))

@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from nearfield._checks import wrong_value
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.layout import Grid
 from nearfield.methods import Kind
 from nearfield.session import TokenLayout
 
+CROSS_ATTENTION = "cross-attention: its keys are few"
 TOKENS = "hidden_states"
 ROTARY = "image_rotary_emb"
 TEXT_PROJECTIONS = (
@@ -75,7 +75,7 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
-Locate = Callable[[nn.Module, Arguments, GridReader], "TokenLayout | str"]
+Locate = Callable[[nn.Module, Arguments], "TokenLayout | str"]
 """Finds the tokens of a call, or gives the reason why this call has to stay dense."""
 
 
@@ -172,6 +172,7 @@ class Spec:
             (patterns of paths in the region).
         moves: where tokens change their order.
         locate: how large the image is, and how long the text.
+        ids: for models without `locate`, the argument with position ids, whose values say how large the images are.
         processors: classes of attention processors that were tried.
         text_first: whether the text stands before the image in the joint sequence.
         image_only: those of `layers` that do not see the text.
@@ -198,8 +199,9 @@ class Spec:
     model: str
     layers: tuple[str, ...]
     moves: tuple[Move, ...]
-    locate: Locate
-    processors: tuple[str, ...]
+    locate: Locate | None = None
+    ids: str = ""
+    processors: tuple[str, ...] = ()
     name: str = ""
     text_first: bool = True
     image_only: tuple[str, ...] = ()

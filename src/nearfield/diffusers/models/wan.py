@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.sizes import latent_frames, patches
 from nearfield.diffusers.models.spec import (
+    CROSS_ATTENTION,
     LEAVE,
     Arguments,
     ComfyModel,
@@ -14,10 +14,10 @@ from nearfield.diffusers.models.spec import (
     define,
 )
 from nearfield.layout import Grid
-from nearfield.session import CROSS_ATTENTION, TokenLayout
+from nearfield.session import TokenLayout
 
 
-def _from_latent(module: Any, arguments: Arguments, _: GridReader) -> TokenLayout:
+def _from_latent(module: Any, arguments: Arguments) -> TokenLayout:
     """Text, and features of a first frame, are read by cross-attention."""
     return TokenLayout((patches(arguments, module.config.patch_size),))
 

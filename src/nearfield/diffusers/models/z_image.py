@@ -2,12 +2,11 @@
 
 from torch import nn
 
-from nearfield.diffusers.models.ids import GridReader
 from nearfield.diffusers.models.spec import Arguments, Move, Spec, define, without_single_frame
 from nearfield.session import TokenLayout
 
 
-def _from_list_of_latents(module: nn.Module, arguments: Arguments, _: GridReader) -> "TokenLayout | str":
+def _from_list_of_latents(module: nn.Module, arguments: Arguments) -> "TokenLayout | str":
     """A list of latents `[C, frames, height, width]`, and one of captions."""
     latents, captions = arguments.get("x"), arguments.get("cap_feats")
     if isinstance(latents[0], list):
