@@ -7,10 +7,9 @@ raster order between the layers.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -57,22 +56,16 @@ class SparseModel:
         options = dict(transformer_options or {})
         model = executor.class_obj.diffusion_model
         known, spec = known_model(model)
+        if self.session is None:
+            found = attention_modules(model, known.layers, known.image_only)
+            self.session = session_of(self.method, [sees_text for _, _, sees_text in found])
         layout = layout_of(spec, model, latent, c_crossattn, conditions)
-        sees_text = [sees for _, _, sees in attention_modules(model, known.layers, known.image_only)]
-        start = partial(self.session_of, sees_text)
-        call = SparseCall(
-            self.method, start, sees_text, layout, self._step(sigma, options), options.get(OVERRIDE)
-        )
+        step = self._step(sigma, options)
+        call = SparseCall(self.method, self.session, layout, step, options.get(OVERRIDE))
         options[OVERRIDE] = call
         out = executor(latent, sigma, c_concat, c_crossattn, control, options, **conditions)
         self._tell(call)
         return out
-
-    def session_of(self, sees_text: Sequence[bool], heads: int, head_dim: int) -> Session:
-        """The session, for layers of so many heads: ComfyUI says how many there are in a call of attention."""
-        if self.session is None or (heads, head_dim) != _sizes(self.session):
-            self.session = session_of(self.method, sees_text, heads, head_dim)
-        return self.session
 
     def _step(self, sigma: Tensor, options: Mapping[str, Any]) -> Moment | None:
         """Where the loop stands, where the method asks for it."""
@@ -89,26 +82,19 @@ class SparseModel:
         _log.log(logging.INFO if call.calls else logging.WARNING, "nearfield: %s", words)
 
 
-def session_of(method: Method, sees_text: Sequence[bool], heads: int, head_dim: int) -> Session:
-    """A method in a model whose layers see the text, or do not."""
-    reasons = [method.dense_layer_reason(index, len(sees_text)) for index in range(len(sees_text))]
+def session_of(method: Method, sees_text: Sequence[bool]) -> Session:
+    """A session for layers that see the text, or do not. ComfyUI says only in calls how many heads they have."""
     layers = [
-        Layer(index, heads, head_dim, sees, reason, None)
-        for index, (sees, reason) in enumerate(zip(sees_text, reasons, strict=True))
+        Layer(index, 0, sees, method.dense_layer_reason(index, len(sees_text)), None)
+        for index, sees in enumerate(sees_text)
     ]
     return Session(Composition.of(method), layers, is_ordered_once=False)
-
-
-def _sizes(session: Session) -> tuple[int, int]:
-    return session.layers[0].heads, session.layers[0].head_dim
 
 
 class SparseCall:
     """The attention of one call of a model.
 
     Args:
-        start: gives the session for layers of so many heads of such a dimension.
-        sees_text: for each layer, whether it sees the text.
         layout: the tokens to be read sparsely; None where nothing is.
         step: where the denoising loop stands; None where nobody asks or nobody knows.
         before: an override that was there already; it serves the dense calls.
@@ -117,22 +103,21 @@ class SparseCall:
     def __init__(
         self,
         method: Method,
-        start: Callable[[int, int], Session],
-        sees_text: Sequence[bool],
+        session: Session,
         layout: TokenLayout | None,
         step: Moment | None = None,
         before: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.method, self.start, self.layout = method, start, layout
+        self.method, self.session, self.layout = method, session, layout
         self.step, self.before = step, before
         self.geometries: dict[int, Geometry] = {}
         """The sequences of layers, by length; every other call is left alone."""
-        for sees in sorted(set(sees_text)) if layout is not None else ():
-            geometry = layout.geometry(True, sees)
+        for layer in session.layers if layout is not None else ():
+            geometry = session.geometry(layout, layer.sees_text)
             self.geometries[geometry.num_tokens] = geometry
         self.calls: Counter[str] = Counter()
-        self._left = iter(enumerate(sees_text))
-        self._session: Session | None = None
+        self._left = iter(session.layers)
+        self._is_prepared = False
         self._mask: Tensor | None = None
         self._mask_hides_image = False
 
@@ -153,8 +138,8 @@ class SparseCall:
     def _next(self, geometry: Geometry) -> int | None:
         """The next layer with such a sequence; None where none is left."""
         assert self.layout is not None
-        fitting = (index for index, sees in self._left if self.layout.geometry(True, sees) == geometry)
-        return next(fitting, None)
+        sees_text = geometry == self.session.geometry(self.layout)
+        return next((layer.index for layer in self._left if layer.sees_text == sees_text), None)
 
     def _dense_reason(self, call: "Attention", geometry: Geometry, index: int | None) -> str | None:
         if index is None:
@@ -169,7 +154,7 @@ class SparseCall:
             return "dense, a mask that hides image tokens, of which summaries of a far field know nothing"
         if call.has_shared_heads:
             return "dense, heads share keys"
-        reason = self._session_of(call).layers[index].dense
+        reason = self.session.layers[index].dense
         return reason and f"dense, {reason}"
 
     def _hides_image(self, mask: Tensor | None, geometry: Geometry) -> bool:
@@ -183,21 +168,17 @@ class SparseCall:
             self._mask_hides_image = bool((~image if image.dtype == torch.bool else image != 0).any())
         return self._mask_hides_image
 
-    def _session_of(self, call: "Attention") -> Session:
-        """The session, ready for the tokens of this call of the model."""
-        if self._session is None:
-            assert self.layout is not None
-            self._session = self.start(call.heads, call.head_dim)
-            self._session.prepare(self.layout, call.query.device, len(call.query))
-            if self.step is not None:
-                self._session.begin(self.step)
-        return self._session
-
     def _sparse(self, call: "Attention", geometry: Geometry, index: int) -> Tensor:
-        session = self._session_of(call)
-        assert session.state is not None
-        attention = session.state.attentions[index]
-        images = session.state.orders[session.layers[index].sees_text]
+        if not self._is_prepared:
+            assert self.layout is not None
+            self.session.set_heads(call.heads)
+            self.session.prepare(self.layout, call.query.device, len(call.query))
+            if self.step is not None:
+                self.session.begin(self.step)
+            self._is_prepared = True
+        state = self.session.state
+        assert state is not None
+        attention, images = state.attentions[index], state.orders[self.session.layers[index].sees_text]
         assert attention is not None
         assert isinstance(images, Ordering)
         order = _behind_text(images, geometry.text)
@@ -257,10 +238,6 @@ class Attention(NamedTuple):
     @property
     def num_keys(self) -> int:
         return self.key.shape[2 if self.is_split else 1]
-
-    @property
-    def head_dim(self) -> int:
-        return self.query.shape[-1] if self.is_split else math.prod(self.query.shape[2:]) // self.heads
 
     @property
     def has_own_masks(self) -> bool:

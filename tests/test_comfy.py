@@ -3,7 +3,6 @@
 The latter where `NEARFIELD_COMFYUI` names its folder, and what it needs is installed.
 """
 
-import functools
 import importlib.util
 import json
 import logging
@@ -327,10 +326,8 @@ def test_other_overrides_serve_the_dense_calls() -> None:
 
 def sparse_call(method: Hilbert, geometry: Geometry, layers: int) -> Any:
     """The attention of a model all of whose layers see the text."""
-    kinds = [True] * layers
-    layout = TokenLayout(geometry.images, geometry.text)
-    start = functools.partial(PATCHING.session_of, method, kinds)
-    return PATCHING.SparseCall(method, start, kinds, layout)
+    session = PATCHING.session_of(method, [True] * layers)
+    return PATCHING.SparseCall(method, session, TokenLayout(geometry.images, geometry.text))
 
 
 def test_heads_stay_apart_if_asked() -> None:

@@ -4,7 +4,7 @@
 """
 
 from nearfield.diffusers.apply import Handle, apply, remove
-from nearfield.diffusers.models import (
+from nearfield.diffusers.models.spec import (
     LEAVE,
     ComfyModel,
     MergedBlocks,

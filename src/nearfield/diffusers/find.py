@@ -58,12 +58,14 @@ class ModuleLayer(Layer):
     """One attention module of a part.
 
     Args:
+        head_dim: the dimension of its queries.
         name: its path in the model.
         path: its path in the part.
         processor: what was found in it.
         installed: what was put there; the same if it stays as it was.
     """
 
+    head_dim: int
     name: str
     path: str
     attention: Any
@@ -178,10 +180,20 @@ def _unfit(attention: Any) -> str | None:
 def _as_it_is(
     part: TargetModule, index: int | None, path: str, attention: Any, sees_text: bool, dense: str | None
 ) -> ModuleLayer:
-    sizes = attention.heads, attention.inner_dim // attention.heads
-    processor = attention.get_processor()
+    heads, processor = attention.heads, attention.get_processor()
     names = part.path(path), path
-    return ModuleLayer(index, *sizes, sees_text, dense, None, *names, attention, processor, processor)
+    return ModuleLayer(
+        index,
+        heads,
+        sees_text,
+        dense,
+        None,
+        attention.inner_dim // heads,
+        *names,
+        attention,
+        processor,
+        processor,
+    )
 
 
 def _adapted(layer: ModuleLayer, part: TargetModule, merger: "Merger | None", call: ModelCall) -> ModuleLayer:

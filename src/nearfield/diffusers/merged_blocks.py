@@ -143,28 +143,30 @@ class Merger:
     def install(self, layers: Sequence[ModuleLayer]) -> list[RemovableHandle]:
         """Hooks for all merged blocks; the processors of their layers are told what was merged."""
         handles: list[RemovableHandle] = []
-        for block in self.blocks:
-            for module, hook in () if block.group is None else self._hooks_of(block, layers):
-                self._hooks.append(hook)
-                # torch.compile leaves hooks alone: it compiles what lies between them.
-                before, after = torch.compiler.disable(hook.before), torch.compiler.disable(hook.after)
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                # First of all: tokens are parted before they leave the order of the region.
-                handles.append(module.register_forward_hook(after, prepend=True))
-        return handles
 
-    def _hooks_of(self, block: Block, layers: Sequence[ModuleLayer]) -> Iterator[tuple[nn.Module, "_Hook"]]:
-        if block.parts:
-            yield block.module, _MapHook(self, block, block.module, [])
-            for part in block.parts:
+        def put(module: nn.Module, before: Any, after: Any = None) -> None:
+            # torch.compile leaves hooks alone: it compiles what lies between them.
+            before = torch.compiler.disable(before)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            if (
+                after is not None
+            ):  # first of all: all tokens are back before they leave the order of the region
+                handles.append(module.register_forward_hook(torch.compiler.disable(after), prepend=True))
+
+        for block in self.blocks:
+            if block.group is None:
+                continue
+            if block.parts:
+                put(block.module, _Hook(self, block, block.module, [], False).make_map)
+            for part in block.parts or ("",):
                 module = block.module.get_submodule(part)
-                yield module, _PartHook(self, block, module, block.layers_in(part, layers))
-            return
-        around = _BlockHook(self, block, block.module, block.layers_in("", layers))
-        yield block.module, around
-        if block.norm is not None:
-            norm = block.module.get_submodule(block.norm)
-            yield norm, _NormHook(self, block, norm, [], around)
+                hook = _Hook(self, block, module, block.layers_in(part, layers), not part)
+                self._hooks.append(hook)
+                put(module, hook.before, hook.after)
+            if block.norm is not None:
+                norm = _NormHook(hook)
+                put(block.module.get_submodule(block.norm), norm.before, norm.after)
+        return handles
 
     def remove(self) -> None:
         self._hooks, self.call, self._begun = [], None, None
@@ -263,25 +265,75 @@ class Merger:
 
 
 class _Hook:
-    """Stands around a module of a merged block, or around the block."""
+    """Merges what enters a block, or a module of it, and brings all tokens back behind it.
+
+    Around a block, what the block added is brought back; around a module, its result, which the block will add.
+
+    Args:
+        layers: those in the module, whose processors of ours are told of the merged tokens.
+        is_whole: whether the module is the block.
+    """
 
     def __init__(
-        self, merger: Merger, block: Block, module: nn.Module, layers: Sequence[ModuleLayer]
+        self,
+        merger: Merger,
+        block: Block,
+        module: nn.Module,
+        layers: Sequence[ModuleLayer],
+        is_whole: bool,
     ) -> None:
         assert block.group is not None
         self.merger, self.facts, self.group, self.layers = merger, block.facts, block.group, layers
-        self.names = parameter_names(module)
+        self.names, self.is_whole = parameter_names(module), is_whole
+        self.inside: _Inside | None = None
 
     def forget(self) -> None:
         """No tokens are inside, also if the module raised."""
+        self.inside = None
         for layer in self.layers:
             layer.installed.extras = None
 
+    def make_map(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a block whose modules are merged one by one: they use its map."""
+        call = self._call()
+        if call is not None:
+            self._made(call, Arguments(self.names, args, kwargs))
+
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        self.forget()  # what a block left that raised when it was computed again
+        call = self._call()
+        if call is None:
+            return None
+        arguments = Arguments(self.names, args, kwargs)
+        full, text = arguments.get(TOKENS), self._num_text(call)
+        made = self._made(call, arguments)
+        short = _merged(full, made.tokens, text)
+        arguments.set(TOKENS, short)
+        if self.facts.rows and (self.is_whole or ROTARY in arguments.kwargs):
+            arguments.set(
+                ROTARY, None
+            )  # attention rotates by rows of its own, which differ from sample to sample
+        for name in self.facts.per_token if self.is_whole else ():
+            entries = arguments.get(name)
+            if entries is not None:
+                arguments.set(name, entries.gather(1, made.tokens.destinations))
+        for layer in self.layers:
+            layer.installed.extras = made.extras(layer.sees_text)
+        self.inside = _Inside(full, short, made.tokens, text)
+        return tuple(arguments.args), arguments.kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        raise NotImplementedError
+        inside = self.inside
+        if inside is None:
+            return None
+        self.forget()
+        if not isinstance(output, tuple):
+            return inside.unmerged(output, self.is_whole)
+        place = self.facts.result if self.is_whole else 0  # a module gives the image before the text
+        assert place is not None
+        parts = list(output)
+        parts[place] = inside.unmerged(parts[place], self.is_whole)
+        return tuple(parts)
 
     def _call(self) -> MergedCall | None:
         """What tokens are merged by, if they are."""
@@ -300,117 +352,15 @@ class _Hook:
             made = call.made[self.group] = self.merger.make(call, self.group, image, rotary)
         return made
 
-    def _tell_attention(self, made: Made) -> None:
-        for layer in self.layers:
-            layer.installed.extras = made.extras(layer.sees_text)
 
-
-class _BlockHook(_Hook):
-    """Merges what enters a block, and parts what leaves it."""
-
-    inside: "_Inside | None" = None
-
-    def forget(self) -> None:
-        super().forget()
-        self.inside = None
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.forget()  # what a block left that raised when it was computed again
-        call = self._call()
-        if call is None:
-            return None
-        arguments = Arguments(self.names, args, kwargs)
-        tokens, text = arguments.get(TOKENS), self._num_text(call)
-        made = self._made(call, arguments)
-        short = _merged(tokens, made.tokens, text)
-        arguments.set(TOKENS, short)
-        if self.facts.rows:  # attention rotates by rows of its own, which differ from sample to sample
-            arguments.set(ROTARY, None)
-        for name in self.facts.per_token:
-            entries = arguments.get(name)
-            if entries is not None:
-                arguments.set(name, entries.gather(1, made.tokens.destinations))
-        self._tell_attention(made)
-        self.inside = _Inside(tokens, short, made.tokens, text)
-        return tuple(arguments.args), arguments.kwargs
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        inside = self.inside
-        if inside is None:
-            return None
-        self.forget()
-        result = output if self.facts.result is None else output[self.facts.result]
-        image = inside.parted(result)
-        if self.facts.result is None:
-            return image
-        parts = list(output)
-        parts[self.facts.result] = image
-        return tuple(parts)
-
-
-class _MapHook(_Hook):
-    """Makes the map of a block whose modules are merged one by one."""
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self._call()
-        if call is not None:
-            self._made(call, Arguments(self.names, args, kwargs))
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return None
-
-
-class _PartHook(_Hook):
-    """Merges what enters a module of a block, and parts what it gives, which the block will add to all tokens."""
-
-    _inside: "tuple[Any, int] | None" = None
-
-    def forget(self) -> None:
-        super().forget()
-        self._inside = None
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.forget()
-        call = self._call()
-        if call is None:
-            return None
-        made = call.made[self.group]
-        assert made is not None  # at the entrance of the block
-        arguments, text = Arguments(self.names, args, kwargs), self._num_text(call)
-        arguments.set(TOKENS, _merged(arguments.get(TOKENS), made.tokens, text))
-        if ROTARY in arguments.kwargs:
-            arguments.kwargs[ROTARY] = None
-        self._tell_attention(made)
-        self._inside = made.tokens, text
-        return tuple(arguments.args), arguments.kwargs
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._inside is None:
-            return None
-        tokens, text = self._inside
-        self.forget()
-        result = output[0] if isinstance(output, tuple) else output  # of the image, before that of the text
-        with _in_full_precision(result):
-            image = tokens.leave(result[:, text:])
-        whole = torch.cat([result[:, :text], image], dim=1) if text else image
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
-
-
-class _NormHook(_Hook):
+class _NormHook:
     """Lets a block that runs on merged tokens normalise all of them, and merges what comes of it.
 
-    What the block adds to the merged tokens is parted, as ever. So its linear layers, which a LoRA may wrap, need none.
+    What the block adds to the merged tokens is brought back, as ever. So its linear layers, which a LoRA may wrap, need
+    no hook.
     """
 
-    def __init__(
-        self,
-        merger: Merger,
-        block: Block,
-        module: nn.Module,
-        layers: Sequence[ModuleLayer],
-        around: _BlockHook,
-    ) -> None:
-        super().__init__(merger, block, module, layers)
+    def __init__(self, around: _Hook) -> None:
         self._around = around
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -443,12 +393,14 @@ class _Inside(NamedTuple):
     tokens: Any
     text: int
 
-    def parted(self, result: Tensor) -> Tensor:
-        """All tokens, with what the block added to those that are left."""
-        with _in_full_precision(self.full):
+    def unmerged(self, result: Tensor, is_whole: bool) -> Tensor:
+        """All tokens: with what a block added to those that are left, or with what a module of it gave."""
+        with _in_full_precision(result):
             full, short, changed = (x[:, self.text :] for x in (self.full, self.short, result))
-            image: Tensor = self.tokens.update(full, short, changed)
-        if image.dtype == torch.float16:  # as blocks do
+            image: Tensor = (
+                self.tokens.update(full, short, changed) if is_whole else self.tokens.leave(changed)
+            )
+        if is_whole and image.dtype == torch.float16:  # as blocks do
             image = image.clip(-65504, 65504)
         return torch.cat([result[:, : self.text], image], dim=1) if self.text else image
 

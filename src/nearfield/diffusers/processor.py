@@ -14,6 +14,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -186,10 +187,8 @@ def refuse_to_copy(name: str) -> NoReturn:
 def _class_like(original: Any) -> type[SparseProcessor]:
     """A class whose `__call__` shows the original's signature: attention modules pass on only what they find there."""
 
-    @functools.wraps(original.__call__)
-    def call(self: SparseProcessor, *args: Any, **kwargs: Any) -> Any:
-        return SparseProcessor.__call__(self, *args, **kwargs)
-
+    own = SparseProcessor.__call__  # as a function of its own, which may have another signature
+    call = functools.wraps(original.__call__)(FunctionType(own.__code__, own.__globals__))
     return type(f"Sparse{original.__name__}", (SparseProcessor,), {"__call__": call})
 
 

@@ -12,7 +12,7 @@ class Layer:
 
     Args:
         index: its number among the layers of the model; None where the method has no say (cross-attention).
-        heads, head_dim: the sizes of its queries.
+        heads: how many it has; 0 as long as nobody has said.
         sees_text: whether its sequence holds the text.
         dense: why it stays dense, or None.
         group: the group of merged blocks it lies in; None if its tokens are not merged.
@@ -20,7 +20,6 @@ class Layer:
 
     index: int | None
     heads: int
-    head_dim: int
     sees_text: bool
     dense: str | None
     group: int | None

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -50,6 +51,12 @@ class Session:
     def geometry(self, layout: TokenLayout, sees_text: bool = True) -> Geometry:
         """Where the tokens of a call stand in layers that see the text, or do not."""
         return layout.geometry(self.text_first, sees_text)
+
+    def set_heads(self, heads: int) -> None:
+        """Say how many heads all layers have, where that is known at calls alone."""
+        if any(layer.heads != heads for layer in self.layers):
+            self.close()
+            self.layers = tuple(replace(layer, heads=heads) for layer in self.layers)
 
     # -- what layers read ----------------------------------------------------------------------------------------
 

@@ -2,8 +2,18 @@
 
 from typing import Any
 
-from nearfield.diffusers.models.sizes import latent_frames, num_text, patches
-from nearfield.diffusers.models.spec import LEAVE, Arguments, Move, Pixels, Spec, define, without_single_frame
+from nearfield.diffusers.models.spec import (
+    LEAVE,
+    Arguments,
+    Move,
+    Pixels,
+    Spec,
+    define,
+    latent_frames,
+    num_text,
+    patches,
+    without_single_frame,
+)
 from nearfield.layout import Grid
 from nearfield.session import TokenLayout
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import nn
 
-from nearfield.diffusers.models.sizes import latent_frames
 from nearfield.diffusers.models.spec import (
     CROSS_ATTENTION,
     LEAVE,
@@ -13,6 +12,7 @@ from nearfield.diffusers.models.spec import (
     Pixels,
     Spec,
     define,
+    latent_frames,
     without_single_frame,
 )
 from nearfield.layout import Grid

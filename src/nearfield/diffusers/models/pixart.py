@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from nearfield.diffusers.models.sizes import patches
 from nearfield.diffusers.models.spec import (
     CROSS_ATTENTION,
     LEAVE,
@@ -12,6 +11,7 @@ from nearfield.diffusers.models.spec import (
     Pixels,
     Spec,
     define,
+    patches,
 )
 from nearfield.layout import Grid
 from nearfield.session import TokenLayout

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nearfield.diffusers.models.sizes import num_text
 from nearfield.diffusers.models.spec import (
     LEAVE,
     TEXT_PROJECTIONS,
@@ -16,6 +15,7 @@ from nearfield.diffusers.models.spec import (
     Rows,
     Spec,
     define,
+    num_text,
     without_single_frame,
 )
 from nearfield.session import TokenLayout

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from nearfield.diffusers.models.sizes import num_text, patches
 from nearfield.diffusers.models.spec import (
     LEAVE,
     TEXT_PROJECTIONS,
@@ -12,6 +11,8 @@ from nearfield.diffusers.models.spec import (
     Move,
     Spec,
     define,
+    num_text,
+    patches,
 )
 from nearfield.session import TokenLayout
 

@@ -64,15 +64,31 @@ class Arguments:
         return self.args[position] if position < len(self.args) else default
 
     def set(self, name: str, value: Any) -> None:
-        position = self._names.index(name)
-        if name not in self.kwargs and position < len(self.args):
-            self.args[position] = value
+        if name not in self.kwargs and self._names.index(name) < len(self.args):
+            self.args[self._names.index(name)] = value
         else:
             self.kwargs[name] = value
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def patches(arguments: Arguments, patch: Grid) -> Grid:
+    """The grid of a latent `[B, C, ..., height, width]` that a model cuts into patches."""
+    sides = arguments.get("hidden_states").shape[-len(patch) :]
+    return without_single_frame(tuple(side // part for side, part in zip(sides, patch, strict=True)))
+
+
+def num_text(arguments: Arguments) -> int:
+    """Tokens of the text that is joined to the image."""
+    length: int = arguments.get("encoder_hidden_states").shape[1]
+    return length
+
+
+def latent_frames(frames: int, factor: int) -> int:
+    """Frames of a latent video: the first frame stands for itself, later ones are put together."""
+    return (frames - 1) // factor + 1
 
 
 Locate = Callable[[nn.Module, Arguments], "TokenLayout | str"]
