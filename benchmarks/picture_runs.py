@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.cases import Case
 from nearfield import Geometry, Method, apply
+from nearfield.diffusers import Handle
 from nearfield.diffusers.compiling import compiled_blocks
-from nearfield.diffusers.handle import Handle
 from nearfield_lab import quality
 from nearfield_lab.embedded.lora import lora_on
 from nearfield_lab.embedded.model import ModelConfig, TinyFlux

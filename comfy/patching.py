@@ -8,36 +8,39 @@ raster order between the layers.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearfield import Geometry, LayerAttention, Method, Ordering
-from nearfield.methods import Moment
-from nearfield.methods.dense_parts import stays_dense
+from nearfield import Geometry, Method, Ordering
+from nearfield.methods import Composition, Moment
+from nearfield.session import (
+    Layer,
+    Session,
+    TokenLayout,
+    attention_modules,
+    has_dense_steps,
+    is_dense_step,
+    key_bias,
+)
 
-from .models import known_model, sequences
+from .models import known_model, layout_of
 
 OVERRIDE = "optimized_attention_override"
-_MANY_STEPS = 1000
 _SAME_SIGMA = 1 + 1e-4  # schedules step much wider than they are rounded
 _log = logging.getLogger("nearfield.comfyui")
 
 
 class SparseModel:
-    """The wrapper: every call of the model reads as the method says.
-
-    Layers whose result depends on earlier steps are kept from call to call, and forget when another picture begins.
-    """
+    """The wrapper: every call of the model reads as the method says, in one session."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
+        self.session: Session | None = None
         self._told: set[str] = set()
-        self._layers: dict[Any, LayerAttention] = {}
-        self._place = 0
 
     def __call__(
         self,
@@ -52,30 +55,23 @@ class SparseModel:
     ) -> Any:
         options = dict(transformer_options or {})
         model = executor.class_obj.diffusion_model
-        known = known_model(model)
-        call = SparseCall(
-            self.method,
-            sequences(known, model, latent, c_crossattn, conditions),
-            known.num_layers(model),
-            self._moment(sigma, options),
-            options.get(OVERRIDE),
-            self._layers,
-        )
+        known, spec = known_model(model)
+        if self.session is None:
+            found = attention_modules(model, known.layers, known.image_only)
+            self.session = session_of(self.method, [sees_text for _, _, sees_text in found])
+        layout = layout_of(spec, model, latent, c_crossattn, conditions)
+        step = self._step(sigma, options)
+        call = SparseCall(self.method, self.session, layout, step, options.get(OVERRIDE))
         options[OVERRIDE] = call
         out = executor(latent, sigma, c_concat, c_crossattn, control, options, **conditions)
         self._tell(call)
         return out
 
-    def _moment(self, sigma: Tensor, options: Mapping[str, Any]) -> Moment | None:
+    def _step(self, sigma: Tensor, options: Mapping[str, Any]) -> Moment | None:
         """Where the loop stands, where the method asks for it."""
-        if not self.method.is_stateful and not any(self.method.num_dense_steps(_MANY_STEPS)):
+        if not self.method.is_stateful and not has_dense_steps(self.method):
             return None
-        moment = moment_of(sigma, options.get("sample_sigmas"), str(options.get("cond_or_uncond", "")))
-        if moment is not None:
-            if moment.place < self._place:
-                self._layers.clear()
-            self._place = moment.place
-        return moment
+        return moment_of(sigma, options.get("sample_sigmas"), str(options.get("cond_or_uncond", "")))
 
     def _tell(self, call: "SparseCall") -> None:
         """What a call was like, once for each kind of call."""
@@ -86,30 +82,42 @@ class SparseModel:
         _log.log(logging.INFO if call.calls else logging.WARNING, "nearfield: %s", words)
 
 
+def session_of(method: Method, sees_text: Sequence[bool]) -> Session:
+    """A session for layers that see the text, or do not. ComfyUI says only in calls how many heads they have."""
+    layers = [
+        Layer(index, 0, sees, method.dense_layer_reason(index, len(sees_text)), None)
+        for index, sees in enumerate(sees_text)
+    ]
+    return Session(Composition.of(method), layers, is_ordered_once=False)
+
+
 class SparseCall:
     """The attention of one call of a model.
 
     Args:
-        geometries: the sequences to be read sparsely, by length; every other call is left alone.
-        moment: where the denoising loop stands; None where nobody asks or nobody knows.
+        layout: the tokens to be read sparsely; None where nothing is.
+        step: where the denoising loop stands; None where nobody asks or nobody knows.
         before: an override that was there already; it serves the dense calls.
-        layers: of a method whose result depends on earlier steps, what earlier calls have made.
     """
 
     def __init__(
         self,
         method: Method,
-        geometries: Mapping[int, Geometry],
-        num_layers: int,
-        moment: Moment | None = None,
+        session: Session,
+        layout: TokenLayout | None,
+        step: Moment | None = None,
         before: Callable[..., Tensor] | None = None,
-        layers: dict[Any, LayerAttention] | None = None,
     ) -> None:
-        self.method, self.geometries, self.num_layers = method, geometries, num_layers
-        self.moment, self.before = moment, before
-        self.is_dense_step = moment is not None and is_dense_step(method, moment)
-        self._layers = {} if layers is None else layers
+        self.method, self.session, self.layout = method, session, layout
+        self.step, self.before = step, before
+        self.geometries: dict[int, Geometry] = {}
+        """The sequences of layers, by length; every other call is left alone."""
+        for layer in session.layers if layout is not None else ():
+            geometry = session.geometry(layout, layer.sees_text)
+            self.geometries[geometry.num_tokens] = geometry
         self.calls: Counter[str] = Counter()
+        self._left = iter(session.layers)
+        self._is_prepared = False
         self._mask: Tensor | None = None
         self._mask_hides_image = False
 
@@ -118,19 +126,27 @@ class SparseCall:
         call = Attention.of(*args, **kwargs)
         geometry = self.geometries.get(call.num_queries) if call.num_queries == call.num_keys else None
         if geometry is not None:
-            layer = self.calls.total()
-            reason = self._dense_reason(call, geometry, layer)
+            index = self._next(geometry)
+            reason = self._dense_reason(call, geometry, index)
             self.calls[reason or "sparse"] += 1
-            if reason is None:
-                return self._sparse(call, geometry, layer)
+            if reason is None and index is not None:
+                return self._sparse(call, geometry, index)
         if self.before is not None:
             return self.before(attention, *args, **kwargs)
         return attention(*args, **kwargs)
 
-    def _dense_reason(self, call: "Attention", geometry: Geometry, layer: int) -> str | None:
-        if self.is_dense_step:
+    def _next(self, geometry: Geometry) -> int | None:
+        """The next layer with such a sequence; None where none is left."""
+        assert self.layout is not None
+        sees_text = geometry == self.session.geometry(self.layout)
+        return next((layer.index for layer in self._left if layer.sees_text == sees_text), None)
+
+    def _dense_reason(self, call: "Attention", geometry: Geometry, index: int | None) -> str | None:
+        if index is None:
+            return "dense, more than the model has layers"
+        if is_dense_step(self.method, self.step):
             return f"dense, dense_steps={self.method.dense_steps}"
-        if self.method.is_stateful and self.moment is None:
+        if self.method.is_stateful and self.step is None:
             return "dense, the sampler does not say at which step it is"
         if call.has_own_masks:
             return "dense, a mask that differs between queries"
@@ -138,7 +154,7 @@ class SparseCall:
             return "dense, a mask that hides image tokens, of which summaries of a far field know nothing"
         if call.has_shared_heads:
             return "dense, heads share keys"
-        reason = self.method.dense_layer_reason(layer, self.num_layers)
+        reason = self.session.layers[index].dense
         return reason and f"dense, {reason}"
 
     def _hides_image(self, mask: Tensor | None, geometry: Geometry) -> bool:
@@ -152,24 +168,23 @@ class SparseCall:
             self._mask_hides_image = bool((~image if image.dtype == torch.bool else image != 0).any())
         return self._mask_hides_image
 
-    def _sparse(self, call: "Attention", geometry: Geometry, layer: int) -> Tensor:
-        device = call.query.device
-        ordering = _ordering(self.method, geometry, str(device))
-        attention = self._layer(geometry, layer, call.heads, device)
-        query, key, value = (call.entered(x, ordering) for x in (call.query, call.key, call.value))
-        bias = call.key_bias(ordering)
-        return call.left(attention.attend(query, key, value, key_bias=bias, scale=call.scale).out, ordering)
-
-    def _layer(self, geometry: Geometry, index: int, heads: int, device: torch.device) -> LayerAttention:
-        """What a layer reads: the same from step to step where it remembers."""
-        if not self.method.is_stateful:
-            return self.method.layer(geometry, index, heads=heads, device=device)
-        assert self.moment is not None
-        key = geometry, index, heads, str(device)
-        if key not in self._layers:
-            made = self.method.layer(geometry, index, heads=heads, device=device)
-            self._layers[key] = made.set_num_layers(self.num_layers)
-        return self._layers[key].set_step(self.moment)
+    def _sparse(self, call: "Attention", geometry: Geometry, index: int) -> Tensor:
+        if not self._is_prepared:
+            assert self.layout is not None
+            self.session.set_heads(call.heads)
+            self.session.prepare(self.layout, call.query.device, len(call.query))
+            if self.step is not None:
+                self.session.begin(self.step)
+            self._is_prepared = True
+        state = self.session.state
+        assert state is not None
+        attention, images = state.attentions[index], state.orders[self.session.layers[index].sees_text]
+        assert attention is not None
+        assert isinstance(images, Ordering)
+        order = _behind_text(images, geometry.text)
+        query, key, value = (call.entered(x, order) for x in (call.query, call.key, call.value))
+        bias = call.key_bias(order)
+        return call.left(attention.attend(query, key, value, key_bias=bias, scale=call.scale).out, order)
 
     def summary(self) -> str:
         if not self.calls:
@@ -233,10 +248,8 @@ class Attention(NamedTuple):
         if self.mask is None:
             return None
         mask = ordering.enter(self.mask, dim=-1)
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
         # ComfyUI's masks are [1, M], with a batch [B, 1, M], with heads [B, H, 1, M].
-        return mask.squeeze(-2) if mask.dim() == 4 else mask.reshape(-1, 1, mask.shape[-1])
+        return key_bias(mask if mask.dim() == 4 else mask.reshape(-1, 1, 1, mask.shape[-1]))
 
     def entered(self, x: Tensor, ordering: Ordering) -> Tensor:
         """Tokens in order, heads apart."""
@@ -250,11 +263,6 @@ class Attention(NamedTuple):
         if self.leaves_split:
             return ordering.leave(out, dim=2)
         return ordering.leave(out.transpose(1, 2), dim=1).flatten(2)
-
-
-def is_dense_step(method: Method, moment: Moment) -> bool:
-    """Whether a step stays dense."""
-    return stays_dense(method.num_dense_steps(moment.total), moment.place, moment.total)
 
 
 def moment_of(sigma: Tensor, schedule: Tensor | None, branch: str = "") -> Moment | None:
@@ -271,8 +279,7 @@ def moment_of(sigma: Tensor, schedule: Tensor | None, branch: str = "") -> Momen
 
 
 @lru_cache(maxsize=64)
-def _ordering(method: Method, geometry: Geometry, device: str) -> Ordering:
+def _behind_text(images: Ordering, text: int) -> Ordering:
     """The order of a whole sequence: the text stays where it is."""
     with torch.inference_mode(False):
-        text = torch.arange(geometry.text, device="cpu")
-        return Ordering.joined([text, method.ordering(geometry).order]).to(device)
+        return Ordering.joined([torch.arange(text, device=images.order.device), images.order])

@@ -23,28 +23,12 @@ sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in s
 from tests import tiny_models  # noqa: E402
 
 import nearfield  # noqa: E402
-from nearfield.diffusers.blocks import BLOCKS  # noqa: E402
-from nearfield.diffusers.spec import Spec  # noqa: E402
-from nearfield.diffusers.specs import SPECS  # noqa: E402
+from nearfield.diffusers import Spec, all_specs  # noqa: E402
 from nearfield.methods import Method, fields, method_classes  # noqa: E402
 
 # In float64 two orders of the same sums differ by much less; what a method leaves out, by much more. Rotary tables are
 # float32, in which a difference of the last bit may be rounded.
 SAME = 1e-6
-
-TINY: dict[str, str] = {
-    "FluxTransformer2DModel": "flux",
-    "Flux2Transformer2DModel": "flux2",
-    "SD3Transformer2DModel": "sd3",
-    "PixArtTransformer2DModel": "pixart",
-    "QwenImageTransformer2DModel": "qwen",
-    "ZImageTransformer2DModel": "z_image",
-    "UNet2DConditionModel": "sdxl",
-    "WanTransformer3DModel": "wan",
-    "HunyuanVideoTransformer3DModel": "hunyuan",
-    "LTXVideoTransformer3DModel": "ltx",
-}
-"""The tiny model of each class; others of the same class have names that begin with it."""
 
 
 class Tried(NamedTuple):
@@ -92,7 +76,7 @@ COVERED: dict[str, tuple[tuple[str, str], ...]] = {
 STATED: dict[str, Callable[[Spec], bool]] = {
     "references": lambda spec: spec.takes_references,
     "video": lambda spec: spec.is_video,
-    "merged blocks": lambda spec: spec.model in BLOCKS,
+    "merged blocks": lambda spec: bool(spec.blocks),
     "split over ranks": lambda spec: spec.can_split,
 }
 """Features that the tables of the adapters state."""
@@ -163,10 +147,10 @@ def page() -> str:
             *(_tick(states(spec)) for states in STATED.values()),
             *(_tick(_is_among(spec, names)) for names in features.values()),
         ]
-        for spec in SPECS
+        for spec in all_specs()
     ]
     known = all_methods()
-    methods = [[f"`{spec.model}`", *(tried(spec, one) for one in known.values())] for spec in SPECS]
+    methods = [[f"`{spec.model}`", *(tried(spec, one) for one in known.values())] for spec in all_specs()]
     return TEXT.format(
         methods=_table(["model", *(f"`{name}`" for name in known)], methods),
         features=_table(header, rows),
@@ -183,7 +167,7 @@ def sequence(spec: Spec) -> str:
 
 def tried(spec: Spec, one: Tried) -> str:
     """What comes of a method in a model of this class."""
-    make, inputs_of = (tiny_models.MODELS | tiny_models.VIDEO_MODELS)[TINY[spec.model]]
+    make, inputs_of = (tiny_models.MODELS | tiny_models.VIDEO_MODELS)[spec.name]
     grid = (3, 4, 6) if spec.is_video else (8, 12)
     model, inputs = make().double(), _double(inputs_of(grid))
     stock = _run(model, inputs)
@@ -225,8 +209,7 @@ def covered(tests: Iterable[tuple[str, str]]) -> set[str]:
 
 def _is_among(spec: Spec, names: set[str]) -> bool:
     """Also where a test runs for a variant of the class: `wan_ti2v` is Wan, but `flux2` is not FLUX.1."""
-    tiny = TINY[spec.model]
-    return any(name == tiny or name.startswith(f"{tiny}_") for name in names)
+    return any(name == spec.name or name.startswith(f"{spec.name}_") for name in names)
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -283,6 +283,7 @@ class _DualBlock(_Joint):
     def __init__(self, x_block_self_attn: bool) -> None:
         super().__init__()
         self.x_block = nn.Module()
+        self.x_block.attn = self.image
         self.x_block.x_block_self_attn = x_block_self_attn
         if x_block_self_attn:
             self.x_block.attn2 = Projections()

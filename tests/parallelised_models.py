@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import nearfield
 from nearfield import Hilbert, LogLinear, apply
-from nearfield.diffusers.foreign_hooks import context_parallel_hooks
+from nearfield.diffusers.guards import context_parallel_hooks
 
 
 def parallelised(model: Any, **options: Any) -> Any:

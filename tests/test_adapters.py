@@ -19,8 +19,8 @@ from torch.nn import functional
 
 import nearfield
 from nearfield import Geometry, Hilbert, PlanMethod
-from nearfield.diffusers import grids
-from nearfield.diffusers.grids import image_grids
+from nearfield.session import grids
+from nearfield.session.grids import image_grids
 
 EVERYTHING = paper(tiles=1, dense_layers=0, dense_steps=0)
 SPARSE = paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)

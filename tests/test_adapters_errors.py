@@ -32,10 +32,12 @@ from nearfield import Hilbert, Merge
 from nearfield.methods import GatedBlocks, SparseLinear
 from nearfield.methods.recipes import Recipe
 
-MODELS = (
-    "FluxTransformer2DModel, Flux2Transformer2DModel, SD3Transformer2DModel, PixArtTransformer2DModel, "
-    "QwenImageTransformer2DModel, ZImageTransformer2DModel, UNet2DConditionModel, WanTransformer3DModel, "
-    "HunyuanVideoTransformer3DModel, LTXVideoTransformer3DModel"
+UNKNOWN = (
+    "`target` must be, or have, one of FluxTransformer2DModel, Flux2Transformer2DModel, PixArtTransformer2DModel, "
+    "UNet2DConditionModel, QwenImageTransformer2DModel, SD3Transformer2DModel, ZImageTransformer2DModel, "
+    "HunyuanVideoTransformer3DModel, LTXVideoTransformer3DModel, WanTransformer3DModel; got {}. One spec makes a class "
+    "known: it says which attention layers see the image, where tokens enter and leave, and how large the image is "
+    "(docs/models.md, Add a model)."
 )
 
 
@@ -78,12 +80,12 @@ BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown model": (
         lambda: torch.nn.Linear(2, 2),
         ValueError,
-        f"`target` must be, or have, one of {MODELS}; got Linear.",
+        UNKNOWN.format("Linear"),
     ),
     "unknown diffusers model": (
         lambda: tiny_models.vae(1),
         ValueError,
-        f"`target` must be, or have, one of {MODELS}; got AutoencoderKL.",
+        UNKNOWN.format("AutoencoderKL"),
     ),
     "unknown processor": (
         with_own_processor,
@@ -189,7 +191,7 @@ def test_methods_for_images_alone_are_refused_before_a_call(method: Any) -> None
     name = type(getattr(method, "attention", method)).__name__
     assert str(error.value) == (
         f"`method` must take the text of FluxTransformer2DModel; got {name}. It reads images alone, as in "
-        "PixArtTransformer2DModel, UNet2DConditionModel, WanTransformer3DModel, LTXVideoTransformer3DModel. Layers "
+        "PixArtTransformer2DModel, UNet2DConditionModel, LTXVideoTransformer3DModel, WanTransformer3DModel. Layers "
         "that see text may be named in `dense_layers`."
     )
     assert trace(model) == before

@@ -497,7 +497,7 @@ def test_compiled_blocks_share_graphs_whatever_the_lengths_of_lists(graphs: Any)
         method = paper(tiles=tiles, far=4, shared="distributed", share="keys", dense_layers=0, dense_steps=0)
         with nearfield.apply(model, method) as handle:
             run(model, call)
-            lengths |= {reader.near.blocks.shape[-1] for reader in handle._regions[0].ready.attentions}
+            lengths |= {reader.near.blocks.shape[-1] for reader in handle._regions[0].state.attentions}
         made.append(graphs())
     assert len(lengths) > 2
     assert made == [3, 3]  # a kind of block each, and one more where tokens come from a slice
@@ -633,8 +633,8 @@ def test_whole_model_compiled_for_another_device(graphs: Any) -> None:
     with nearfield.apply(model, SPARSE) as handle:
         handle.prepare(height=9 * 16, width=14 * 16, text=tiny_models.TEXT)
         region = handle._regions[0]
-        assert region.ready is not None
-        region.ready = dataclasses.replace(region.ready, device=torch.device("cuda:0"))
+        assert region.state is not None
+        region.session.state = dataclasses.replace(region.state, device=torch.device("cuda:0"))
         with pytest.raises(Exception, match=r"handle.prepare\(height=..., width=..., device=...\)"):
             run(compiled, call)
 
@@ -646,7 +646,7 @@ def test_a_device_is_found_again_whether_or_not_it_was_numbered(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     with nearfield.apply(flux, SPARSE) as handle:
         region = handle._regions[0]
-        monkeypatch.setattr(region, "prepare_tokens", lambda located, device: asked.append(device))
+        monkeypatch.setattr(region.session, "make", lambda layout, device: asked.append(device))
         with pytest.raises(AttributeError):  # there is nothing to go on with
             handle.prepare(height=64, width=64, device="cuda")
     assert asked == [torch.device("cuda:1")]

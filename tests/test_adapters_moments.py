@@ -119,7 +119,7 @@ def guidance() -> dict[str, Any]:
 
 def remembered(handle: Any) -> list[tuple[str, int]]:
     """What the first layer remembers, by branch and batch."""
-    return list(handle._regions[0].ready.attentions[0].known)
+    return list(handle._regions[0].state.attentions[0].known)
 
 
 # -- the schedule --------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_memory_is_released_when_a_generation_is_over() -> None:
     kept: list[weakref.ref[Any]] = []
 
     def look(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        readers = handle._regions[0].ready.attentions
+        readers = handle._regions[0].state.attentions
         kept.extend(weakref.ref(known.lists) for reader in readers for known in reader.known.values())
         return {}
 
@@ -281,7 +281,7 @@ def test_memory_is_released(way: str) -> None:
     pipe = sd3_pipeline()
     handle = nearfield.apply(pipe, METHOD)
     pipe(**guided_call(steps=2))
-    known = weakref.ref(next(iter(handle._regions[0].ready.attentions[0].known.values())).lists)
+    known = weakref.ref(next(iter(handle._regions[0].state.attentions[0].known.values())).lists)
     assert known() is not None
     if way == "remove":
         handle.remove()

@@ -380,7 +380,7 @@ def test_other_pipelines(make: Callable[[], Any], calls: int, branches: int) -> 
         assert (found - stock).abs().max() <= 1e-4 * stock.abs().max()
     with nearfield.apply(pipe, Remembering()) as handle:
         hook = pipe.transformer.register_forward_hook(
-            lambda *_: seen.append(len(handle._regions[0].ready.attentions[0].known))
+            lambda *_: seen.append(len(handle._regions[0].state.attentions[0].known))
         )
         pipe(**call | fresh())
         hook.remove()

@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nearfield import Geometry, Hilbert
 from nearfield.methods import MergeMethod, own_methods
 from nearfield.methods.fields import fields_of
+from nearfield.session import TokenLayout
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "comfy"
@@ -324,11 +325,17 @@ def test_other_overrides_serve_the_dense_calls() -> None:
     assert seen == [240, 7, 7, 7], "the dense first layer, and cross-attention"
 
 
+def sparse_call(method: Hilbert, geometry: Geometry, layers: int) -> Any:
+    """The attention of a model all of whose layers see the text."""
+    session = PATCHING.session_of(method, [True] * layers)
+    return PATCHING.SparseCall(method, session, TokenLayout(geometry.images, geometry.text))
+
+
 def test_heads_stay_apart_if_asked() -> None:
     """`skip_output_reshape`, and a `scale` of one's own."""
     geometry = Geometry((8, 8), text=5)
     query, key, value = (torch.randn(1, 2, 69, 16, dtype=torch.float64) for _ in range(3))
-    call = PATCHING.SparseCall(Hilbert(tiles=1, shared="none", dense_layers=0), {69: geometry}, 1)
+    call = sparse_call(Hilbert(tiles=1, shared="none", dense_layers=0), geometry, 1)
     options = {"skip_reshape": True, "skip_output_reshape": True, "scale": 0.3}
     out = call(standin.optimized_attention, query, key, value, 2, **options)
     assert torch.allclose(out, scaled_dot_product_attention(query, key, value, scale=0.3), rtol=0, atol=1e-12)
@@ -343,8 +350,8 @@ class VaceWanModel(standin.WanModel):
 
 
 SUPPORTED = (
-    "`model` must be one of FLUX (Flux), Stable Diffusion 3 (OpenAISignatureMMDITWrapper), Qwen-Image"
-    " (QwenImageTransformer2DModel), Wan (WanModel); got {}. Leave the node out for other models."
+    "`model` must be one of FLUX (Flux), Qwen-Image (QwenImageTransformer2DModel), Stable Diffusion 3"
+    " (OpenAISignatureMMDITWrapper), Wan (WanModel); got {}. Leave the node out for other models."
 )
 
 
@@ -419,10 +426,14 @@ def test_layers_remember_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> N
     same = [torch.allclose(*pair, rtol=0, atol=1e-9) for pair in zip([first, *later], dense, strict=True)]
     assert same == [True, False, False, True, False]
     (wrapper,) = model.wrappers[standin.APPLY_MODEL]["nearfield"]
-    assert len(wrapper._layers) == 5
-    before = dict(wrapper._layers)
+    attentions = wrapper.session.state.attentions
+    assert len(attentions) == 5
+    before = [dict(attention.known) for attention in attentions]
     assert torch.equal(case.run(model, 0), first)
-    assert all(layer is not before[key] for key, layer in wrapper._layers.items())
+    assert wrapper.session.state.attentions is attentions
+    for attention, old in zip(attentions, before, strict=True):
+        assert old.keys() == attention.known.keys()
+        assert all(attention.known[key] is not made for key, made in old.items())
 
 
 def test_what_must_know_its_step_stays_dense_where_nobody_says_it(
@@ -508,7 +519,7 @@ def test_graphs_end_at_attention() -> None:
         return call(standin.optimized_attention, query * 2, key, value, 2).sum()
 
     def call() -> Any:
-        return PATCHING.SparseCall(paper(tiles=4), {69: geometry}, 4)
+        return sparse_call(paper(tiles=4), geometry, 4)
 
     torch._dynamo.reset()
     compiled, one, other = torch.compile(block, backend=backend), call(), call()

@@ -58,7 +58,7 @@ def test_layers_share_the_memory_allowed() -> None:
     def taken(**fields: Any) -> list[Any]:
         with nearfield.apply(pipe, replace(FINE, **fields)) as handle:
             pipe(**call_of(2))
-            return [reader.most for reader in handle._regions[0].ready.attentions]
+            return [reader.most for reader in handle._regions[0].state.attentions]
 
     free = taken()
     assert all(set(most) == {"lists"} for most in free)

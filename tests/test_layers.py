@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "src" / "nearfield"
 LAB = REPOSITORY / "lab" / "src" / "nearfield_lab"
 
-ROOMS = ("layout", "plan", "ops", "methods", "parallel", "diffusers retrieval", "cli")
+ROOMS = ("layout", "plan", "ops", "methods", "session", "parallel", "diffusers retrieval", "cli")
 """From the first to the last; two at one place may not see each other."""
 PLACE = {room: place for place, rooms in enumerate(ROOMS) for room in rooms.split()}
 

@@ -9,8 +9,7 @@ from tests import parallelised_models, split_models
 from tests.parallelised_models import Ran, Rested, both_degrees, refused, rest, run_video
 from tests.worlds import World, world_of
 
-from nearfield.diffusers.spec import Spec
-from nearfield.diffusers.specs import SPECS
+from nearfield.diffusers import Spec, all_specs
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size} ranks")
@@ -97,7 +96,9 @@ TEXT = {
 ELSEWHERE = {("WanTransformer3DModel", "timestep")}
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.can_split], ids=lambda spec: spec.model)
+@pytest.mark.parametrize(
+    "spec", [spec for spec in all_specs() if spec.can_split], ids=lambda spec: spec.model
+)
 def test_all_that_diffusers_cuts_is_split(spec: Spec) -> None:
     """A tensor of image tokens that a release adds to its plan, and nearfield leaves whole, is noticed here."""
     moved = {(move.place, move.what) if isinstance(move.what, int) else move.what for move in spec.moves}

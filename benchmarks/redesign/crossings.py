@@ -31,6 +31,7 @@ ROOMS = {
     "plan": "plan planning",
     "ops": "ops",
     "methods": "methods",
+    "session": "session",
     "parallel": "parallel",
     "diffusers": "diffusers",
     "retrieval": "retrieval",

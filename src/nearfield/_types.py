@@ -44,11 +44,11 @@ class Gradients(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Where a denoising loop stands: step `place` of `total`, and which of its calls (guidance makes several).
+    """Where a denoising loop stands: step `step_index` of `total`, and which of its calls (guidance makes several).
 
     Two calls with one moment compute the same thing for one batch.
     """
 
-    place: int
+    step_index: int
     total: int
     branch: str = ""

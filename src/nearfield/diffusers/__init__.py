@@ -1,5 +1,32 @@
-"""One call that makes a diffusers model sparse, and takes it back: `apply(pipe_or_model, method) -> Handle`."""
+"""One call that makes a diffusers model sparse, and takes it back: `apply(pipe_or_model, method) -> Handle`.
 
-from nearfield.diffusers.handle import Handle, apply, remove
+`define` makes one more class of models known to it.
+"""
 
-__all__ = ["Handle", "apply", "remove"]
+from nearfield.diffusers.apply import Handle, apply, remove
+from nearfield.diffusers.models.spec import (
+    LEAVE,
+    ComfyModel,
+    MergedBlocks,
+    Move,
+    Pixels,
+    Spec,
+    all_specs,
+    define,
+)
+from nearfield.session import TokenLayout
+
+__all__ = [
+    "LEAVE",
+    "ComfyModel",
+    "Handle",
+    "MergedBlocks",
+    "Move",
+    "Pixels",
+    "Spec",
+    "TokenLayout",
+    "all_specs",
+    "apply",
+    "define",
+    "remove",
+]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from nearfield._checks import wrong_value
-from nearfield.diffusers.merging import MergedCall
-from nearfield.diffusers.target import TargetModule
-from nearfield.diffusers.token_state import TokenState
+from nearfield.diffusers.find import TargetModule
+from nearfield.diffusers.merged_blocks import MergedCall
+from nearfield.session import TokenState
 
 _NO_BACKWARD = -1
 _OUTSIDE = "of attention layers that another model shares (a ControlNet)"
@@ -24,14 +24,14 @@ _OUTSIDE = "of attention layers that another model shares (a ControlNet)"
 class Call(NamedTuple):
     """What a call is computed with."""
 
-    ready: TokenState | None = None
+    state: TokenState | None = None
     is_dense_step: bool = False
     merged: MergedCall | None = None
-    lora_rests: bool = False
+    is_lora_off: bool = False
 
 
 class Calls:
-    """The calls of one part; processors ask it what they are in (`Switch`).
+    """The calls of one part; processors ask it what they are in (`ModelCall`).
 
     Args:
         state: what the part computes with now.
@@ -50,7 +50,7 @@ class Calls:
         self._paused = Call()
         self._backward = _NO_BACKWARD
 
-    def is_inside(self) -> bool:
+    def in_forward(self) -> bool:
         """Whether tokens are inside. Modules may be shared with another model, whose calls are not ours."""
         is_eager = not torch.compiler.is_compiling()
         if is_eager and self.is_recomputing and self._backward != _current_backward():
@@ -102,7 +102,7 @@ class Calls:
         if self._is_closed:
             _check_nothing_is_recomputed(self._part.root)
             return
-        self.is_inside()  # ends a backward pass that raised
+        self.in_forward()  # ends a backward pass that raised
         if self._backward != _current_backward():
             self._backward = _current_backward()
             self._paused = self._state()

@@ -7,7 +7,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks.hooks import BaseState, StateManager
 from torch import nn
 
-from nearfield.diffusers.foreign_hooks import LISTENER
+from nearfield.diffusers.guards import LISTENER
 
 
 class Listener(nn.Module):

@@ -1,37 +1,41 @@
 """The attention processor that is put in place of a model's own.
 
-It calls the processor that was there, which projects, normalises and rotates as it always did, and takes over only
-where that one calls `scaled_dot_product_attention`. So it has no model code of its own. The call is taken over by a
-`TorchFunctionMode`: nothing is patched, other threads and models see nothing, and torch.compile traces through it.
+It calls the function of the processor that was there, which projects, normalises and rotates as it always did, and
+takes over only where that function attends. So it has no model code of its own. The function is compiled anew from its
+source, with that one call addressed to us: nothing is patched, other threads and models see nothing, torch.compile
+traces it as any function, and no other call costs more than before.
 
 Where a kernel rotates in one pass what plain torch does in nine, the processor that was there is given no rotary rows,
-and queries and keys are turned at the call that is taken over.
+and queries and keys are rotated at the call that is taken over.
 """
 
-import copy
+import ast
 import functools
 import inspect
+import textwrap
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from nearfield._checks import shape_of, wrong_value
 from nearfield._types import Attended, Impl
-from nearfield.diffusers.spec import Arguments
+from nearfield.diffusers.models.spec import Arguments
 from nearfield.methods import LayerAttention
 from nearfield.ops import is_rotated_by_kernel, rotate
+from nearfield.session import key_bias
 
 
-class Switch(Protocol):
-    """The part of a model that a processor belongs to, as far as the processor asks."""
+class ModelCall(Protocol):
+    """The call of a model that a processor is in, as far as the processor asks."""
 
     is_dense_step: bool
     is_recomputing: bool
 
-    def is_inside(self) -> bool: ...
+    def in_forward(self) -> bool: ...
 
     def called_outside(self, was_shared: bool) -> None: ...
 
@@ -53,21 +57,27 @@ class SparseProcessor:
 
     Args:
         original: the processor that was there.
-        switch: the part of the model the processor belongs to.
+        attending: its function, which asks its first argument for attention.
+        call: the call that the processor is in.
         heads: (heads, head_dim) that the layer has.
         rotary: the argument with rotary rows, as `Spec.rotary`.
     """
 
     def __init__(
-        self, original: Any, switch: Switch, impl: Impl, heads: tuple[int, int], rotary: str = ""
+        self,
+        original: Any,
+        attending: Callable[..., Any],
+        call: ModelCall,
+        impl: Impl,
+        heads: tuple[int, int],
+        rotary: str = "",
     ) -> None:
-        self.original = original
+        self.original, self.attending = original, attending
         self.heads = heads
         # Without itself and the attention module.
         self._names = tuple(inspect.signature(type(original).__call__).parameters)[2:]
         self.rotary = rotary if rotary in self._names else ""
-        self.ending_in_torch = _ending_in_torch(original)
-        self.switch = switch
+        self.call = call
         self.impl = impl
         self.attention: LayerAttention | StatefulAttention | None = None
         self.dense_attention: LayerAttention | None = None
@@ -79,25 +89,24 @@ class SparseProcessor:
         """Whether another model has called it with gradients: then it is not known whose layer is computed again."""
 
     def __call__(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.switch.is_inside():
+        if not self.call.in_forward():
             self._called_outside()
             return self.original(attn, *args, **kwargs)
-        if self.is_shared and self.switch.is_recomputing:
+        if self.is_shared and self.call.is_recomputing:
             hint = "Call `disable_gradient_checkpointing()`, or do not share layers."
             wrong_value("backward", "not compute layers again that two models share", "checkpointing", hint)
         extras = self.extras
-        is_dense = self.switch.is_dense_step
+        is_dense = self.call.is_dense_step
         attention = self.dense_attention if is_dense else self.attention or self.dense_attention
         if attention is None and extras is None:
             return self.original(attn, *args, **kwargs)
         # What is traced needs no kernel, and the kernel has no gradient.
         if extras is None and self.rotary and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
             extras, args, kwargs = self._without_rows(args, kwargs)
-        redirect = _Redirect(attention, self.impl, self.heads, extras or _NOTHING)
-        with redirect:
-            out = self.ending_in_torch(attn, *args, **kwargs)
-        if redirect.times != 1:
-            got = f"{redirect.times} calls in {type(self.original).__name__}"
+        taken = _Taken(attention, self.impl, self.heads, extras or _NOTHING)
+        out = self.attending(taken, attn, *args, **kwargs)
+        if taken.times != 1:
+            got = f"{taken.times} calls in {type(self.original).__name__}"
             wrong_value("processor", "call `scaled_dot_product_attention` once", got)
         return out
 
@@ -113,7 +122,7 @@ class SparseProcessor:
 
     def _called_outside(self) -> None:
         if not torch.compiler.is_compiling():
-            self.switch.called_outside(self.is_shared)
+            self.call.called_outside(self.is_shared)
         if torch.is_grad_enabled():
             self.is_shared = True
 
@@ -148,22 +157,22 @@ class StatefulAttention:
     computed again in the backward pass would find what its first computation has left.
     """
 
-    def __init__(self, layer: LayerAttention, switch: Switch) -> None:
-        self.layer, self.switch = layer, switch
+    def __init__(self, layer: LayerAttention, call: ModelCall) -> None:
+        self.layer, self.call = layer, call
         self.attend = torch.compiler.disable(self._attend, reason="lists are remembered from step to step")
 
     def _attend(self, *args: Any, **kwargs: Any) -> Attended:
-        if self.switch.is_recomputing:
+        if self.call.is_recomputing:
             hint = 'Use predict="online", or call `disable_gradient_checkpointing()`.'
             wrong_value("backward", "not compute layers again that remember", "checkpointing", hint)
         return self.layer.attend(*args, **kwargs)
 
 
 def sparse_processor(
-    original: Any, switch: Switch, impl: Impl, heads: tuple[int, int], rotary: str = ""
+    original: Any, call: ModelCall, impl: Impl, heads: tuple[int, int], rotary: str = ""
 ) -> SparseProcessor:
     kind: Any = type(original)
-    return _class_like(kind)(original, switch, impl, heads, rotary)
+    return _class_like(kind)(original, _attending(kind.__call__), call, impl, heads, rotary)
 
 
 def refuse_to_copy(name: str) -> NoReturn:
@@ -178,30 +187,62 @@ def refuse_to_copy(name: str) -> NoReturn:
 def _class_like(original: Any) -> type[SparseProcessor]:
     """A class whose `__call__` shows the original's signature: attention modules pass on only what they find there."""
 
-    @functools.wraps(original.__call__)
-    def call(self: SparseProcessor, *args: Any, **kwargs: Any) -> Any:
-        return SparseProcessor.__call__(self, *args, **kwargs)
-
+    own = SparseProcessor.__call__  # as a function of its own, which may have another signature
+    call = functools.wraps(original.__call__)(FunctionType(own.__code__, own.__globals__))
     return type(f"Sparse{original.__name__}", (SparseProcessor,), {"__call__": call})
 
 
-def _ending_in_torch(processor: Any) -> Any:
-    """A copy that does not take another backend, whatever is set on the processor or for the process."""
-    if not hasattr(processor, "_attention_backend"):
-        return processor
-    from diffusers.models.attention_dispatch import AttentionBackendName
+# -- taking over one call ------------------------------------------------------------------------------------------
 
-    twin = copy.copy(processor)
-    twin._attention_backend = AttentionBackendName.NATIVE
-    twin._parallel_config = None
-    return twin
+_TAKEN = {"scaled_dot_product_attention": "attend", "dispatch_attention_fn": "dispatch"}
+"""The functions that attend, torch's and diffusers', and the methods of `_Taken` that are called instead."""
+
+
+class _TakeOver(ast.NodeTransformer):
+    """Addresses calls of functions that attend to an object."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        called = ast.unparse(node.func).rpartition(".")[2]
+        if called in _TAKEN:
+            node.func = ast.Attribute(ast.Name(self.name, ast.Load()), _TAKEN[called], ast.Load())
+        return node
+
+
+@functools.cache
+def _attending(function: Any) -> Callable[..., Any]:
+    """A function of a processor that asks its first argument for attention; as it is where it has no such call."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except OSError:
+        wrong_value("processor", "have its source at hand", function.__qualname__)
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        return function  # type: ignore[no-any-return]
+    arguments = definition.args
+    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        each.annotation = None
+    definition.returns, definition.decorator_list = None, []
+    changed = _TakeOver((*arguments.posonlyargs, *arguments.args)[0].arg).visit(tree)
+    code = function.__code__
+    ast.increment_lineno(ast.fix_missing_locations(changed), code.co_firstlineno - 1)
+    made: dict[str, Any] = {}
+    exec(compile(changed, code.co_filename, "exec", dont_inherit=True), function.__globals__, made)
+    return made[definition.name]  # type: ignore[no-any-return]
 
 
 _NOTHING = Extras(None, None)
+_KNOWN = ("dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-class _Redirect(TorchFunctionMode):
-    """Sends `scaled_dot_product_attention` to what a layer reads, or lets it be if that is None."""
+class _Taken:
+    """The call that was taken over: what a layer reads, or torch's attention if that is None."""
+
+    _attention_backend = None
+    _parallel_config = None
 
     def __init__(
         self,
@@ -210,20 +251,20 @@ class _Redirect(TorchFunctionMode):
         heads: tuple[int, int],
         extras: Extras,
     ) -> None:
-        super().__init__()
         self.attention, self.impl, self.heads, self.extras = attention, impl, heads, extras
         self.times = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.unflatten:  # written in Python, and torch.compile knows it only as a method
-            return args[0].unflatten(*args[1:], **kwargs)
-        if func is not scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        self.times += 1
-        return self._attend(*args, **kwargs)
+    def dispatch(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """As diffusers' `dispatch_attention_fn`: heads stand behind tokens, and a mask may be `[B, keys]`."""
+        if attn_mask is not None and attn_mask.dim() == 2:
+            attn_mask = attn_mask[:, None, None]
+        known = {name: options[name] for name in _KNOWN if name in options}
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return self.attend(query, key, value, attn_mask, **known).transpose(1, 2)
 
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -234,6 +275,8 @@ class _Redirect(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """As torch's `scaled_dot_product_attention`."""
+        self.times += 1
         if dropout_p or is_causal:
             wrong_value("processor", "use neither dropout nor causal order", (dropout_p, is_causal))
         if (query.shape[1], query.shape[3]) != self.heads:
@@ -269,7 +312,4 @@ def _key_bias(mask: Tensor) -> Tensor:
     """A mask `[B, H or 1, 1, M]`, boolean or added to the logits, as a bias on keys."""
     if mask.dim() != 4 or mask.shape[2] != 1:
         wrong_value("attention_mask", "be the same for every query ([batch, heads, 1, keys])", shape_of(mask))
-    mask = mask[:, :, 0]
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
+    return key_bias(mask)

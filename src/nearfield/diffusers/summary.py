@@ -7,15 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nearfield.diffusers.layers import Layer
-from nearfield.diffusers.merging import Block
+from nearfield.diffusers.merged_blocks import Block
+from nearfield.diffusers.models.spec import Move
 from nearfield.diffusers.region import Region
-from nearfield.diffusers.scheduler_state import SchedulerState, has_dense_steps
-from nearfield.diffusers.spec import Move, TokenLayout
-from nearfield.diffusers.token_state import TokenState
-from nearfield.methods import Composition, LayerAttention, Memory
+from nearfield.diffusers.steps import SchedulerState
+from nearfield.methods import Composition, Memory
 from nearfield.ops import ReadStats, explain_choice
 from nearfield.parallel import Shapes, SplitLayer
+from nearfield.session import Pairs, TokenLayout, TokenState, has_dense_steps, num_read
 
 _NAMED = 4
 
@@ -175,50 +174,28 @@ def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
     return [f"dense calls: {count}, {reason}" for reason, count in calls.items()]
 
 
-class _Pairs(NamedTuple):
-    """Pairs read in sparse or merged layers, pairs there are in them, pairs in all self-attention layers, and those of
-    them that dense steps read (fewer if tokens are merged); times heads.
-
-    `read` is None where that is not known before calls.
-    """
-
-    read: float | None = 0
-    there: int = 0
-    whole: int = 0
-    dense: int = 0
-
-    def in_model(self, read: float) -> float:
-        """The share of all pairs that is read, where sparse layers read so many."""
-        return (self.whole - self.there + read) / self.whole
-
-    def plus(self, other: "_Pairs") -> "_Pairs":
-        read = None if self.read is None or other.read is None else self.read + other.read
-        counts = (mine + its for mine, its in zip(self[1:], other[1:], strict=True))
-        return _Pairs(read, *counts)
-
-
 def _geometry_lines(
     known: Sequence[tuple[Region, TokenLayout]], method: Composition, steps: SchedulerState, origin: str
 ) -> list[str]:
-    lines, pairs, work = [], _Pairs(), _Work()
+    lines, work = list[str](), _Work()
     prepared: list[tuple[Region, TokenState]] = []
     shown: set[TokenLayout] = set()
     choice = ""
-    for region, located in known:
+    for region, layout in known:
         device = torch.device("cpu") if region.device.type == "meta" else region.device
-        is_last = region.ready is not None and region.ready.located == located
-        ready = region.ready if is_last and region.ready else region.prepare_tokens(located, device)
-        prepared.append((region, ready))
-        geometry = region.part.geometry(located)
-        if located not in shown:
+        is_last = region.state is not None and region.state.layout == layout
+        state = region.state if is_last and region.state else region.session.make(layout, device)
+        prepared.append((region, state))
+        geometry = region.session.geometry(layout)
+        if layout not in shown:
             words = method.describe(geometry, device=device)
             lines += f"{origin}: {words}".splitlines()
-            lines += _split_lines(region, ready)
-            shown.add(located)
-        pairs = pairs.plus(_pairs(region, ready))
-        work = work.plus(_work(region, ready))
-        choice = choice or _choice_words(region, ready)
-    stats = [stats for region, _ in known for stats in _stats(region)]
+            lines += _split_lines(region, state)
+            shown.add(layout)
+        work = work.plus(_work(region, state))
+        choice = choice or _choice_words(region, state)
+    pairs = Pairs.sum(region.session.pairs(state) for region, state in prepared)
+    stats = [stats for region, _ in known if region.state for stats in region.state.stats]
     return [
         *lines,
         *_memory_lines(prepared),
@@ -229,41 +206,40 @@ def _geometry_lines(
     ]
 
 
-def _split_lines(region: Region, ready: TokenState) -> list[str]:
+def _split_lines(region: Region, state: TokenState) -> list[str]:
     """Who holds which tokens, and what this rank sends."""
     ranks = region.part.ranks
-    splits = [attention for attention in ready.attentions if isinstance(attention, SplitLayer)]
-    if ranks is None or not splits or not isinstance(ready.dense_attention, SplitLayer):
+    splits = [attention for attention in state.attentions if isinstance(attention, SplitLayer)]
+    if ranks is None or not splits or not isinstance(state.dense_attention, SplitLayer):
         return []
     sparse = [
         attention
-        for attention, layer in zip(ready.attentions, region.layers, strict=True)
+        for attention, layer in zip(state.attentions, region.layers, strict=True)
         if isinstance(attention, SplitLayer) and layer.is_sparse
     ]
     merged = [
         attention
-        for attention, layer in zip(ready.weighing, region.layers, strict=True)
-        if isinstance(attention, SplitLayer) and layer.group is not None and ready.regions is not None
+        for attention, layer in zip(state.weighing, region.layers, strict=True)
+        if isinstance(attention, SplitLayer) and layer.group is not None and state.regions is not None
     ]
     words = [
-        f"{_mean_sent(region, ready, some):.3g} MiB per {kind} layer"
-        for kind, some in (("sparse", sparse), ("dense", [ready.dense_attention]), ("merged dense", merged))
+        f"{_mean_sent(region, state, some):.3g} MiB per {kind} layer"
+        for kind, some in (("sparse", sparse), ("dense", [state.dense_attention]), ("merged dense", merged))
         if some
     ]
     origin = "  ranks are those of enable_parallelism, whose own split rests until remove()"
     return [
-        f"split: {ready.dense_attention.route.traffic.queries}",
-        *([origin] if region.resting.is_anything else []),
+        f"split: {state.dense_attention.route.traffic.queries}",
+        *([origin] if region.suspended.is_anything else []),
         f"  rank {ranks.index} sends {', '.join(words)} (forward, one sample)",
     ]
 
 
-def _mean_sent(region: Region, ready: TokenState, splits: Sequence[SplitLayer]) -> float:
-    attention = next(layer.attention for layer in region.layers if layer.is_ours)
-    dtype = region.dtype or next(attention.parameters()).dtype
-    heads = attention.heads
-    shapes = Shapes(1, heads, heads, attention.inner_dim // heads, dtype)
-    geometry = region.part.geometry(ready.located)
+def _mean_sent(region: Region, state: TokenState, splits: Sequence[SplitLayer]) -> float:
+    layer = next(layer for layer in region.layers if layer.is_ours)
+    dtype = region.dtype or next(layer.attention.parameters()).dtype
+    shapes = Shapes(1, layer.heads, layer.heads, layer.head_dim, dtype)
+    geometry = region.session.geometry(state.layout)
     # Layers whose tiles lie alike have one plan, and need be counted but once.
     sizes = dict[int, int]()
     for attention in splits:
@@ -272,39 +248,6 @@ def _mean_sent(region: Region, ready: TokenState, splits: Sequence[SplitLayer]) 
             sent = attention.bytes_sent(shapes._replace(has_bias=has_bias)).forward
             sizes[id(attention.plan)] = sent[attention.ranks.index]
     return sum(sizes[id(attention.plan)] for attention in splits) / len(splits) / 2**20
-
-
-def _pairs(region: Region, ready: TokenState) -> _Pairs:
-    pairs = _Pairs()
-    for layer, attention in zip(region.layers, ready.attentions, strict=True):
-        if layer.index is None:
-            continue
-        geometry = region.part.geometry(ready.located, layer.sees_text)
-        heads = layer.attention.heads
-        whole, dense = geometry.num_tokens**2 * heads, _num_pairs(layer, ready) * heads
-        read = _num_read(layer, attention, ready)
-        if layer.is_sparse or dense < whole:
-            pairs = pairs.plus(_Pairs(None if read is None else read * heads, whole, whole, dense))
-        else:
-            pairs = pairs.plus(_Pairs(0, 0, whole, dense))
-    return pairs
-
-
-def _num_read(layer: Layer, attention: LayerAttention | None, ready: TokenState) -> float | None:
-    """Pairs that a layer reads, per head; None where that is not known before calls."""
-    most = _num_pairs(layer, ready)
-    if attention is None or not layer.is_sparse:
-        return most
-    known = attention.num_pairs
-    return _read_so_far(attention, most) if known is None else known
-
-
-def _num_pairs(layer: Layer, ready: TokenState) -> int:
-    """Of a layer where everyone reads everyone, perhaps after merging."""
-    image = ready.located.num_image_tokens
-    if layer.group is not None and ready.regions is not None:
-        image = ready.regions.num_merged
-    return (image + (ready.located.text if layer.sees_text else ready.located.tail)) ** 2
 
 
 class _Work(NamedTuple):
@@ -319,22 +262,22 @@ class _Work(NamedTuple):
         return _Work(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
-def _work(region: Region, ready: TokenState) -> _Work:
+def _work(region: Region, state: TokenState) -> _Work:
     work = _Work()
     if region.merger is None:
         return work
     for block in region.merger.blocks:
-        image = ready.located.num_image_tokens
-        full = left = _products(block, ready.located.text, image, image)
-        if ready.regions is not None and block.group is not None:
-            left = _products(block, ready.located.text, image, ready.regions.num_merged)
+        image = state.layout.num_image_tokens
+        full = left = _products(block, state.layout.text, image, image)
+        if state.regions is not None and block.group is not None:
+            left = _products(block, state.layout.text, image, state.regions.num_merged)
         work = work.plus(_Work(left, full))
-    for layer, attention in zip(region.layers, ready.attentions, strict=True):
+    for layer, attention in zip(region.layers, state.attentions, strict=True):
         if layer.index is not None:
-            geometry = region.part.geometry(ready.located, layer.sees_text)
-            known = _num_read(layer, attention, ready)
-            read = _num_pairs(layer, ready) if known is None else known
-            each = 2 * layer.attention.inner_dim  # a query times a key, a weight times a value
+            geometry = region.session.geometry(state.layout, layer.sees_text)
+            known = num_read(layer, attention, state)
+            read = state.num_pairs(layer) if known is None else known
+            each = 2 * layer.heads * layer.head_dim  # a query times a key, a weight times a value
             work = work.plus(_Work(0, 0, read * each, geometry.num_tokens**2 * each))
     return work
 
@@ -370,26 +313,9 @@ def _work_lines(work: _Work) -> list[str]:
     ]
 
 
-def _read_so_far(attention: LayerAttention, there: int) -> float | None:
-    """What calls have read of so many pairs, on average; None before the first."""
-    stats = attention.stats
-    calls = 0 if stats is None else stats.num_full + stats.num_sparse
-    if stats is None or not calls:
-        return None
-    sparse = stats.num_sparse * stats.kept if stats.num_sparse else 0.0
-    return there * (stats.num_full + sparse) / calls
-
-
-def _stats(region: Region) -> list[ReadStats]:
-    """What the layers of the last calls have read, where that is counted."""
-    attentions = region.ready.attentions if region.ready else ()
-    found = [attention.stats for attention in attentions if attention is not None]
-    return [stats for stats in found if stats is not None and stats.num_full + stats.num_sparse]
-
-
 def _memory_lines(prepared: Sequence[tuple[Region, TokenState]]) -> list[str]:
     """What a stateful method will take, and what it has taken."""
-    memories = [memory for region, ready in prepared for memory in _memories(region, ready)]
+    memories = [memory for region, state in prepared for memory in _memories(region, state)]
     if not memories:
         return []
     num_bytes, limit = sum(memory.as_bits for memory in memories), memories[0].limit
@@ -398,16 +324,16 @@ def _memory_lines(prepared: Sequence[tuple[Region, TokenState]]) -> list[str]:
         f"memory: {_size_words(num_bytes)} as bits, up to {_size_words(32 * num_bytes)} as lists, for each sample and"
         f" branch of guidance ({len(memories)} layers); {bound} (memory={limit})"
     )
-    last = [memory for region, _ in prepared if region.ready for memory in _memories(region, region.ready)]
+    last = [memory for region, _ in prepared if region.state for memory in _memories(region, region.state)]
     taken = sum((memory.taken for memory in last), Counter[str]())
     words = ", ".join(f"{_size_words(size)} as {form}" for form, size in taken.items())
     return [line, *([f"  taken: {words}"] if words else [])]
 
 
-def _memories(region: Region, ready: TokenState) -> Iterator[Memory]:
+def _memories(region: Region, state: TokenState) -> Iterator[Memory]:
     """What is kept in each layer."""
-    for layer, attention in zip(region.layers, ready.attentions, strict=True):
-        memory = None if attention is None else attention.memory(layer.attention.heads)
+    for layer, attention in zip(region.layers, state.attentions, strict=True):
+        memory = None if attention is None else attention.memory(layer.heads)
         if memory is not None:
             yield memory
 
@@ -436,52 +362,44 @@ def _achieved_lines(found: Sequence[ReadStats], method: Composition) -> list[str
     return [f"{since}: {words}"]
 
 
-def _speed_lines(pairs: _Pairs, method: Composition, steps: SchedulerState) -> list[str]:
+def _speed_lines(pairs: Pairs, method: Composition, steps: SchedulerState) -> list[str]:
     if not pairs.there:
         return ["pairs: every layer is dense"]
-    if pairs.read is None:
+    if pairs.read is None or pairs.kept is None:
         return ["pairs: chosen at calls by queries and keys, so not known before them"]
     share = pairs.read / pairs.there
     where = "sparse" if method.merge is None else "sparse and merged"
     lines = [
         f"pairs: {share:.1%} in {where} layers; attention at most {1 / share:.2f}x faster there,"
-        f" {1 / pairs.in_model(pairs.read):.2f}x with the dense layers"
+        f" {1 / pairs.kept:.2f}x with the dense layers"
     ]
-    total = steps.total() if has_dense_steps(method) else None
-    if total is not None:
-        over_steps = _over_steps(pairs, pairs.read, method, total)
-        lines.append(f"  with dense steps {1 / over_steps:.2f}x over all {total} steps")
+    total = _total(method, steps)
+    kept = pairs.kept_over(total, method)
+    if total is not None and kept is not None:
+        lines.append(f"  with dense steps {1 / kept:.2f}x over all {total} steps")
     return lines
-
-
-def _over_steps(pairs: _Pairs, read: float, method: Composition, total: int) -> float:
-    """The share of all pairs that is read over all steps, where sparse ones read so many."""
-    dense = sum(method.num_dense_steps(total)) / total
-    return dense * pairs.dense / pairs.whole + (1 - dense) * pairs.in_model(read)
 
 
 def pairs_kept(regions: Sequence[Region], method: Composition, steps: SchedulerState) -> float | None:
     """The share of all pairs that calls like the last one read, over all layers and steps; None before the first."""
-    pairs = _Pairs()
-    for region in regions:
-        if region.ready is None:
-            return None
-        pairs = pairs.plus(_pairs(region, region.ready))
-    if pairs.read is None or not pairs.whole:
+    states = [(region, region.state) for region in regions if region.state is not None]
+    if len(states) < len(regions):
         return None
-    total = steps.total() if has_dense_steps(method) else None
-    if total is None:
-        return pairs.in_model(pairs.read)
-    return _over_steps(pairs, pairs.read, method, total)
+    pairs = Pairs.sum(region.session.pairs(state) for region, state in states)
+    return pairs.kept_over(_total(method, steps), method)
 
 
-def _choice_words(region: Region, ready: TokenState) -> str:
-    for layer, attention in zip(region.layers, ready.attentions, strict=True):
-        for plan in () if attention is None else attention.plans_like(ready.device):
-            heads = layer.attention.heads
-            head_dim = layer.attention.inner_dim // heads
+def _total(method: Composition, steps: SchedulerState) -> int | None:
+    """The number of steps, where some of them are dense and it is known."""
+    return steps.total() if has_dense_steps(method) else None
+
+
+def _choice_words(region: Region, state: TokenState) -> str:
+    for layer, attention in zip(region.layers, state.attentions, strict=True):
+        for plan in () if attention is None else attention.plans_like(state.device):
+            heads = layer.heads
             dtype = region.dtype or next(layer.attention.parameters()).dtype
-            query = torch.empty(1, plan.num_queries, heads, head_dim, dtype=dtype, device=ready.device)
+            query = torch.empty(1, plan.num_queries, heads, layer.head_dim, dtype=dtype, device=state.device)
             query = query.transpose(1, 2)
             choice = explain_choice(query, query, plan, impl=region.part.impl)
             return f"attend: {choice.impl}, {choice.reason}"

@@ -251,9 +251,9 @@ class FineLayer(LayerAttention):
                 'Call `layer.set_step(Moment(step, total))` first, or use predict="online".',
             )
         known = self.known.get(self._key(query))
-        if known is None or self.moment.place < known.place:  # nothing, or of another generation
+        if known is None or self.moment.step_index < known.place:  # nothing, or of another generation
             return None
-        due = [place for place in self.method.refreshes(self.moment.total) if place <= self.moment.place]
+        due = [place for place in self.method.refreshes(self.moment.total) if place <= self.moment.step_index]
         return known if not due or known.place >= due[-1] else None
 
     def _remember(
@@ -279,7 +279,7 @@ class FineLayer(LayerAttention):
         self.known.pop(self._key(query), None)  # before anything is made that takes its place
         lists, is_on_host = self._fitting(prediction.keep)
         kept, dropped = prediction.kept, prediction.dropped.mean()
-        self.known[self._key(query)] = Known(self.moment.place, lists, kept, dropped, is_on_host)
+        self.known[self._key(query)] = Known(self.moment.step_index, lists, kept, dropped, is_on_host)
         taken: Counter[str] = Counter()
         for known in self.known.values():
             taken[known.form] += known.num_bytes

@@ -7,6 +7,7 @@ from nearfield.parallel.model import Share, SplitLayer, SplitModel, check_splitt
 from nearfield.parallel.ranks import ExchangeFailed, Message, Parcel, Ranks
 from nearfield.parallel.route import Route, Traffic
 from nearfield.parallel.split import Split
+from nearfield.parallel.tokens import split_tokens
 
 __all__ = [
     "ExchangeFailed",
@@ -26,4 +27,5 @@ __all__ = [
     "check_splittable",
     "even_split",
     "split_between_regions",
+    "split_tokens",
 ]

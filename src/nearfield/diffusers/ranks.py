@@ -1,4 +1,4 @@
-"""`enable_parallelism` of diffusers: over which ranks a model was to be split, and how its own split rests.
+"""`enable_parallelism` of diffusers: over which ranks a model was to be split, and how its own split is suspended.
 
 diffusers cuts tensors into equal chunks in hooks, and its attention processors exchange keys between ranks. Where
 nearfield splits the tokens, both must do nothing, and afterwards what they did before.
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield._checks import wrong_value
-from nearfield.diffusers.foreign_hooks import context_parallel_hooks
+from nearfield.diffusers.guards import context_parallel_hooks
 from nearfield.parallel import Ranks
 
 

@@ -1,20 +1,25 @@
-"""Where a denoising loop stands: read from its scheduler, never counted."""
+"""The step of a denoising loop, read from its scheduler, never counted; and which text a model is called with."""
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nearfield._checks import wrong_value
-from nearfield.methods import Method
+from nearfield._types import Moment
+from nearfield.diffusers.models.spec import Arguments, first_tensor
+from nearfield.session import Session
 
-_MANY = 1000  # steps: a share of them is some
-
-
-class Step(NamedTuple):
-    place: int
-    total: int
+# Not put together where they are raised: torch.compile could not trace that.
+_NO_SCHEDULER = (
+    "`scheduler` must be given where the method remembers from step to step; got None. Apply to a pipeline, pass"
+    ' `scheduler=`, or let the method decide at every call (predict="online").'
+)
+_NOT_ITS_LOOP = (
+    "`scheduler` must be that of the loop which calls the model; got one whose steps are over. If another pipeline"
+    " shares the model, remove first, and then apply to that pipeline, or pass its `scheduler=`."
+)
 
 
 class SchedulerState:
@@ -36,26 +41,30 @@ class SchedulerState:
             self._scheduler = getattr(pipeline, "scheduler", None)
         return self._scheduler
 
+    def check_is_given(self) -> None:
+        if self.scheduler is None:
+            raise ValueError(_NO_SCHEDULER)
+
     @property
     def needs_timestep(self) -> bool:
         """Whether the scheduler does not know its step, and only the timestep tells."""
         return self.scheduler is not None and not hasattr(self.scheduler, "step_index")
 
-    def now(self) -> Step | None:
+    def now(self) -> Moment | None:
         """The step that is being computed, or None without a scheduler. Does not wait for the device."""
         scheduler = self.scheduler
         if scheduler is None:
             return None
         total = len(scheduler.timesteps)
         if self.needs_timestep:
-            return Step(self._step_of_timestep(), total)
+            return Moment(self._step_of_timestep(), total)
         index = scheduler.step_index
         if index is None:  # before the first step; image-to-image begins later than at 0
             index = getattr(scheduler, "begin_index", None) or 0
         elif index >= total:
             # Its loop is over, so another one drives this call, and its first steps would not be dense.
             raise ValueError(_NOT_ITS_LOOP)
-        return Step(index, total)
+        return Moment(index, total)
 
     def total(self) -> int | None:
         """How many steps there are, or None as long as that is not known: before its first loop a scheduler has the
@@ -86,17 +95,27 @@ class SchedulerState:
         return index is not None and 0 < index < len(scheduler.timesteps)
 
 
-def has_dense_steps(method: Method) -> bool:
-    """Whether a method leaves steps dense, however many there are."""
-    return any(method.num_dense_steps(_MANY))
-
-
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# Not put together where it is raised: torch.compile could not trace that.
-_NOT_ITS_LOOP = (
-    "`scheduler` must be that of the loop which calls the model; got one whose steps are over. If another pipeline"
-    " shares the model, remove first, and then apply to that pipeline, or pass its `scheduler=`."
-)
+class CallHook:
+    """Reads, at the entrance of a model, which timestep it is called with, and which text.
+
+    Args:
+        names: the parameters of the model.
+        conditioning: that of the text; None if nobody asks.
+    """
+
+    def __init__(
+        self, steps: SchedulerState, session: Session, names: tuple[str, ...], conditioning: str | None
+    ) -> None:
+        self.steps, self.session, self.names, self.conditioning = steps, session, names, conditioning
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = Arguments(self.names, args, kwargs)
+        if "timestep" in self.names and self.steps.needs_timestep:
+            self.steps.timestep = arguments.get("timestep")
+        if self.conditioning is not None:
+            text = arguments.get(self.conditioning)
+            self.session.tracker.set_text(None if text is None else first_tensor(text))

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nearfield._checks import wrong_value
-from nearfield.diffusers.spec import Arguments, Move, find, parameter_names
-from nearfield.diffusers.target import TargetModule
-from nearfield.layout import Ordering
-from nearfield.parallel import Share
+from nearfield.diffusers.find import TargetModule
+from nearfield.diffusers.models.spec import Arguments, Move, parameter_names
+from nearfield.session import TokenState, find
 
 
 class Place(NamedTuple):
@@ -41,12 +40,12 @@ class Mover:
     """Brings tokens into the method's order and back, while any are inside.
 
     Args:
-        is_inside: whether they are. Modules may be shared with another model, whose calls are not ours.
+        in_forward: whether they are. Modules may be shared with another model, whose calls are not ours.
     """
 
-    def __init__(self, is_inside: Callable[[], bool]) -> None:
-        self._is_inside = is_inside
-        self.order: Ordering | Share | None = None
+    def __init__(self, in_forward: Callable[[], bool]) -> None:
+        self._in_forward = in_forward
+        self.state: TokenState | None = None
         """None: tokens stay as they are."""
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -70,7 +69,7 @@ class Mover:
 
     def moved(self, value: Any, move: Move) -> Any:
         """Tokens in their other order; also inside lists and dictionaries. What follows the images stays in place."""
-        if self.order is None or not self._is_inside():
+        if self.state is None or not self._in_forward():
             return value
         if isinstance(value, list | tuple):
             items = [self.moved(item, move) for item in value]
@@ -79,8 +78,8 @@ class Mover:
             return {name: self.moved(item, move) for name, item in value.items()}
         if move.num_dims not in (None, value.dim()):
             return value
-        way: Callable[[Tensor, int], Tensor] = getattr(self.order, move.way)
-        images, length = len(self.order), value.shape[move.dim]
+        way: Callable[[Tensor, int], Tensor] = getattr(self.state.ordering, move.way)
+        images, length = len(self.state.ordering), value.shape[move.dim]
         if length == 1:  # serves all tokens
             return value
         if length <= images:
@@ -90,7 +89,7 @@ class Mover:
 
     def moved_argument(self, value: Tensor, move: Move) -> Tensor:
         """As `moved`, but a tensor that many layers are given is moved once (unless that would keep a graph alive)."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._is_inside():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._in_forward():
             return self.moved(value, move)  # type: ignore[no-any-return]
         if self._last is None or self._last[0] is not value:
             self._last = value, self.moved(value, move)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
@@ -10,23 +11,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nearfield._checks import check_int, check_member, wrong_type, wrong_value
+from nearfield._checks import check_int, check_member, wrong_value
 from nearfield._types import Impl
-from nearfield.diffusers.foreign_ranks import check_same_ranks, mesh_of
-from nearfield.diffusers.layers import Layer
+from nearfield.diffusers.find import TargetModule, known_spec, models_of, name_of, num_layers_of, parts_of
 from nearfield.diffusers.lora import Switch, loras_in
+from nearfield.diffusers.models.spec import Pixels, classes_where, spec_of
+from nearfield.diffusers.ranks import check_same_ranks, mesh_of
 from nearfield.diffusers.region import Region
-from nearfield.diffusers.scheduler_state import SchedulerState
-from nearfield.diffusers.spec import Pixels, Spec, TokenLayout, find
-from nearfield.diffusers.specs import SPECS, spec_of
-from nearfield.diffusers.step_tracker import check_scheduler
+from nearfield.diffusers.steps import SchedulerState
 from nearfield.diffusers.summary import pairs_kept, summary
-from nearfield.diffusers.target import TargetModule
 from nearfield.layout import Geometry, Grid
 from nearfield.methods import DEFAULT, Composition, Method, Recipe, recipes
 from nearfield.parallel import Ranks, check_splittable
-
-_COMPONENTS = ("transformer", "transformer_2", "unet")
+from nearfield.session import TokenLayout
 
 
 def apply(
@@ -52,9 +49,9 @@ def apply(
         impl: passed on to `attend`.
         mesh: split the image tokens over the ranks of a mesh of one dimension. Every rank applies the same to the same
             model, calls it with the same inputs, and gets the whole result. By default the ranks that diffusers'
-            `enable_parallelism` was told, if it was called: its own split and attention rest until `remove`.
-        lora: the name of an adapter that the model has loaded, and that was distilled for the method. It rests in dense
-            steps, where it would only do harm. Or an object whose `switch(is_on)` does that, switched on.
+            `enable_parallelism` was told, if it was called: its own split and attention are suspended until `remove`.
+        lora: the name of an adapter that the model has loaded, and that was distilled for the method. It is off in
+            dense steps, where it would only do harm. Or an object whose `switch(is_on)` does that, switched on.
 
     Returns:
         A handle: `with apply(pipe, method): ...`, or `handle.remove()`.
@@ -63,13 +60,13 @@ def apply(
     recipe = recipes.recipe_of(method)
     composition = Composition.of(recipe.method)
     check_member("impl", impl, get_args(Impl))
-    models = _models_of(target)
+    models = models_of(target)
     recipe.check_model(models[0])
     mesh = mesh_of(models) if mesh is None else mesh
     ranks = None if mesh is None else _checked_ranks(mesh, models, composition, impl, lora)
     steps = SchedulerState(None if isinstance(target, nn.Module) else target, scheduler)
     if composition.is_stateful:
-        check_scheduler(steps)
+        steps.check_is_given()
     regions = [
         region
         for model, switch in zip(models, loras_in(models, lora), strict=True)
@@ -93,7 +90,7 @@ def remove(target: Any) -> None:
     Args:
         target: a pipeline, or one of its models, with nearfield or without.
     """
-    for model in _models_of(target):
+    for model in models_of(target):
         for module in model.modules():
             for region in Region.on(module):
                 region.remove()
@@ -168,12 +165,12 @@ class Handle:
         check_int("width", width, at_least=1)
         self._forget_removed()
         for region in self._regions:
-            located = _located(region, _pixels(region, height, width, frames), references, text)
+            layout = _layout(region, _pixels(region, height, width, frames), references, text)
             where = region.device if device is None else torch.device(device)
             if where.type == "meta":
                 hint = "The weights of the model are offloaded, so it is not known where it runs."
                 wrong_value("device", "be given", device, hint)
-            region.prepare(located, where, batch)
+            region.prepare(layout, where, batch)
 
     def summary(
         self,
@@ -201,16 +198,16 @@ class Handle:
         for region in self._regions:
             if height is not None and width is not None:
                 pixels = _pixels(region, height, width, frames)
-                places.append(_located(region, pixels, (), text))
+                places.append(_layout(region, pixels, (), text))
                 origin = str(pixels)
             else:
-                places.append(region.ready.located if region.ready else None)
+                places.append(region.state.layout if region.state else None)
         return summary(self._models, self._regions, places, self.composition, self._steps, origin)
 
     def geometry(self) -> Geometry | None:
         """Where the tokens of the last call stood, in the part of the model that has most; None before the first."""
         self._forget_removed()
-        known = [region.part.geometry(region.ready.located) for region in self._regions if region.ready]
+        known = [region.session.geometry(region.state.layout) for region in self._regions if region.state]
         return max(known, key=lambda geometry: geometry.num_tokens, default=None)
 
     def pairs_kept(self) -> float | None:
@@ -249,7 +246,7 @@ def _pixels(region: Region, height: int, width: int, frames: int | None) -> Pixe
     return Pixels(height, width, 1 if frames is None else frames)
 
 
-def _located(
+def _layout(
     region: Region, pixels: Pixels, references: Sequence[tuple[int, int]], text: int | None
 ) -> TokenLayout:
     spec = region.part.spec
@@ -260,7 +257,7 @@ def _located(
     if spec.text == 0:
         text = 0
     elif text is None:
-        text = region.ready.located.text - region.ready.located.tail if region.ready else spec.text
+        text = region.state.layout.text - region.state.layout.num_padding if region.state else spec.text
     return spec.padded(TokenLayout(images, text))
 
 
@@ -287,32 +284,6 @@ def _check_is_no_name(method: object) -> None:
 # -- finding out what to change ------------------------------------------------------------------------------------
 
 
-def _models_of(target: Any) -> list[nn.Module]:
-    if isinstance(target, nn.Module):
-        return [_unwrapped(target)]
-    parts = [getattr(target, name, None) for name in _COMPONENTS]
-    models = [_unwrapped(part) for part in parts if isinstance(part, nn.Module)]
-    if not models:
-        wrong_type(
-            "target", "be a diffusers pipeline with a transformer or unet, or a model", _name_of(target)
-        )
-    return models
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of torch.compile, peft and DistributedDataParallel, which call it as a whole."""
-    if isinstance(model, nn.DataParallel):
-        hint = "Its replicas would share one state among threads; use DistributedDataParallel, or the model inside."
-        wrong_value("target", "not be in DataParallel", _name_of(model.module), hint)
-    inner: Any = getattr(model, "_orig_mod", model)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner = model.module
-    elif hasattr(type(model), "get_base_model"):
-        whole: Any = model
-        inner = whole.get_base_model()
-    return model if inner is model else _unwrapped(inner)
-
-
 def _checked_ranks(
     mesh: DeviceMesh, models: Sequence[Any], method: Composition, impl: Impl, lora: str | Switch | None
 ) -> Ranks:
@@ -323,18 +294,15 @@ def _checked_ranks(
     for model in models:
         spec = spec_of(model)
         if spec is not None and not spec.can_split:
-            known = ", ".join(spec.model for spec in SPECS if spec.can_split)
-            wrong_value("target", f"be, or have, one of {known} to be split over ranks", _name_of(model))
+            known = classes_where(lambda spec: spec.can_split)
+            wrong_value("target", f"be, or have, one of {known} to be split over ranks", name_of(model))
     configurations = [
-        (_name_of(model), dict(getattr(model, "config", {})), _dtype_of(model)) for model in models
+        (name_of(model), dict(getattr(model, "config", {})), next(model.parameters()).dtype)
+        for model in models
     ]
     wanted = {"target": configurations, "method": method, "impl": impl, "torch": torch.__version__}
     ranks.compare(wanted | {"lora": lora if isinstance(lora, str) else type(lora).__name__})
     return ranks
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
 
 
 def _regions_of(
@@ -346,61 +314,21 @@ def _regions_of(
     lora: Switch | None = None,
 ) -> list[Region]:
     """The regions of a model with all their layers. Changes nothing yet."""
-    spec = spec_of(model)
-    if spec is None:
-        known = ", ".join(spec.model for spec in SPECS)
-        wrong_value("target", f"be, or have, one of {known}", _name_of(model))
-    parts = _parts(model, spec)
-    if any(Region.on(part) for _, part in parts):
+    spec = known_spec(model)
+    parts = [
+        TargetModule(name, module, model, spec, method, impl, ranks, lora)
+        for name, module in parts_of(model, spec)
+    ]
+    if any(Region.on(part.module) for part in parts):
         hint = "Call `remove()` on the first handle, or `nearfield.remove(target)`, before applying again."
-        wrong_value("target", "not be adapted already", _name_of(model), hint)
-    regions = [
-        Region(TargetModule(name, part, model, spec, method, impl, ranks, lora), steps)
-        for name, part in parts
-    ]
-    counts = [sum(len(find(part, path)) for path in spec.layers) for _, part in parts]
+        wrong_value("target", "not be adapted already", name_of(model), hint)
+    counts = [num_layers_of(part) for part in parts]
     if not sum(counts):
-        wrong_value("target", "have attention layers where its class has them", _name_of(model))
+        wrong_value("target", "have attention layers where its class has them", name_of(model))
     method.check_layers(sum(counts))
-    first = 0
-    for region, count in zip(regions, counts, strict=True):
-        region.find_layers(first, sum(counts))
-        first += count
-        for layer in region.layers:
-            _check_processor(spec, layer)
-            _check_text(method, spec, layer)
+    firsts = accumulate(counts[:-1], initial=0)
+    regions = [Region(part, steps, first, sum(counts)) for part, first in zip(parts, firsts, strict=True)]
+    num_sparse = sum(region.session.num_sparse_layers for region in regions)
     for region in regions:
-        region.num_sparse_layers = sum(layer.is_sparse for part in regions for layer in part.layers)
+        region.session.num_sparse_layers = num_sparse
     return regions
-
-
-def _parts(model: nn.Module, spec: Spec) -> list[tuple[str, nn.Module]]:
-    if not spec.region:
-        return [("", model)]
-    return [
-        (f"{path}.{name}", part)
-        for root in spec.regions
-        for path, child in find(model, root)
-        for name, part in child.named_modules()
-        if type(part).__name__ == spec.region
-    ]
-
-
-def _check_processor(spec: Spec, layer: Layer) -> None:
-    name = type(layer.processor).__name__
-    if name not in spec.processors:
-        hint = "Set or load processors that are known, or leave this model dense."
-        known = ", ".join(spec.processors)
-        wrong_value("target", f"have attention processors of {known}", f"{name} in {layer.name}", hint)
-
-
-def _check_text(method: Composition, spec: Spec, layer: Layer) -> None:
-    """Methods for images alone are refused here where text is sure, not at the first call."""
-    if spec.text and layer.is_sparse and layer.sees_text and not method.takes_text:
-        others = ", ".join(spec.model for spec in SPECS if not spec.text)
-        hint = f"It reads images alone, as in {others}. Layers that see text may be named in `dense_layers`."
-        wrong_value("method", f"take the text of {spec.model}", type(method.parts[-1]).__name__, hint)
-
-
-def _name_of(value: object) -> str:
-    return value.__name__ if isinstance(value, type) else type(value).__name__

@@ -14,7 +14,7 @@ steps later in the same loop. Where that is not known, maps are made anew.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,22 +23,23 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nearfield._checks import wrong_value
-from nearfield._types import Impl, Moment
-from nearfield.diffusers.blocks import BLOCKS, ROTARY, TOKENS, Blocks, Rows
-from nearfield.diffusers.foreign_hooks import caches_in
-from nearfield.diffusers.processor import Extras, SparseProcessor
-from nearfield.diffusers.spec import Arguments, Spec, TokenLayout, find, parameter_names
-from nearfield.methods import Composition, MergeMethod
+from nearfield._types import Moment
+from nearfield.diffusers.find import ModuleLayer, TargetModule
+from nearfield.diffusers.models.spec import (
+    ROTARY,
+    TOKENS,
+    Arguments,
+    MergedBlocks,
+    Rows,
+    classes_where,
+    parameter_names,
+)
+from nearfield.diffusers.processor import Extras
+from nearfield.methods import MergeMethod
 from nearfield.ops import Regions
+from nearfield.session import TokenLayout, TokenState, find
 
 _REMEMBERED = 4
-Processor = tuple[SparseProcessor, bool]
-"""One of a layer, and whether it sees the text."""
-
-COMPILED_WHOLE = (
-    "`method` must not merge where torch.compile traces the whole model: which maps still serve is looked up at its"
-    " entrance. Use `compile_repeated_blocks`, which compiles blocks alone."
-)
 
 
 class Block(NamedTuple):
@@ -52,15 +53,15 @@ class Block(NamedTuple):
 
     name: str
     module: nn.Module
-    facts: Blocks
+    facts: MergedBlocks
     group: int | None
     parts: tuple[str, ...] = ()
     norm: str | None = None
 
-    def processors_in(self, part: str, processors: Mapping[str, "Processor"]) -> list["Processor"]:
+    def layers_in(self, part: str, layers: Sequence[ModuleLayer]) -> list[ModuleLayer]:
         """Those of a module in it, or, for "", all of them."""
         place = f"{self.name}.{part}" if part else self.name
-        return [value for name, value in processors.items() if f"{name}.".startswith(f"{place}.")]
+        return [layer for layer in layers if layer.is_ours and f"{layer.path}.".startswith(f"{place}.")]
 
 
 class Made(NamedTuple):
@@ -88,13 +89,12 @@ class MergedCall:
     def __init__(
         self,
         regions: Regions,
-        located: TokenLayout,
+        layout: TokenLayout,
         known: Sequence[Any],
         keeps_shares: bool,
         num_groups: int,
-        is_split: bool = False,
     ) -> None:
-        self.regions, self.located, self.is_split = regions, located, is_split
+        self.regions, self.layout = regions, layout
         self.known, self.keeps_shares = tuple(known), keeps_shares
         """Maps of an earlier step, group by group: for their destinations, or whole."""
         self.made: list[Made | None] = [None] * num_groups
@@ -103,27 +103,22 @@ class MergedCall:
 class _Last(NamedTuple):
     """The last call of some kind, and its step."""
 
-    place: int
+    step_index: int
     call: MergedCall
 
 
 class Merger:
     """The merged blocks of one region."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        spec: Spec,
-        method: Composition,
-        merge: MergeMethod,
-        impl: Impl,
-        is_inside: Callable[[], bool],
-    ) -> None:
-        if spec.model not in BLOCKS:
-            wrong_value("target", f"be, or have, one of {', '.join(BLOCKS)} to merge tokens in", spec.model)
-        self.spec, self.method, self.merge, self.impl = spec, method, merge, impl
-        self.is_inside = is_inside
-        self.blocks = tuple(_grouped(module, BLOCKS[spec.model], merge))
+    def __init__(self, part: TargetModule, merge: MergeMethod, in_forward: Callable[[], bool]) -> None:
+        spec = part.spec
+        if not spec.blocks:
+            known = classes_where(lambda spec: spec.blocks)
+            wrong_value("target", f"be, or have, one of {known} to merge tokens in", spec.model)
+        self.spec, self.method, self.merge, self.impl = spec, part.method, merge, part.impl
+        self.is_split = part.ranks is not None
+        self.in_forward = in_forward
+        self.blocks = tuple(_grouped(part.module, spec.blocks, merge))
         self.num_groups = 1 + max(
             (block.group for block in self.blocks if block.group is not None), default=-1
         )
@@ -136,7 +131,7 @@ class Merger:
     @property
     def needs_processors(self) -> bool:
         """Whether attention has to know of merged tokens: where they rotate, or have sizes."""
-        return self.merge.size_bias or any(facts.rows for facts in BLOCKS[self.spec.model])
+        return self.merge.size_bias or any(facts.rows for facts in self.spec.blocks)
 
     def group_of(self, name: str) -> int | None:
         """The group of the block that a module lies in."""
@@ -145,33 +140,33 @@ class Merger:
                 return block.group
         return None
 
-    def install(self, processors: Mapping[str, Processor]) -> list[RemovableHandle]:
-        """Hooks for all merged blocks, by the processors of all layers."""
+    def install(self, layers: Sequence[ModuleLayer]) -> list[RemovableHandle]:
+        """Hooks for all merged blocks; the processors of their layers are told what was merged."""
         handles: list[RemovableHandle] = []
-        for block in self.blocks:
-            for module, hook in () if block.group is None else self._hooks_of(block, processors):
-                self._hooks.append(hook)
-                # torch.compile leaves hooks alone: it compiles what lies between them.
-                before, after = torch.compiler.disable(hook.before), torch.compiler.disable(hook.after)
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                # First of all: tokens are parted before they leave the order of the region.
-                handles.append(module.register_forward_hook(after, prepend=True))
-        return handles
 
-    def _hooks_of(
-        self, block: Block, processors: Mapping[str, Processor]
-    ) -> Iterator[tuple[nn.Module, "_Hook"]]:
-        if block.parts:
-            yield block.module, _MapHook(self, block, block.module, [])
-            for part in block.parts:
+        def put(module: nn.Module, before: Any, after: Any = None) -> None:
+            # torch.compile leaves hooks alone: it compiles what lies between them.
+            before = torch.compiler.disable(before)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            if (
+                after is not None
+            ):  # first of all: all tokens are back before they leave the order of the region
+                handles.append(module.register_forward_hook(torch.compiler.disable(after), prepend=True))
+
+        for block in self.blocks:
+            if block.group is None:
+                continue
+            if block.parts:
+                put(block.module, _Hook(self, block, block.module, [], False).make_map)
+            for part in block.parts or ("",):
                 module = block.module.get_submodule(part)
-                yield module, _PartHook(self, block, module, block.processors_in(part, processors))
-            return
-        around = _BlockHook(self, block, block.module, block.processors_in("", processors))
-        yield block.module, around
-        if block.norm is not None:
-            norm = block.module.get_submodule(block.norm)
-            yield norm, _NormHook(self, block, norm, [], around)
+                hook = _Hook(self, block, module, block.layers_in(part, layers), not part)
+                self._hooks.append(hook)
+                put(module, hook.before, hook.after)
+            if block.norm is not None:
+                norm = _NormHook(hook)
+                put(block.module.get_submodule(block.norm), norm.before, norm.after)
+        return handles
 
     def remove(self) -> None:
         self._hooks, self.call, self._begun = [], None, None
@@ -184,44 +179,38 @@ class Merger:
 
     # -- a call --------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        regions: Regions | None,
-        located: TokenLayout | None,
-        batch: int,
-        moment: Moment | None,
-        is_split: bool = False,
-    ) -> bool:
+    def begin(self, state: TokenState | None, batch: int, moment: Moment | None) -> bool:
         """Tokens enter. Which maps of an earlier step still serve? None without a moment, which is not known then.
 
         Args:
-            regions: None if nothing is merged in this call.
-            is_split: whether they are those of one rank, and other ranks have others.
+            state: None where the call stays dense.
 
         Returns:
             Whether this is the first call of a step at which destinations are chosen anew.
         """
         self.call = self._begun = None
-        if regions is None or located is None:
+        regions = None if state is None else state.own_regions or state.regions
+        if state is None or regions is None:
             return False
-        self._check_blocks()
         known: Sequence[Any] = (None,) * self.num_groups
         keeps_shares = False
         if moment is not None:
             # Calls of one kind: with the same text (guidance has several), and as many samples and tokens.
             kind = moment.branch, batch, regions
             last = self._last.get(kind)
-            if last is not None and last.place < moment.place:  # in the same step again it is another loop
-                old, new = (self.merge.refresh_phase(place) for place in (last.place, moment.place))
+            if (
+                last is not None and last.step_index < moment.step_index
+            ):  # in the same step again it is another loop
+                old, new = (self.merge.refresh_phase(place) for place in (last.step_index, moment.step_index))
                 if old[0] == new[0]:
                     known = [None if made is None else made.tokens for made in last.call.made]
                     keeps_shares = old[1] == new[1]
-        self.call = MergedCall(regions, located, known, keeps_shares, self.num_groups, is_split)
+        self.call = MergedCall(regions, state.layout, known, keeps_shares, self.num_groups)
         if moment is None:
             return False
-        self._begun = kind, _Last(moment.place, self.call)
-        is_renewed = all(tokens is None for tokens in known) and moment.place != self._renewed_at
-        self._renewed_at = moment.place if is_renewed else self._renewed_at
+        self._begun = kind, _Last(moment.step_index, self.call)
+        is_renewed = all(tokens is None for tokens in known) and moment.step_index != self._renewed_at
+        self._renewed_at = moment.step_index if is_renewed else self._renewed_at
         return is_renewed
 
     def end(self) -> None:
@@ -237,18 +226,6 @@ class Merger:
             self._last.popitem(last=False)
         self._begun = None
 
-    def _check_blocks(self) -> None:
-        for block in self.blocks:
-            if block.group is None:
-                continue
-            for name in caches_in(block.module):
-                hint = "It would keep merged tokens for a step that merges others."
-                wrong_value(block.name, "have no cache of diffusers where tokens are merged", name, hint)
-            is_whole = not block.parts and block.norm is None
-            if not is_whole and getattr(block.module, "_compiled_call_impl", None) is not None:
-                hint = "Hooks inside of a compiled block would break its graph."
-                wrong_value("placement", f"be 'block' where {block.name} is compiled", "'module'", hint)
-
     # -- a block -------------------------------------------------------------------------------------------------
 
     def make(self, call: MergedCall, group: int, image: Tensor, rotary: Rows | None) -> Made:
@@ -259,62 +236,112 @@ class Merger:
             if known is None or not call.keeps_shares:
                 destinations = None if known is None else known.destinations
                 tokens = self._merging(call, image.detach(), destinations).to(image.dtype)
-            rows = None if rotary is None else self._rows(tokens, rotary, call.located)
-            bias = self._bias(tokens, call.located) if self.merge.size_bias else None
+            rows = None if rotary is None else self._rows(tokens, rotary, call.layout)
+            bias = self._bias(tokens, call.layout) if self.merge.size_bias else None
         return Made(tokens, rows, bias)
 
     def _merging(self, call: MergedCall, image: Tensor, destinations: Tensor | None) -> Any:
-        if call.is_split:
+        if self.is_split:
             return self.merge.merging_in(image, call.regions, destinations=destinations, impl=self.impl)
-        geometry = call.located.geometry(self.spec.text_first, sees_text=True)
+        geometry = call.layout.geometry(self.spec.text_first, sees_text=True)
         return self.method.merging(image, geometry, destinations=destinations, impl=self.impl)
 
-    def _rows(self, tokens: Any, rotary: Rows, located: TokenLayout) -> Rows:
+    def _rows(self, tokens: Any, rotary: Rows, layout: TokenLayout) -> Rows:
         assert self.spec.text_first  # as in all models that rotate the text with the image
         batch = len(tokens.destinations)
 
         def at(table: Tensor) -> Tensor:
-            text, image = table[: located.text], table[located.text :]
+            text, image = table[: layout.text], table[layout.text :]
             joint = torch.cat([text.expand(batch, -1, -1), tokens.at_destinations(image)], dim=1)
             return joint[:, None]
 
         return Rows(at(rotary.cos), at(rotary.sin))
 
-    def _bias(self, tokens: Any, located: TokenLayout) -> tuple[Tensor, Tensor]:
+    def _bias(self, tokens: Any, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         image: Tensor = tokens.key_bias.float()
-        text = image.new_zeros(*image.shape[:2], located.text)
+        text = image.new_zeros(*image.shape[:2], layout.text)
         joint = torch.cat([text, image] if self.spec.text_first else [image, text], dim=2)
         return joint, image
 
 
 class _Hook:
-    """Stands around a module of a merged block, or around the block."""
+    """Merges what enters a block, or a module of it, and brings all tokens back behind it.
+
+    Around a block, what the block added is brought back; around a module, its result, which the block will add.
+
+    Args:
+        layers: those in the module, whose processors of ours are told of the merged tokens.
+        is_whole: whether the module is the block.
+    """
 
     def __init__(
-        self, merger: Merger, block: Block, module: nn.Module, processors: Sequence[Processor]
+        self,
+        merger: Merger,
+        block: Block,
+        module: nn.Module,
+        layers: Sequence[ModuleLayer],
+        is_whole: bool,
     ) -> None:
         assert block.group is not None
-        self.merger, self.facts, self.group, self.processors = merger, block.facts, block.group, processors
-        self.names = parameter_names(module)
+        self.merger, self.facts, self.group, self.layers = merger, block.facts, block.group, layers
+        self.names, self.is_whole = parameter_names(module), is_whole
+        self.inside: _Inside | None = None
 
     def forget(self) -> None:
         """No tokens are inside, also if the module raised."""
-        for processor, _ in self.processors:
-            processor.extras = None
+        self.inside = None
+        for layer in self.layers:
+            layer.installed.extras = None
+
+    def make_map(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a block whose modules are merged one by one: they use its map."""
+        call = self._call()
+        if call is not None:
+            self._made(call, Arguments(self.names, args, kwargs))
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        self.forget()  # what a block left that raised when it was computed again
+        call = self._call()
+        if call is None:
+            return None
+        arguments = Arguments(self.names, args, kwargs)
+        full, text = arguments.get(TOKENS), self._num_text(call)
+        made = self._made(call, arguments)
+        short = _merged(full, made.tokens, text)
+        arguments.set(TOKENS, short)
+        if self.facts.rows and (self.is_whole or ROTARY in arguments.kwargs):
+            arguments.set(
+                ROTARY, None
+            )  # attention rotates by rows of its own, which differ from sample to sample
+        for name in self.facts.per_token if self.is_whole else ():
+            entries = arguments.get(name)
+            if entries is not None:
+                arguments.set(name, entries.gather(1, made.tokens.destinations))
+        for layer in self.layers:
+            layer.installed.extras = made.extras(layer.sees_text)
+        self.inside = _Inside(full, short, made.tokens, text)
+        return tuple(arguments.args), arguments.kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        raise NotImplementedError
+        inside = self.inside
+        if inside is None:
+            return None
+        self.forget()
+        if not isinstance(output, tuple):
+            return inside.unmerged(output, self.is_whole)
+        place = self.facts.result if self.is_whole else 0  # a module gives the image before the text
+        assert place is not None
+        parts = list(output)
+        parts[place] = inside.unmerged(parts[place], self.is_whole)
+        return tuple(parts)
 
     def _call(self) -> MergedCall | None:
         """What tokens are merged by, if they are."""
-        return self.merger.call if self.merger.call is not None and self.merger.is_inside() else None
+        return self.merger.call if self.merger.call is not None and self.merger.in_forward() else None
 
     def _num_text(self, call: MergedCall) -> int:
         """Tokens of text that stand before the image."""
-        return call.located.text if self.facts.holds_text else 0
+        return call.layout.text if self.facts.holds_text else 0
 
     def _made(self, call: MergedCall, arguments: Arguments) -> Made:
         """The map of the group, made where it is missing."""
@@ -325,117 +352,15 @@ class _Hook:
             made = call.made[self.group] = self.merger.make(call, self.group, image, rotary)
         return made
 
-    def _tell_attention(self, made: Made) -> None:
-        for processor, sees_text in self.processors:
-            processor.extras = made.extras(sees_text)
 
-
-class _BlockHook(_Hook):
-    """Merges what enters a block, and parts what leaves it."""
-
-    inside: "_Inside | None" = None
-
-    def forget(self) -> None:
-        super().forget()
-        self.inside = None
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.forget()  # what a block left that raised when it was computed again
-        call = self._call()
-        if call is None:
-            return None
-        arguments = Arguments(self.names, args, kwargs)
-        tokens, text = arguments.get(TOKENS), self._num_text(call)
-        made = self._made(call, arguments)
-        short = _merged(tokens, made.tokens, text)
-        arguments.set(TOKENS, short)
-        if self.facts.rows:  # attention rotates by rows of its own, which differ from sample to sample
-            arguments.set(ROTARY, None)
-        for name in self.facts.per_token:
-            entries = arguments.get(name)
-            if entries is not None:
-                arguments.set(name, entries.gather(1, made.tokens.destinations))
-        self._tell_attention(made)
-        self.inside = _Inside(tokens, short, made.tokens, text)
-        return tuple(arguments.args), arguments.kwargs
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        inside = self.inside
-        if inside is None:
-            return None
-        self.forget()
-        result = output if self.facts.result is None else output[self.facts.result]
-        image = inside.parted(result)
-        if self.facts.result is None:
-            return image
-        parts = list(output)
-        parts[self.facts.result] = image
-        return tuple(parts)
-
-
-class _MapHook(_Hook):
-    """Makes the map of a block whose modules are merged one by one."""
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self._call()
-        if call is not None:
-            self._made(call, Arguments(self.names, args, kwargs))
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return None
-
-
-class _PartHook(_Hook):
-    """Merges what enters a module of a block, and parts what it gives, which the block will add to all tokens."""
-
-    _inside: "tuple[Any, int] | None" = None
-
-    def forget(self) -> None:
-        super().forget()
-        self._inside = None
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.forget()
-        call = self._call()
-        if call is None:
-            return None
-        made = call.made[self.group]
-        assert made is not None  # at the entrance of the block
-        arguments, text = Arguments(self.names, args, kwargs), self._num_text(call)
-        arguments.set(TOKENS, _merged(arguments.get(TOKENS), made.tokens, text))
-        if ROTARY in arguments.kwargs:
-            arguments.kwargs[ROTARY] = None
-        self._tell_attention(made)
-        self._inside = made.tokens, text
-        return tuple(arguments.args), arguments.kwargs
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._inside is None:
-            return None
-        tokens, text = self._inside
-        self.forget()
-        result = output[0] if isinstance(output, tuple) else output  # of the image, before that of the text
-        with _in_full_precision(result):
-            image = tokens.leave(result[:, text:])
-        whole = torch.cat([result[:, :text], image], dim=1) if text else image
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
-
-
-class _NormHook(_Hook):
+class _NormHook:
     """Lets a block that runs on merged tokens normalise all of them, and merges what comes of it.
 
-    What the block adds to the merged tokens is parted, as ever. So its linear layers, which a LoRA may wrap, need none.
+    What the block adds to the merged tokens is brought back, as ever. So its linear layers, which a LoRA may wrap, need
+    no hook.
     """
 
-    def __init__(
-        self,
-        merger: Merger,
-        block: Block,
-        module: nn.Module,
-        processors: Sequence[Processor],
-        around: _BlockHook,
-    ) -> None:
-        super().__init__(merger, block, module, processors)
+    def __init__(self, around: _Hook) -> None:
         self._around = around
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -468,12 +393,14 @@ class _Inside(NamedTuple):
     tokens: Any
     text: int
 
-    def parted(self, result: Tensor) -> Tensor:
-        """All tokens, with what the block added to those that are left."""
-        with _in_full_precision(self.full):
+    def unmerged(self, result: Tensor, is_whole: bool) -> Tensor:
+        """All tokens: with what a block added to those that are left, or with what a module of it gave."""
+        with _in_full_precision(result):
             full, short, changed = (x[:, self.text :] for x in (self.full, self.short, result))
-            image: Tensor = self.tokens.update(full, short, changed)
-        if image.dtype == torch.float16:  # as blocks do
+            image: Tensor = (
+                self.tokens.update(full, short, changed) if is_whole else self.tokens.leave(changed)
+            )
+        if is_whole and image.dtype == torch.float16:  # as blocks do
             image = image.clip(-65504, 65504)
         return torch.cat([result[:, : self.text], image], dim=1) if self.text else image
 
@@ -484,7 +411,7 @@ def _in_full_precision(tokens: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _grouped(module: nn.Module, kinds: Sequence[Blocks], merge: MergeMethod) -> Iterator[Block]:
+def _grouped(module: nn.Module, kinds: Sequence[MergedBlocks], merge: MergeMethod) -> Iterator[Block]:
     """The blocks of a region; groups of all kinds are numbered in one row."""
     first = 0
     for facts in kinds:

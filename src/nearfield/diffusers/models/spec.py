@@ -1,45 +1,34 @@
-"""What is asked about a model: the fields of the tables in `specs.py` and `video_specs.py`, and how they are used."""
+"""What is asked about a class of models: one `Spec`, which makes the class known once it is defined."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from nearfield._checks import wrong_value
-from nearfield.diffusers.grids import GridReader
-from nearfield.layout import Geometry, Grid
+from nearfield.layout import Grid
+from nearfield.methods import Kind
+from nearfield.session import TokenLayout
 
 CROSS_ATTENTION = "cross-attention: its keys are few"
+TOKENS = "hidden_states"
+ROTARY = "image_rotary_emb"
+TEXT_PROJECTIONS = (
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_added_qkv",
+    "attn.to_add_out",
+)
+"""Modules of joint attention that see text alone."""
 
 
-def without_single_frame(shape: Grid) -> Grid:
-    return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
-
-
-class TokenLayout(NamedTuple):
-    """The tokens of one call, in plain numbers.
-
-    Args:
-        images: the grids of all images, the one that is made first.
-        text: tokens of the joint sequence that belong to no image.
-        tail: those of them that follow the image even in layers that do not see the text (padding).
-    """
-
-    images: tuple[Grid, ...]
-    text: int = 0
-    tail: int = 0
-
-    @property
-    def num_image_tokens(self) -> int:
-        return sum(math.prod(grid) for grid in self.images)
-
-    def geometry(self, text_first: bool, sees_text: bool) -> Geometry:
-        text = self.text if sees_text else self.tail
-        return Geometry(self.images[0], text, text_first, references=self.images[1:])
+def without_single_frame(grid: Grid) -> Grid:
+    """A video of one frame is an image."""
+    return grid[1:] if len(grid) == 3 and grid[0] == 1 else grid
 
 
 class Pixels(NamedTuple):
@@ -75,9 +64,8 @@ class Arguments:
         return self.args[position] if position < len(self.args) else default
 
     def set(self, name: str, value: Any) -> None:
-        position = self._names.index(name)
-        if name not in self.kwargs and position < len(self.args):
-            self.args[position] = value
+        if name not in self.kwargs and self._names.index(name) < len(self.args):
+            self.args[self._names.index(name)] = value
         else:
             self.kwargs[name] = value
 
@@ -86,7 +74,24 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
-Locate = Callable[[nn.Module, Arguments, GridReader], "TokenLayout | str"]
+def patches(arguments: Arguments, patch: Grid) -> Grid:
+    """The grid of a latent `[B, C, ..., height, width]` that a model cuts into patches."""
+    sides = arguments.get("hidden_states").shape[-len(patch) :]
+    return without_single_frame(tuple(side // part for side, part in zip(sides, patch, strict=True)))
+
+
+def num_text(arguments: Arguments) -> int:
+    """Tokens of the text that is joined to the image."""
+    length: int = arguments.get("encoder_hidden_states").shape[1]
+    return length
+
+
+def latent_frames(frames: int, factor: int) -> int:
+    """Frames of a latent video: the first frame stands for itself, later ones are put together."""
+    return (frames - 1) // factor + 1
+
+
+Locate = Callable[[nn.Module, Arguments], "TokenLayout | str"]
 """Finds the tokens of a call, or gives the reason why this call has to stay dense."""
 
 
@@ -95,8 +100,7 @@ class Move:
     """Tokens that change their order at one place.
 
     Args:
-        place: a module by its path in the region; "" is the region itself. In paths `*` is every child, `a|b` are two
-            of them, and a number counts children, from the end if negative.
+        place: a module by its path in the region, as `session.find` knows paths; "" is the region itself.
         what: an argument of the module, by name; or of its result: an index, or None for all of it.
         way: "enter" from raster order into the method's, or "leave" it.
         dim: the dimension of the tokens. Where it has a single entry, that serves all tokens, and nothing is moved.
@@ -114,16 +118,77 @@ class Move:
         return isinstance(self.what, str)
 
 
+class Rows(NamedTuple):
+    """Rotary rows of text and image, as attention has them: `[tokens, head_dim]`, each value twice."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def as_they_are(cls, rotary: Any) -> "Rows":
+        return cls(*rotary)
+
+
+@dataclass(frozen=True)
+class MergedBlocks:
+    """Blocks of one kind that can run on merged tokens: they add to their argument `hidden_states` what they compute.
+
+    Args:
+        path: where they are (a pattern as in `Move.place`).
+        kind: joint blocks keep text and image apart, single ones join them, plain ones see no text but by
+            cross-attention.
+        result: the index of the image tokens in what they return; None if that is all of it.
+        holds_text: whether text and image stand in one tensor.
+        rows: makes `Rows` of the argument `image_rotary_emb`; None if there is none.
+        per_token: arguments `[B, tokens]` that say something about each image token.
+        text_parts: modules inside that see text alone.
+        once_parts: modules inside that see neither: they work once per sample.
+        parts: modules inside that are merged one by one where that is asked for (`placement="module"`); none: the block
+            as a whole, but for its `norm`.
+        norm: where `parts` is empty, the module whose result is merged instead of its input.
+    """
+
+    path: str
+    kind: Kind
+    result: int | None = None
+    holds_text: bool = False
+    rows: Callable[[Any], Rows] | None = None
+    per_token: tuple[str, ...] = ()
+    text_parts: tuple[str, ...] = ()
+    once_parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    norm: str | None = None
+
+
+@dataclass(frozen=True)
+class ComfyModel:
+    """The same model in ComfyUI, where the text comes before the image and reference images come after it.
+
+    Args:
+        title: what users call it.
+        kind: the name of ComfyUI's class.
+        layers: modules that each make one attention call over the image's tokens, in the order they run (patterns).
+        image_only: those of them that do not see the text.
+    """
+
+    title: str
+    kind: str
+    layers: tuple[str, ...]
+    image_only: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Spec:
-    """The facts about one model class.
+    """Everything that is known about one class of models. `define` makes it known to `apply`.
 
     Args:
         model: the name of the class.
+        name: a short one, which the tests and the support matrix use.
         layers: attention modules whose tokens are those of the image, and perhaps text, in the order they run
             (patterns of paths in the region).
         moves: where tokens change their order.
         locate: how large the image is, and how long the text.
+        ids: for models without `locate`, the argument with position ids, whose values say how large the images are.
         processors: classes of attention processors that were tried.
         text_first: whether the text stands before the image in the joint sequence.
         image_only: those of `layers` that do not see the text.
@@ -143,13 +208,17 @@ class Spec:
         multiple: image and text are padded to multiples of it.
         takes_references: whether reference images may follow the image.
         can_split: whether image tokens may be split over ranks (nothing but attention mixes them; tried).
+        blocks: the blocks that can run on merged tokens.
+        comfy: the model in ComfyUI; None if it is not known there.
     """
 
     model: str
     layers: tuple[str, ...]
     moves: tuple[Move, ...]
-    locate: Locate
-    processors: tuple[str, ...]
+    locate: Locate | None = None
+    ids: str = ""
+    processors: tuple[str, ...] = ()
+    name: str = ""
     text_first: bool = True
     image_only: tuple[str, ...] = ()
     dense: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -170,32 +239,44 @@ class Spec:
     multiple: int = 1
     takes_references: bool = False
     can_split: bool = False
+    blocks: tuple[MergedBlocks, ...] = ()
+    comfy: ComfyModel | None = None
 
-    def padded(self, located: TokenLayout) -> TokenLayout:
-        """Tokens without their padding, with it."""
-        tail = -located.num_image_tokens % self.multiple
-        return located._replace(text=tail + located.text + -located.text % self.multiple, tail=tail)
+    def like(self, model: str, **changes: Any) -> "Spec":
+        """The spec of a near relative: another class, of which some facts differ."""
+        return replace(self, model=model, **{"name": "", "comfy": None} | changes)
 
-
-def find(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The modules at a path (see `Move.place`), by name. Children that are None are left out."""
-    found = [("", module)]
-    for piece in path.split(".") if path else []:
-        found = [
-            (f"{name}.{child}" if name else child, module)
-            for name, parent in found
-            for child, module in _children(parent, piece)
-        ]
-    return found
+    def padded(self, layout: TokenLayout) -> TokenLayout:
+        """A layout without padding, with it."""
+        padding = -layout.num_image_tokens % self.multiple
+        text = padding + layout.text + -layout.text % self.multiple
+        return layout._replace(text=text, num_padding=padding)
 
 
-def _children(parent: nn.Module, piece: str) -> list[tuple[str, nn.Module]]:
-    children = list(parent.named_children())
-    if piece == "*":
-        return children
-    if piece.lstrip("-").isdigit() and children:
-        return [children[int(piece)]]
-    return [(name, child) for name, child in children if name in piece.split("|")]
+SPECS: dict[str, Spec] = {}
+"""All that are defined, by the class of the model."""
+
+
+def define(spec: Spec) -> Spec:
+    """Make a class of models known."""
+    SPECS[spec.model] = spec
+    return spec
+
+
+def all_specs() -> list[Spec]:
+    """Models of images, then of videos."""
+    return sorted(SPECS.values(), key=lambda spec: spec.is_video)
+
+
+def classes_where(condition: Callable[[Spec], object]) -> str:
+    """The classes of models whose specs meet a condition, for a message."""
+    return ", ".join(spec.model for spec in all_specs() if condition(spec))
+
+
+def spec_of(model: nn.Module) -> Spec | None:
+    """The spec of a model's class, or of the nearest class that it derives from."""
+    names = (kind.__name__ for kind in type(model).__mro__)
+    return next((SPECS[name] for name in names if name in SPECS), None)
 
 
 # Tokens leave at the output of `norm_out`, not of `proj_out` behind it: a LoRA may put another module in the place of
@@ -221,7 +302,7 @@ def check_arguments(spec: Spec, arguments: Arguments) -> None:
         wrong_value(spec.attention_kwargs, "hold `scale` at most under nearfield", ", ".join(unknown), hint)
 
 
-def check_count(spec: Spec, arguments: Arguments, located: TokenLayout) -> None:
+def check_count(spec: Spec, arguments: Arguments, layout: TokenLayout) -> None:
     """Packed tokens must be as many as the grids hold."""
     packed = next(
         (move.what for move in spec.moves if move.place == "" and move.what == "hidden_states"), None
@@ -229,6 +310,6 @@ def check_count(spec: Spec, arguments: Arguments, located: TokenLayout) -> None:
     if packed is None:
         return
     got = first_tensor(arguments.get("hidden_states")).shape[1]
-    if got != located.num_image_tokens:
-        images = " + ".join("x".join(map(str, grid)) for grid in located.images)
-        wrong_value("hidden_states", f"hold the {located.num_image_tokens} tokens of {images}", got)
+    if got != layout.num_image_tokens:
+        images = " + ".join("x".join(map(str, grid)) for grid in layout.images)
+        wrong_value("hidden_states", f"hold the {layout.num_image_tokens} tokens of {images}", got)
