@@ -1,11 +1,9 @@
 """The far field of a rank: summaries of its own tokens, which travel to their readers as keys do."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearfield._checks import wrong_value
 from nearfield._types import Impl
@@ -13,7 +11,7 @@ from nearfield.layout import Span
 from nearfield.methods import FarField, Summary
 from nearfield.ops import query_sums, weighted_windows, window_means
 from nearfield.parallel.messages import Sent, Shapes
-from nearfield.parallel.ranks import Parcel, Ranks
+from nearfield.parallel.ranks import Ranks
 from nearfield.parallel.route import Route, traffic
 from nearfield.parallel.split import Split
 
@@ -57,7 +55,7 @@ class SplitFarField:
         windows = self.starts, self.sizes, self.window
         if self.summary == "mean":
             return window_means(key, *windows, impl), window_means(value, *windows, impl), self.bias
-        sums = summed(query_sums(query, *windows, key.shape[1], impl), ranks)
+        sums = torch.stack(ranks.all_gather(query_sums(query, *windows, key.shape[1], impl))).sum(0)
         moments = sums / self.num_summarised
         return weighted_windows(query, key, value, *windows, scale=scale, impl=impl, moments=moments)
 
@@ -67,38 +65,9 @@ def bytes_summed(summary: Summary, shapes: Shapes, num_ranks: int) -> Sent:
     if summary == "mean":
         return Sent((0,) * num_ranks, (0,) * num_ranks)
     dtype = torch.promote_types(shapes.dtype, torch.float32)
-    parcel = Parcel((2, shapes.batch, shapes.key_heads, shapes.head_dim), dtype)
-    each = (parcel.num_bytes * (num_ranks - 1),) * num_ranks
+    num_bytes = 2 * shapes.batch * shapes.key_heads * shapes.head_dim * dtype.itemsize
+    each = (num_bytes * (num_ranks - 1),) * num_ranks
     return Sent(each, each)
-
-
-def summed(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of what all ranks have, in their order, on each. A collective call, as its backward pass is."""
-    total: Tensor = _Sum.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _total(x, ranks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """What all ranks' losses say about the sum, they say about each part of it."""
-        return _total(grad, ctx.ranks), None
-
-
-def _total(x: Tensor, ranks: Ranks) -> Tensor:
-    others = [rank != ranks.index for rank in range(ranks.size)]
-    parcel = Parcel(tuple(x.shape), x.dtype)
-    arrived = ranks.exchange([[x] * other for other in others], [[parcel] * other for other in others]).wait()
-    total = torch.zeros_like(x)
-    for tensors in arrived:
-        total += tensors[0] if tensors else x
-    return total
 
 
 def summary_split(field: FarField, split: Split) -> Split:

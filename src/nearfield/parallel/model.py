@@ -5,11 +5,9 @@ only attention sends anything.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
@@ -19,7 +17,7 @@ from nearfield.ops import merge_attended
 from nearfield.parallel.attention import attend
 from nearfield.parallel.far import SplitFarField, bytes_summed
 from nearfield.parallel.messages import Sent, Shapes, bytes_sent
-from nearfield.parallel.ranks import Parcel, Ranks
+from nearfield.parallel.ranks import Ranks
 from nearfield.parallel.route import Route, Traffic, traffic
 from nearfield.parallel.split import Split
 from nearfield.plan import Plan
@@ -55,41 +53,10 @@ class Share:
 
 def gather(part: Tensor, split: Split, ranks: Ranks) -> Tensor:
     """Every rank's part, `[tokens of the rank, ...]`, those of the first rank first. A collective call."""
-    if part.shape[0] != len(split.own(ranks.index)):
-        wrong_value(
-            "part", f"hold the {len(split.own(ranks.index))} tokens of rank {ranks.index}", part.shape[0]
-        )
-    gathered: Tensor = _Gather.apply(part, split, ranks)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split, ranks: Ranks) -> Tensor:
-        ctx.split, ctx.ranks = split, ranks
-        others = [rank != ranks.index for rank in range(ranks.size)]
-        messages = [
-            [Parcel((len(split.own(rank)), *part.shape[1:]), part.dtype)] * other
-            for rank, other in enumerate(others)
-        ]
-        arrived = ranks.exchange([[part] * other for other in others], messages).wait()
-        return torch.cat([tensors[0] if tensors else part for tensors in arrived])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The sum of what all ranks' losses say about this rank's part, in the order of ranks."""
-        split, ranks = ctx.split, ctx.ranks
-        parts = grad.split([len(split.own(rank)) for rank in range(ranks.size)])
-        mine = parts[ranks.index]
-        others = [rank != ranks.index for rank in range(ranks.size)]
-        parcel = Parcel(tuple(mine.shape), mine.dtype)
-        outgoing = [[part] * other for part, other in zip(parts, others, strict=True)]
-        arrived = ranks.exchange(outgoing, [[parcel] * other for other in others]).wait()
-        total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
-        for tensors in arrived:
-            total += tensors[0] if tensors else mine
-        return total.to(mine.dtype), None, None
+    sizes = [len(split.own(rank)) for rank in range(ranks.size)]
+    if len(part) != sizes[ranks.index]:
+        wrong_value("part", f"hold the {sizes[ranks.index]} tokens of rank {ranks.index}", len(part))
+    return torch.cat(ranks.all_gather(part, [(size, *part.shape[1:]) for size in sizes]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,33 +12,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield._checks import wrong_type, wrong_value
 
 ALIGNMENT = 16  # bytes; a tensor of any type may begin at a multiple of it
+Shape = Sequence[int]
 
 
 class ExchangeFailed(RuntimeError):
     """Another rank died, hung, or did something else."""
-
-
-class Parcel(NamedTuple):
-    """The shape and type of a tensor that travels."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return -(-torch.Size(self.shape).numel() * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
-Message = Sequence[Parcel]
-
-
-def message_bytes(message: Message) -> int:
-    return sum(parcel.num_bytes for parcel in message)
 
 
 @dataclass(eq=False)
@@ -104,15 +88,25 @@ class Ranks:
         if self.overlap is None:
             self.overlap = len({machine for _, machine in everyones}) > 1
 
-    def exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Message]) -> "Exchange":
-        """Start sending tensors to every rank and receiving from it. All ranks must do so, in the same order."""
-        parts = [[_as_bytes(tensor) for tensor in tensors] for tensors in outgoing]
-        sizes = [sum(map(len, part)) for part in parts]
-        wanted = [message_bytes(message) for message in incoming]
-        device = next((part.device for rank in parts for part in rank), None)
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        buffer = torch.cat([nothing, *(part for rank in parts for part in rank)])
-        return Exchange(self.send(buffer, sizes, wanted), tuple(incoming))
+    def all_to_all(self, outgoing: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+        """Give every rank a tensor and get one from each, all of one type. A collective call, and differentiable.
+
+        What a rank has for itself stays as it is. In the backward pass gradients take the same ways back.
+
+        Args:
+            shapes: of what each rank gives to this one.
+        """
+        found: tuple[Tensor, ...] = _AllToAll.apply(self, tuple(shapes), *outgoing)  # type: ignore[no-untyped-call]
+        return list(found)
+
+    def all_gather(self, own: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
+        """Give every rank the same tensor. Its gradient is the sum of what all ranks' losses say about it.
+
+        Args:
+            shapes: of what each rank gives; all alike if left out.
+        """
+        copies = own.expand(self.size, *own.shape).unbind()
+        return self.all_to_all(copies, [own.shape] * self.size if shapes is None else shapes)
 
     def send(self, buffer: Tensor, sizes: Sequence[int], wanted: Sequence[int]) -> "Delivery":
         """Start sending bytes, so many to each rank, and receiving as many as wanted. All ranks must do so.
@@ -160,30 +154,28 @@ class Delivery(NamedTuple):
         return self.received
 
 
-class Exchange(NamedTuple):
-    """Tensors on their way."""
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, shapes: tuple[Shape, ...], *outgoing: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.shapes = ranks, tuple(x.shape for x in outgoing)
+        return _exchanged(ranks, shapes, outgoing)
 
-    delivery: Delivery
-    incoming: tuple[Message, ...]
-
-    def wait(self) -> list[list[Tensor]]:
-        """What each rank sent."""
-        received = self.delivery.wait()
-        place = 0
-        tensors: list[list[Tensor]] = []
-        for message in self.incoming:
-            tensors.append([])
-            for parcel in message:
-                size = torch.Size(parcel.shape).numel() * parcel.dtype.itemsize
-                tensors[-1].append(received[place : place + size].view(parcel.dtype).view(parcel.shape))
-                place += parcel.num_bytes
-        return tensors
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_exchanged(ctx.ranks, ctx.shapes, grads)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    part = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    padding = -len(part) % ALIGNMENT
-    return torch.nn.functional.pad(part, (0, padding)) if padding else part
+def _exchanged(ranks: Ranks, shapes: Sequence[Shape], outgoing: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    own, others = outgoing[ranks.index], [rank != ranks.index for rank in range(ranks.size)]
+    parts = [x.reshape(-1)[: x.numel() * other] for x, other in zip(outgoing, others, strict=True)]
+    wanted = [torch.Size(shape).numel() * other for shape, other in zip(shapes, others, strict=True)]
+    sizes, wanted = ([count * own.element_size() for count in counts] for counts in (map(len, parts), wanted))
+    arrived = ranks.send(torch.cat(parts).view(torch.uint8), sizes, wanted).wait().split(wanted)
+    return tuple(
+        part.view(own.dtype).view(shape) if other else own
+        for part, shape, other in zip(arrived, shapes, others, strict=True)
+    )
 
 
 def _compare(everyones: Sequence[Mapping[str, str]], hint: str) -> None:

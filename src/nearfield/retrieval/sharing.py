@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Positions
 from nearfield.ops import attend, merge_attended
-from nearfield.parallel import Message, Parcel, Ranks
+from nearfield.parallel import Ranks
 from nearfield.plan import builders as planning
 from nearfield.retrieval.chunks import Chunk, Context, cache_of, check_tokens, joined
 from nearfield.retrieval.reading import run
@@ -72,7 +72,7 @@ class SharedContext:
         reader = _Asking(self, len(question), layers, 2 if selector.norm == "l2" else 1)
         run(self.model, question.to(self.model.device), reader.places, reader)
         own = reader.scores / len(layers)
-        return torch.cat(self._everyones(own, [(size,) for size in self._sizes()]))
+        return torch.cat(self.ranks.all_gather(own, [(size,) for size in self._sizes()]))
 
     def select(self, scores: Tensor, ratio: float = 0.15) -> Tensor:
         """The rows to recompute, as `select` chooses them."""
@@ -102,9 +102,9 @@ class SharedContext:
         for layer in self.cache.layers:
             for side, whole in ((layer.keys[0], keys), (layer.values[0], values)):
                 shapes = [(side.shape[0], size, side.shape[2]) for size in sizes]
-                whole.append(torch.cat(self._everyones(side, shapes), 1))
-        tokens = torch.cat(self._everyones(self.tokens, [(size,) for size in sizes]))
-        offset = torch.cat(self._everyones(self._offset, [(size,) for size in sizes]))
+                whole.append(torch.cat(self.ranks.all_gather(side, shapes), 1))
+        tokens = torch.cat(self.ranks.all_gather(self.tokens, [(size,) for size in sizes]))
+        offset = torch.cat(self.ranks.all_gather(self._offset, [(size,) for size in sizes]))
         positions = torch.arange(self.num_tokens, device=self.model.device)
         return Context(tokens, positions, self.owner, offset, self.lengths, cache_of(keys, values))
 
@@ -134,18 +134,10 @@ class SharedContext:
     def _everyones_lengths(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         device = self.model.device
         own = torch.tensor([chunk.length for chunk in chunks], device=device)
-        counts = self._everyones(torch.tensor([len(own)], device=device), [(1,)] * self.ranks.size)
-        return [lengths.tolist() for lengths in self._everyones(own, [(int(count),) for count in counts])]
-
-    def _everyones(self, own: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """A tensor of every rank, in their order."""
-        others = [rank != self.ranks.index for rank in range(self.ranks.size)]
-        outgoing = [[own] if other else [] for other in others]
-        incoming: list[Message] = [
-            (Parcel(shape, own.dtype),) if other else () for shape, other in zip(shapes, others, strict=True)
+        counts = self.ranks.all_gather(torch.tensor([len(own)], device=device), [(1,)] * self.ranks.size)
+        return [
+            lengths.tolist() for lengths in self.ranks.all_gather(own, [(int(count),) for count in counts])
         ]
-        found = self.ranks.exchange(outgoing, incoming).wait()
-        return [parts[0] if parts else own for parts in found]
 
 
 class _Asking:
@@ -166,9 +158,7 @@ class _Asking:
         cached = self._shared.cache.layers[layer]
         here = attend(query, cached.keys, cached.values, self._far, scale=scale)
         itself = attend(query, key, value, self._near, positions=self._own, scale=scale)
-        ranks = self._shared.ranks.size
-        outs = self._shared._everyones(here.out, [tuple(here.out.shape)] * ranks)
-        logs = self._shared._everyones(here.lse, [tuple(here.lse.shape)] * ranks)
+        outs, logs = map(self._shared.ranks.all_gather, here)
         whole = reduce(merge_attended, [*map(Attended, outs, logs), itself])
         if layer in self._layers:
             weights = head_weights(query, cached.keys, scale, whole.lse)
@@ -216,26 +206,20 @@ class _Overwriting:
     def _queries(self, query: Tensor) -> Tensor:
         """Queries of this rank and of those after it."""
         ranks, index = self._shared.ranks, self._shared.ranks.index
-        outgoing = [[query] if rank < index else [] for rank in range(ranks.size)]
-        incoming: list[Message] = [
-            (Parcel((*query.shape[:2], count, query.shape[3]), query.dtype),) if rank > index else ()
+        outgoing = [query if rank <= index else query[:, :, :0] for rank in range(ranks.size)]
+        shapes = [
+            (*query.shape[:2], count * (rank >= index), query.shape[3])
             for rank, count in enumerate(self._counts)
         ]
-        found = ranks.exchange(outgoing, incoming).wait()
-        return torch.cat([query, *(part for parts in found for part in parts)], 2)
+        return torch.cat(ranks.all_to_all(outgoing, shapes), 2)
 
     def _returned(self, read: Attended) -> Tensor:
         """What this rank read for later ranks goes to them; what earlier ranks read for this one is merged."""
         ranks, index = self._shared.ranks, self._shared.ranks.index
-        later = self._counts[index:]
-        outs, logs = read.out.split(later, 2), read.lse.split(later, 2)
-        outgoing = [
-            [outs[rank - index], logs[rank - index]] if rank > index else [] for rank in range(ranks.size)
-        ]
-        shape = outs[0].shape
-        message = (Parcel(tuple(shape), read.out.dtype), Parcel(tuple(shape[:3]), read.lse.dtype))
-        incoming: list[Message] = [message if rank < index else () for rank in range(ranks.size)]
-        found = ranks.exchange(outgoing, incoming).wait()
-        return reduce(
-            merge_attended, [Attended(outs[0], logs[0]), *(Attended(*parts) for parts in found if parts)]
-        ).out
+        sides = []
+        for side in read:
+            outgoing = [side[:, :, :0]] * index + list(side.split(self._counts[index:], 2))
+            own = outgoing[index]
+            shapes = [own.shape if rank <= index else own[:, :, :0].shape for rank in range(ranks.size)]
+            sides.append(ranks.all_to_all(outgoing, shapes)[: index + 1])
+        return reduce(merge_attended, map(Attended, *sides)).out
