@@ -21,8 +21,8 @@ ALIGNMENT = 16  # bytes; a tensor of any type may begin at a multiple of it
 Shape = Sequence[int]
 
 
-class ExchangeFailed(RuntimeError):
-    """Another rank died, hung, or did something else."""
+class ExchangeFailed(ConnectionError):
+    """Another rank died, hung, or did something else. Commands end with one line, as after any OSError."""
 
 
 @dataclass(eq=False)
