@@ -58,7 +58,7 @@ def size_of(path: Path) -> int:
 
 
 def test_kill_in_mid_write(tmp_path: Path, pool: ProcessPoolExecutor) -> None:
-    """Whenever it comes, a reader finds the whole chunk or none, and the rest of the file is cleared away later."""
+    """Whenever it comes, a reader finds the whole chunk or none. The rest of the file counts until it is removed."""
     length = 100_000
     store = ChunkStore(tmp_path)
     store.put(identity(2), some_chunk(2), FACTS)
@@ -73,11 +73,14 @@ def test_kill_in_mid_write(tmp_path: Path, pool: ProcessPoolExecutor) -> None:
         assert identity(1) not in store
     assert same(store.get(identity(2), FACTS), some_chunk(2))
     assert len(store) <= 2
-    store.put(identity(2), some_chunk(2), FACTS)
+    limited = ChunkStore(tmp_path, max_bytes=store.num_bytes + 10_000)
+    limited.put(identity(3), some_chunk(3), FACTS)
     assert part.exists()  # somebody might still be writing it
-    os.utime(part, (0, 0))
-    store.put(identity(2), some_chunk(2), FACTS)
+    assert len(limited) == 1  # of chunks and part together more does not fit
+    os.utime(part, (time.time() - 61,) * 2)
+    limited.put(identity(2), some_chunk(2), FACTS)
     assert not part.exists()
+    assert len(limited) == 2
 
 
 def test_full_disk_leaves_the_old_chunk_and_no_rest(tmp_path: Path, pool: ProcessPoolExecutor) -> None:
