@@ -94,15 +94,21 @@ def test_full_disk_leaves_the_old_chunk_and_no_rest(tmp_path: Path, pool: Proces
     assert same(store.get(identity(1), FACTS), some_chunk(1))
 
 
+@pytest.mark.parametrize("seeds", [(0, 0), (0, 1)], ids=["same weights", "other weights"])
 def test_processes_that_add_the_same_documents(
-    tmp_path: Path, pool: ProcessPoolExecutor, manager: Any
+    seeds: tuple[int, int], tmp_path: Path, pool: ProcessPoolExecutor, manager: Any
 ) -> None:
+    """Each finds the chunks of its own weights, whoever wrote last."""
     gate = manager.Barrier(2)
-    jobs = [pool.submit(store_workers.add_documents, tmp_path, gate) for _ in range(2)]
-    one, two = (job.result(120) for job in jobs)
-    assert one == two
-    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(set(one))
-    assert len(set(one)) == len(DOCUMENTS)
+    jobs = [pool.submit(store_workers.add_documents, tmp_path, gate, seed) for seed in seeds]
+    added = dict(zip(seeds, (job.result(120) for job in jobs), strict=True))
+    found = {identity for ids in added.values() for identity in ids}
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(found)
+    assert len(found) == len(DOCUMENTS) * len(added)
+    for seed, ids in added.items():
+        here, alone = store_workers.reusing(tmp_path, seed), store_workers.reusing(None, seed)
+        assert [alone.add(text) for text in DOCUMENTS for _ in range(3)] == ids
+        assert all(map(same, here.chunks(ids), alone.chunks(ids)))
 
 
 def written_and_read(
