@@ -143,7 +143,11 @@ def _setting(value: Any) -> str:
 
 def _name_of(function: Any) -> str:
     """The name of a function that can be imported by it; of any other, one that no other process gives."""
-    if function not in _names:
+    try:
+        is_known = function in _names
+    except TypeError:  # an object that cannot be remembered: never the same again
+        return uuid.uuid4().hex
+    if not is_known:
         if isinstance(function, partial):
             name = _setting((function.func, function.args, function.keywords))
         else:
