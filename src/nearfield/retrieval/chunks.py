@@ -76,11 +76,18 @@ class Context:
         return replace(self, cache=cache_of(keys, values), roomy=None)
 
 
-def check_tokens(argument: str, tokens: object) -> None:
+def check_tokens(model: Any, argument: str, tokens: object, *, at_least: int = 1) -> None:
+    """Refuse what are not token ids `[N]` of a model's vocabulary."""
     check_tensor(argument, tokens, dims=1, hint="Token ids of one text, without a batch.")
     assert isinstance(tokens, Tensor)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         wrong_type(argument, "hold integers", tokens.dtype)
+    if len(tokens) < at_least:
+        wrong_value(argument, "hold at least one token", shape_of(tokens))
+    size = len(model.get_input_embeddings().weight)
+    outside = tokens[(tokens < 0) | (tokens >= size)]
+    if len(outside):
+        wrong_value(argument, f"hold token ids from 0 to {size - 1}", int(outside[0]))
 
 
 @torch.no_grad()
@@ -93,12 +100,10 @@ def prefill_chunk(model: Any, tokens: Tensor, prefix: Tensor | None = None) -> C
         prefix: `[prefix]` token ids that stand before every text and, in a prompt, before the first one only.
     """
     check_model(model)
-    check_tokens("tokens", tokens)
-    if len(tokens) == 0:
-        wrong_value("tokens", "hold at least one token", shape_of(tokens))
+    check_tokens(model, "tokens", tokens)
     if prefix is None:
         prefix = tokens[:0]
-    check_tokens("prefix", prefix)
+    check_tokens(model, "prefix", prefix, at_least=0)
     whole = torch.cat([prefix.to(tokens), tokens]).to(model.device)
     check_window(model, len(whole))
     cache = DynamicCache()
@@ -217,6 +222,8 @@ def _check_chunks(model: Any, chunks: Sequence[Chunk]) -> None:
     num_layers = len(model.get_decoder().layers)
     for index, chunk in enumerate(chunks):
         name = f"chunks[{index}]"
+        if chunk.length < 1:
+            wrong_value(name, "hold at least one token behind its prefix", shape_of(chunk.tokens))
         if len(chunk.keys) != num_layers:
             wrong_value(name, f"have the {num_layers} layers of the model", len(chunk.keys))
         if chunk.keys.dtype != model.dtype:

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nearfield._checks import wrong_value
-from nearfield.retrieval.chunks import Context, assemble, prefill_chunk
+from nearfield.retrieval.chunks import Context, assemble, check_tokens, prefill_chunk
 from nearfield.retrieval.recomputing import recompute
+from nearfield.retrieval.rotary import check_model
 
 _LENGTHS = (48, 31, 67)
 _CHECKS = {
@@ -40,7 +41,10 @@ def verify(model: Any, tokens: Tensor | None = None) -> Verification:
     prompt; and a context of which everything is recomputed is the whole prompt. What the model itself does to its keys
     when the same prompt is computed in two parts sets the error that is allowed.
     """
-    tokens = _random_tokens(model) if tokens is None else tokens.to(model.device)
+    check_model(model)
+    tokens = _random_tokens(model) if tokens is None else tokens
+    check_tokens(model, "tokens", tokens)
+    tokens = tokens.to(model.device)
     if len(tokens) < 6:
         wrong_value("tokens", "hold at least 6 tokens", len(tokens))
     expected = _prefill(model, tokens)

@@ -33,11 +33,17 @@ def chat_prompt(tokenizer: Any, content: str = _CONTENT) -> Prompt:
     Args:
         content: the message, with `[[documents]]` and `[[question]]` in that order.
     """
+    check_tokenizer(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         start = tokenizer.bos_token or ""
         return _cut(start + _PLAIN if content == _CONTENT else start + content)
     messages = [{"role": "user", "content": content}]
     return _cut(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    if not callable(tokenizer) or not hasattr(tokenizer, "batch_decode"):
+        wrong_type("tokenizer", "be a tokenizer of transformers", type(tokenizer).__name__)
 
 
 def _cut(text: str) -> Prompt:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
+from nearfield._checks import check_tensor, wrong_type, wrong_value
 from nearfield._types import Positions
 from nearfield.ops import KeyValuePart, attend, attend_parts
 from nearfield.plan import Plan
@@ -54,9 +54,7 @@ def first_logits(model: Any, context: Context, rows: Tensor, question: Tensor) -
     check_model(model, is_moved=False)
     check_global(context)
     _check_rows(rows, context)
-    check_tokens("question", question)
-    if len(question) == 0:
-        wrong_value("question", "hold at least one token", shape_of(question))
+    check_tokens(model, "question", question)
     check_window(model, context.num_tokens + len(question), "question")
     if context.cache.get_seq_length() != context.num_tokens:
         rule = f"have a cache of its {context.num_tokens} tokens alone"

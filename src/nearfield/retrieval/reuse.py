@@ -1,5 +1,6 @@
 """Answers from documents whose keys and values were computed before: all steps in one call, with a report of them."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,14 @@ from nearfield._checks import check_int, wrong_type, wrong_value
 from nearfield.retrieval.chunks import Chunk, Context, assemble, check_tokens, prefill_chunk
 from nearfield.retrieval.clock import Clock
 from nearfield.retrieval.fingerprint import Fingerprints, chunk_id
-from nearfield.retrieval.prompt import Prompt, chat_prompt, prefix_ids, question_ids, token_ids
+from nearfield.retrieval.prompt import (
+    Prompt,
+    chat_prompt,
+    check_tokenizer,
+    prefix_ids,
+    question_ids,
+    token_ids,
+)
 from nearfield.retrieval.recomputing import recompute
 from nearfield.retrieval.rotary import check_model
 from nearfield.retrieval.selectors import (
@@ -121,6 +129,7 @@ class Reuse:
         separator: str = "\n\n",
     ) -> None:
         check_model(model)
+        check_tokenizer(tokenizer)
         self.model, self.tokenizer = model, tokenizer
         self.store = ChunkStore() if store is None else store
         self.prompt = chat_prompt(tokenizer) if prompt is None else prompt
@@ -140,6 +149,8 @@ class Reuse:
     def add(self, document: str | Tensor) -> str:
         """Compute a document's keys and values, unless the store has them; returns the id of its chunk.
 
+        Where a chunk cannot be stored, as on a full disk, this warns, and answers compute the document anew.
+
         Args:
             document: a text, or token ids as `split` gives them.
         """
@@ -147,7 +158,9 @@ class Reuse:
         facts = self.facts
         identity = chunk_id(facts, tokens)
         if identity not in self.store:
-            self.store.put(identity, self._prefilled(tokens), facts)
+            _, failure = self._stored(identity, tokens, facts)
+            if failure:
+                warnings.warn(f"{identity}{failure}", RuntimeWarning, stacklevel=2)
         self._documents[identity] = tokens
         return identity
 
@@ -165,20 +178,23 @@ class Reuse:
         return self._chunks(identities, {})
 
     def _tokens(self, document: str | Tensor) -> Tensor:
-        if isinstance(document, Tensor):
-            check_tokens("document", document)
-            tokens = document.cpu().long()
-        elif isinstance(document, str):
+        if isinstance(document, str):
             ended = document if document.endswith(self.separator) else document + self.separator
-            tokens = token_ids(self.tokenizer, ended)
-        else:
+            document = token_ids(self.tokenizer, ended)
+        elif not isinstance(document, Tensor):
             wrong_type("document", "be a text or token ids", type(document).__name__)
-        if not len(tokens):
-            wrong_value("document", "hold at least one token", repr(document))
-        return tokens
+        check_tokens(self.model, "document", document)
+        return document.cpu().long()
 
-    def _prefilled(self, tokens: Tensor) -> Chunk:
-        return prefill_chunk(self.model, tokens.to(self.model.device), self.prefix.to(self.model.device))
+    def _stored(self, identity: str, tokens: Tensor, facts: Mapping[str, str]) -> tuple[Chunk, str]:
+        """Compute and store a chunk. Returns it, and why it could not be stored, which is no reason to fail."""
+        device = self.model.device
+        chunk = prefill_chunk(self.model, tokens.to(device), self.prefix.to(device))
+        try:
+            self.store.put(identity, chunk, facts)
+        except OSError as error:
+            return chunk, f" could not be stored: {error}."
+        return chunk, ""
 
     def _chunks(self, identities: Sequence[str], rebuilt: dict[str, str]) -> list[Chunk]:
         if isinstance(identities, str):
@@ -197,11 +213,8 @@ class Reuse:
                 raise
             is_outdated = current != identity and isinstance(error, MissingChunk)
             rebuilt[identity] = _CHANGED if is_outdated else str(error)
-        chunk = self._prefilled(tokens)
-        try:
-            self.store.put(current, chunk, facts)
-        except OSError as error:  # the answer does not need the store; the next one will
-            rebuilt[identity] += f" It could not be stored: {error}."
+        chunk, failure = self._stored(current, tokens, facts)
+        rebuilt[identity] += failure and f" It{failure}"
         return chunk
 
     # -- answers -------------------------------------------------------------------------------------------------

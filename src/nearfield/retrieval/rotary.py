@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nearfield._checks import wrong_value
+from nearfield._checks import wrong_type, wrong_value
 from nearfield.ops import rerotate_keys
 
 _NO_PURE_ROTATION = {
@@ -25,6 +25,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def check_model(model: Any, *, is_moved: bool = True) -> None:
     """Refuse a model whose keys cannot be moved, or that cannot be run over a cache put together, and say why."""
+    if not hasattr(model, "get_decoder"):
+        wrong_type("model", "be a decoder of transformers", type(model).__name__)
     reason = unsupported(model) if is_moved else _no_parts(model)
     if reason is not None:
         wrong_value("model", "keep positions in rotations of its keys", type(model).__name__, reason)

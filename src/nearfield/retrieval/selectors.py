@@ -227,9 +227,7 @@ def score(
 ) -> Tensor:
     """Scores `[T]` of the context's rows for a question: token ids `[N]` of all that will follow the context."""
     check_model(model, is_moved=False)
-    check_tokens("question", question)
-    if len(question) == 0:
-        wrong_value("question", "hold at least one token", shape_of(question))
+    check_tokens(model, "question", question)
     return selector_of(selector).score(model, context, question.to(context.tokens))
 
 

@@ -66,7 +66,7 @@ class SharedContext:
 
     def score(self, question: Tensor, selector: InfoFlow | None = None) -> Tensor:
         """Scores `[T]` of all rows for a question, the same on every rank."""
-        check_tokens("question", question)
+        check_tokens(self.model, "question", question)
         selector = selector or InfoFlow()
         layers = selector.layers(len(self.cache.layers))
         reader = _Asking(self, len(question), layers, 2 if selector.norm == "l2" else 1)
@@ -89,7 +89,7 @@ class SharedContext:
 
     def next_logits(self, question: Tensor) -> Tensor:
         """Logits `[vocabulary]` of what follows the question, on every rank. The cache stays as it is."""
-        check_tokens("question", question)
+        check_tokens(self.model, "question", question)
         reader = _Asking(self, len(question), range(0), 2)
         logits = run(self.model, question.to(self.model.device), reader.places, reader, with_logits=True)
         assert logits is not None
