@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch.nn.functional import pad
 
 from nearfield._checks import check_tensor, wrong_type, wrong_value
 from nearfield._types import Positions
-from nearfield.ops import KeyValuePart, attend, attend_parts
+from nearfield.ops import KeyValuePart, attend_parts
 from nearfield.plan import Plan
 from nearfield.plan import builders as planning
 from nearfield.retrieval.chunks import Context, check_tokens, grown
@@ -134,7 +133,12 @@ class _Overwriting:
         length = context.num_tokens + num_following
         every = torch.arange(length, device=rows.device, dtype=torch.int32)
         places = torch.cat([rows.to(every), every[context.num_tokens :]])
-        self._attention = _attention(places, every) if len(rows) else None
+        # On a GPU keys that all queries of a block see are read by the fastest kernel, which knows no positions; on a
+        # CPU no mask is made for them.
+        seen_by_all, others = plans_apart(places, length)
+        self._plans: list[tuple[Plan, Positions | None]] = [(others, Positions(places[None], every[None]))]
+        if seen_by_all.blocks.numel():
+            self._plans.insert(0, (seen_by_all, None))
 
     def read(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
@@ -142,14 +146,11 @@ class _Overwriting:
         keys, values = self._written(layer, key, value)
         if layer == self._last and not self._num_following:
             return None
-        if self._attention is None:
-            return read_after(query, keys, values, scale)
-        if layer < self._last:
-            return self._attention.read(query, keys, values, scale)
-        out = torch.zeros_like(query)
-        following = query[:, :, len(self._rows) :]
-        out[:, :, len(self._rows) :] = read_after(following, keys, values, scale)
-        return out
+        count = len(self._rows)
+        if count and layer < self._last:
+            parts = [KeyValuePart(keys, values, plan, positions=seen) for plan, seen in self._plans]
+            return attend_parts(query, parts, scale=scale).out
+        return pad(read_after(query[:, :, count:], keys, values, scale), (0, 0, count, 0))
 
     def _written(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         cached, count = self._context.cache.layers[layer], len(self._rows)
@@ -159,44 +160,6 @@ class _Overwriting:
         cached.keys.index_copy_(2, self._rows, key[:, :, :count])
         cached.values.index_copy_(2, self._rows, value[:, :, :count])
         return cached.keys, cached.values
-
-
-class _Attention(Protocol):
-    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor: ...
-
-
-def _attention(places: Tensor, keys: Tensor) -> _Attention:
-    """How queries at ascending places read keys at theirs, up to their own."""
-    positions = Positions(places[None], keys[None])
-    # Keys that all queries of a block see are read for themselves: on a GPU by the fastest kernel, which knows no
-    # positions, on a CPU without making a mask of them.
-    seen_by_all, others = plans_apart(places, len(keys))
-    if seen_by_all.blocks.numel():
-        return _Apart(positions, seen_by_all, others)
-    return _Whole(positions, plan_up_to(places, len(keys)))
-
-
-@dataclass(frozen=True)
-class _Whole:
-    positions: Positions
-    plan: Plan
-
-    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        return attend(query, key, value, self.plan, positions=self.positions, scale=scale).out
-
-
-@dataclass(frozen=True)
-class _Apart:
-    positions: Positions
-    seen_by_all: Plan
-    others: Plan
-
-    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        parts = [
-            KeyValuePart(key, value, self.seen_by_all),
-            KeyValuePart(key, value, self.others, positions=self.positions),
-        ]
-        return attend_parts(query, parts, scale=scale).out
 
 
 def plan_up_to(positions: Tensor, num_keys: int) -> Plan:

@@ -2,8 +2,8 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,14 +80,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = ("selector", "ratio", "question_tokens", "context_tokens", "loaded_bytes", "cache_bytes")
-        lists = ("chunks", "lengths", "selected", "ranks")
-        return (
-            {name: getattr(self, name) for name in names}
-            | {name: list(getattr(self, name)) for name in lists}
-            | {"rows": self.rows.tolist(), "reused_tokens": self.reused_tokens}
-            | {"seconds": dict(self.seconds), "rebuilt": dict(self.rebuilt)}
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"rows": self.rows.tolist(), "reused_tokens": self.reused_tokens}
 
     def __str__(self) -> str:
         share = self.reused_tokens / self.context_tokens
@@ -259,73 +253,73 @@ class Reuse:
             wrong_value("questions", "be a list of at least one question", repr(questions))
         chosen = selector_of(selector)
         asked = [question_ids(self.tokenizer, self.prompt, question) for question in questions]
+        asked = [ids.to(self.model.device) for ids in asked]
         clock = Clock(self.model.device)
         rebuilt: dict[str, str] = {}
         with clock.step("load"):
             loaded = self._chunks(chunks, rebuilt)
         with clock.step("assemble"):
             plain = assemble(self.model, loaded)
+        copies = [plain if reorder else plain.copy() for _ in asked[1:]]
         made = [
-            self._prepared(
-                loaded,
-                plain,
-                ids,
-                ratio,
-                chosen,
-                Clock(self.model.device),
-                reorder,
-                is_last=index == len(asked) - 1,
-            )
-            for index, ids in enumerate(asked)
+            self._prepared(loaded, context, ids, ratio, chosen, reorder)
+            for context, ids in zip([*copies, plain], asked, strict=True)
         ]
         cache_bytes = sum(one.context.num_bytes for one in made)
         with clock.step("generate"):
             texts = self._generated([one.context for one in made], asked, generate_kwargs)
-        about = {
-            "selector": type(chosen).__name__,
-            "ratio": ratio if chosen.fixed_ratio is None else chosen.fixed_ratio,
-            "loaded_bytes": sum(chunk.num_bytes for chunk in loaded),
-            "cache_bytes": cache_bytes,
-            "rebuilt": rebuilt,
-        }
+        before = {name: clock.seconds[name] for name in ("load", "assemble")}
         return [
-            Answer(text, one.report(chunks, len(ids), clock.seconds, about))
+            Answer(
+                text,
+                Report(
+                    selector=type(chosen).__name__,
+                    ratio=one.ratio,
+                    chunks=tuple(chunks[index] for index in one.order),
+                    lengths=one.context.lengths,
+                    selected=one.selected,
+                    ranks=one.ranks,
+                    rows=one.rows,
+                    question_tokens=len(ids),
+                    context_tokens=one.context.num_tokens,
+                    seconds=before | one.seconds | {"generate": clock.seconds["generate"]},
+                    loaded_bytes=sum(chunk.num_bytes for chunk in loaded),
+                    cache_bytes=cache_bytes,
+                    rebuilt=rebuilt,
+                ),
+            )
             for text, one, ids in zip(texts, made, asked, strict=True)
         ]
 
     def _prepared(
         self,
         chunks: list[Chunk],
-        plain: Context,
+        context: Context,
         question: Tensor,
         ratio: float,
         selector: Selector,
-        clock: Clock,
         reorder: bool,
-        is_last: bool,
     ) -> "_Prepared":
-        """The context of one question; the last may have the common one for its own."""
-        model = self.model
-        question = question.to(model.device)
-        order = list(range(len(chunks)))
+        """The context of one question, ready to generate from."""
+        clock, order = Clock(self.model.device), list(range(len(chunks)))
         if reorder:
             with clock.step("reorder"):
                 order = self._order(chunks, question, ratio, selector)
-                context = assemble(model, [chunks[index] for index in order])
-        elif is_last:
-            context = plain
-        else:
-            context = plain.copy()
+                context = assemble(self.model, [chunks[index] for index in order])
         if selector.fixed_ratio is not None:
             ratio = selector.fixed_ratio
         with clock.step("score"):
-            scores = score(model, context, question, selector)
+            scores = score(self.model, context, question, selector)
         with clock.step("select"):
             rows = select(context, scores, ratio)
         with clock.step("recompute"):
-            recompute(model, context, rows)
-        ranks = () if selector.fixed_ratio is not None else _ranks(chunk_shares(context, scores, ratio))
-        return _Prepared(context, order, rows.cpu(), ranks, clock)
+            recompute(self.model, context, rows)
+        ranks: tuple[int, ...] = ()
+        if selector.fixed_ratio is None:
+            best_first = best_last(chunk_shares(context, scores, ratio))[::-1]
+            ranks = tuple(best_first.index(index) for index in range(len(chunks)))
+        counts = torch.bincount(context.owner[rows], minlength=len(chunks)).tolist()
+        return _Prepared(context, ratio, order, rows.cpu(), tuple(counts), ranks, clock.seconds)
 
     def _order(self, chunks: list[Chunk], question: Tensor, ratio: float, selector: Selector) -> list[int]:
         """By what the question attends to where every chunk stands first."""
@@ -344,10 +338,9 @@ class Reuse:
         rows, masks = [], []
         for context, question in zip(contexts, questions, strict=True):
             padding = torch.full((longest - len(question),), filler, device=device)
-            rows.append(torch.cat([context.tokens, padding, question.to(device)]))
-            masks.append(
-                torch.cat([torch.ones_like(context.tokens), padding * 0, 1 + 0 * question.to(device)])
-            )
+            rows.append(torch.cat([context.tokens, padding, question]))
+            masks.append(torch.ones_like(rows[-1]))
+            masks[-1][context.num_tokens :][: len(padding)] = 0
         prompt, mask = torch.stack(rows), torch.stack(masks)
         options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": filler} | options
         if options.get("max_length") is not None:
@@ -358,39 +351,16 @@ class Reuse:
         return [str(text) for text in self.tokenizer.batch_decode(sequences, skip_special_tokens=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A context that is ready to generate from."""
+class _Prepared(NamedTuple):
+    """What was done for one question; for the fields see `Report`."""
 
     context: Context
+    ratio: float
     order: list[int]
     rows: Tensor
+    selected: tuple[int, ...]
     ranks: tuple[int, ...]
-    clock: Clock
-
-    def report(
-        self, chunks: Sequence[str], question_tokens: int, common: Mapping[str, float], about: dict[str, Any]
-    ) -> Report:
-        owners = self.context.owner.cpu()[self.rows]
-        counts = torch.bincount(owners, minlength=len(chunks)).tolist()
-        own = self.clock.seconds
-        before = {name: common[name] for name in ("load", "assemble")}
-        return Report(
-            chunks=tuple(chunks[index] for index in self.order),
-            lengths=self.context.lengths,
-            selected=tuple(counts),
-            ranks=self.ranks,
-            rows=self.rows,
-            question_tokens=question_tokens,
-            context_tokens=self.context.num_tokens,
-            seconds=before | own | {"generate": common["generate"]},
-            **about,
-        )
-
-
-def _ranks(shares: Sequence[float]) -> tuple[int, ...]:
-    best_first = best_last(shares)[::-1]
-    return tuple(best_first.index(index) for index in range(len(shares)))
+    seconds: dict[str, float]
 
 
 def _stacked(contexts: Sequence[Context]) -> Any:
