@@ -120,7 +120,7 @@ class _Layer(NamedTuple):
         return self.messages.shapes
 
     def attend(self, own: Tokens) -> Attended:
-        """All calls of this rank, and what travels before, between and after them."""
+        """Run this rank's calls, and the exchanges before, between and after them."""
         route, overlap, journey = self.route, bool(self.ranks.overlap), _Journey()
         calls = route.apart if overlap else (route.joined,)
         came: Tokens = ()
@@ -149,7 +149,7 @@ class _Layer(NamedTuple):
         return whole
 
     def _read(self, call: Call, *groups: Tokens) -> list[Attended]:
-        """What one call gives for the queries of each of its groups."""
+        """The results of one call, for each group of its queries."""
         query = _put(call.queries, [groups[group][0] for group in call.query_groups])
         sides = list(zip(*(groups[group][1:] for group in call.key_groups), strict=True))
         result = self._continued(call, query, sides)
@@ -167,7 +167,7 @@ class _Layer(NamedTuple):
         return [Attended(*parts) for parts in zip(out.split(lengths, 2), lse.split(lengths, 2), strict=True)]
 
     def _continued(self, call: Call, query: Tensor, sides: Sequence[Tokens]) -> Attended | None:
-        """Over keys that are here and keys that came, both where they are, if these are whole blocks."""
+        """Read keys that are here and keys that came without copying them. None where no kernel can."""
         if len(call.key_groups) == 1 or call.keys.tokens is not None or _needs_gradient([query]):
             return None
         (key, more_key), (value, more_value), *biases = sides
@@ -177,7 +177,7 @@ class _Layer(NamedTuple):
             query, key, value, more, call.plan, key_bias=bias, scale=self.scale, impl=self.impl
         )
 
-    # -- messages: the same forward, and for gradients in the other direction --------------------------------------
+    # -- messages: forward, and for gradients in the other direction -----------------------------------------------
 
     def send(self, outgoing: list[Kind], rows: Sequence[Tensor], incoming: list[Kind]) -> Delivery:
         return self.ranks.send(packed(outgoing, rows), message_sizes(outgoing), message_sizes(incoming))
@@ -197,16 +197,17 @@ class _Layer(NamedTuple):
         return self.send(outgoing, rows, incoming)
 
     def tokens(self, kinds: list[Kind], delivery: Delivery) -> tuple[Tensor, ...]:
-        """What arrived, where it lies."""
+        """The tokens that arrived, as views of the buffer they arrived in."""
         key_rows, query_rows, *bias_rows = unpacked(kinds, delivery.wait())
         found = [*self.shapes.query.tensors(query_rows), *self.shapes.key.tensors(key_rows)]
         return (*found, *(bias for rows in bias_rows for bias in self.shapes.bias.tensors(rows)))
 
     def returned(self, whole: Attended, visited: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Send visitors' results home, and those of everyone's queries to where each part is merged.
+        """Send visitors' results home, and results of everyone's queries to the ranks that merge them.
 
         Returns:
-            Results `[ranks, B, H, tokens, ...]` of queries that travelled, and of those that are merged here.
+            Results `[ranks, B, H, tokens, ...]` of this rank's queries that travelled, and of everyone's queries that
+            are merged here.
         """
         route, row = self.route, self.shapes.result
         outgoing, incoming = self.messages.returned, self.messages.returned_here
@@ -223,7 +224,7 @@ class _Layer(NamedTuple):
         return travelled, [_stacked(part, route.num_ranks) for part in parts]
 
     def _travelled(self, out: Tensor, lse: Tensor) -> list[Tensor]:
-        """Results of travellers from each rank, with nothing from where they have not been."""
+        """Results of travellers from each rank; from ranks where a query has not been they are empty."""
         route = self.route
         places = route.num_ranks * len(route.travellers)
         wide_out = out.new_zeros(*out.shape[:2], places, out.shape[3]).index_copy_(2, route.returned, out)
@@ -237,7 +238,7 @@ class _Layer(NamedTuple):
         return self.shapes.result.filled([part[:, :, slice(*span)] for part in whole])
 
     def spread(self, whole: Attended, mine: Attended) -> None:
-        """Every rank gets all of everyone's results, each part from where it was merged."""
+        """Give every rank the results of everyone's queries, each part from the rank that merged it."""
         row, outgoing, incoming = self.shapes.result, self.messages.spread, self.messages.spread_here
         rows = row.empty(sum(outgoing[0].counts), mine.out.device)
         for copies, part in zip(row.tensors(rows), mine, strict=True):
@@ -247,7 +248,7 @@ class _Layer(NamedTuple):
         self.place_everyones(whole, row.tensors(came))
 
     def gathered(self, grads: Attended) -> Attended:
-        """The backward pass of `spread`: gradients of what was merged here, the sum over ranks."""
+        """The backward pass of `spread`: the gradients of what was merged here, summed over ranks."""
         row, outgoing, incoming = self.shapes.result, self.messages.spread_here, self.messages.spread
         rows = [self._rows_of_everyone(grads)]
         (came,) = unpacked(incoming, self.send(outgoing, rows, incoming).wait())
@@ -267,7 +268,7 @@ class _Layer(NamedTuple):
 
 
 class _Depart(torch.autograd.Function):
-    """Tokens of this rank: what others read of them is sent. Backward: their gradients, and those that came home."""
+    """Sends what others read of this rank's tokens. Backward: adds the gradients that come home to those from here."""
 
     @staticmethod
     def forward(ctx: Any, layer: _Layer, journey: _Journey, *own: Tensor) -> Tokens:
@@ -289,7 +290,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Tokens of other ranks that this one reads. Backward: their gradients depart for home.
+    """Waits for the tokens of other ranks. Backward: sends their gradients home.
 
     Tensors of this rank pass through: so the gradients depart on every rank, even if nothing came here that is read.
     """
@@ -309,7 +310,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Settle(torch.autograd.Function):
-    """Partial results become whole: visitors' go home, those of everyone's queries are merged and spread."""
+    """Makes partial results whole: sends those of visitors home, and merges and spreads those of everyone's queries."""
 
     @staticmethod
     def forward(ctx: Any, layer: _Layer, out: Tensor, lse: Tensor, *visited: Tensor) -> Attended:
@@ -350,7 +351,7 @@ class _Settle(torch.autograd.Function):
 
 
 class _Merge(torch.autograd.Function):
-    """Results `[parts, B, H, N, ...]` of the same queries over different keys as one."""
+    """Merges results `[parts, B, H, N, ...]` of the same queries over different keys."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor) -> Attended:
@@ -364,7 +365,7 @@ class _Merge(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Tokens of several tensors behind each other, in slots."""
+    """Puts the tokens of several tensors behind each other, in slots."""
 
     @staticmethod
     def forward(ctx: Any, slots: Slots, *parts: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ class SplitFarField:
         window: tokens per summary.
         starts: `[windows]`, where this rank's windows begin among its tokens.
         sizes, bias: of this rank's summaries.
-        route: the way of summaries; its queries are those of the tokens.
-        summary: of which kind they are.
+        route: who reads which summaries; its queries are the tokens.
+        summary: the kind of summaries.
         num_summarised: tokens of all ranks' windows.
     """
 
@@ -50,8 +50,8 @@ class SplitFarField:
     def summaries(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, impl: Impl, ranks: Ranks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and biases of this rank's windows. A collective call where they are weighted: the mean query is
-        that of all ranks."""
+        """Keys, values and biases of this rank's windows. A collective call where windows are weighted: the mean query
+        is that of all ranks."""
         windows = self.starts, self.sizes, self.window
         if self.summary == "mean":
             return window_means(key, *windows, impl), window_means(value, *windows, impl), self.bias
@@ -61,7 +61,7 @@ class SplitFarField:
 
 
 def bytes_summed(summary: Summary, shapes: Shapes, num_ranks: int) -> Sent:
-    """What ranks send so that each knows the mean query, where summaries need it, and backward as much."""
+    """The bytes that ranks send so that each knows the mean query, where summaries need it."""
     if summary == "mean":
         return Sent((0,) * num_ranks, (0,) * num_ranks)
     dtype = torch.promote_types(shapes.dtype, torch.float32)
@@ -71,7 +71,7 @@ def bytes_summed(summary: Summary, shapes: Shapes, num_ranks: int) -> Sent:
 
 
 def summary_split(field: FarField, split: Split) -> Split:
-    """Who makes which summaries: the rank that holds their tokens."""
+    """The split of summaries: each is made by the rank that holds its tokens."""
     begins = field.starts.cpu()
     owners = split.owners[begins]
     for one in range(split.num_ranks):

@@ -31,8 +31,8 @@ class Ranks:
 
     Args:
         mesh: of one dimension; take one of several by its name, as in `mesh["cp"]`.
-        overlap: read what is here while the rest travels, in a call of its own whose result is merged. That costs
-            time on the device, and pays where the link is slow: if left out, where ranks are on several machines.
+        overlap: whether a rank reads its own keys while others travel, in a call whose result is merged. That costs
+            time on the device, and pays where the link is slow. By default ranks on several machines overlap.
 
     Attributes:
         bytes_sent: to other ranks, by this one, since it was made.
@@ -67,15 +67,15 @@ class Ranks:
         return self.mesh.get_group()
 
     def agree(self, **facts: object) -> None:
-        """Raise on every rank unless all have the same facts. Facts that were agreed on are not asked about again."""
+        """Raise on every rank unless all have the same facts. Facts that were agreed on are not compared again."""
         if str(facts) not in self._agreed:
             self.compare(facts)
             self._agreed.add(str(facts))
 
     def compare(self, facts: Mapping[str, object], hint: str = "") -> None:
-        """The same, asked each time. A collective call.
+        """Raise on every rank unless all have the same facts. A collective call.
 
-        Ranks also learn here whether they are on one machine, which decides about `overlap` if nobody has.
+        Ranks also learn here whether they are on one machine, which is the default of `overlap`.
         """
         mine = {name: str(fact) for name, fact in facts.items()}, platform.node()
         everyones: list[Any] = [mine] * self.size
@@ -91,27 +91,27 @@ class Ranks:
     def all_to_all(self, outgoing: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """Give every rank a tensor and get one from each, all of one type. A collective call, and differentiable.
 
-        What a rank has for itself stays as it is. In the backward pass gradients take the same ways back.
+        A rank's own tensor is not copied. In the backward pass gradients take the same ways back.
 
         Args:
-            shapes: of what each rank gives to this one.
+            shapes: of the tensors that come, in the order of ranks.
         """
         found: tuple[Tensor, ...] = _AllToAll.apply(self, tuple(shapes), *outgoing)  # type: ignore[no-untyped-call]
         return list(found)
 
     def all_gather(self, own: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
-        """Give every rank the same tensor. Its gradient is the sum of what all ranks' losses say about it.
+        """Give every rank this rank's tensor and get one from each. A collective call, and differentiable.
 
         Args:
-            shapes: of what each rank gives; all alike if left out.
+            shapes: of the tensors that come, in the order of ranks; by default that of this rank's.
         """
         copies = own.expand(self.size, *own.shape).unbind()
         return self.all_to_all(copies, [own.shape] * self.size if shapes is None else shapes)
 
     def send(self, buffer: Tensor, sizes: Sequence[int], wanted: Sequence[int]) -> "Delivery":
-        """Start sending bytes, so many to each rank, and receiving as many as wanted. All ranks must do so.
+        """Start sending `sizes` bytes to each rank and receiving `wanted` bytes from each. A collective call.
 
-        What a rank sends itself arrives like the rest, but is not counted.
+        What a rank sends to itself arrives like the rest, but is not counted.
         """
         if self.size == 1:
             return Delivery(self, None, buffer, buffer)
@@ -121,7 +121,7 @@ class Ranks:
         return Delivery(self, work, buffer, received)
 
     def _carry(self, buffer: Tensor, sizes: list[int], wanted: list[int]) -> tuple[Tensor, Any]:
-        """Let the bytes travel: where others' arrive, and what to wait for until they have."""
+        """Start the transfer. Returns the buffer that others' bytes arrive in, and the work to wait for."""
         received = buffer.new_empty(sum(wanted))
         try:
             work = dist.all_to_all_single(received, buffer, wanted, sizes, group=self.group, async_op=True)
@@ -137,7 +137,7 @@ class Ranks:
 
 
 class Delivery(NamedTuple):
-    """Bytes on their way. Both buffers live until they are there."""
+    """Bytes that are being sent. Both buffers are kept until they have arrived."""
 
     ranks: Ranks
     work: Any
@@ -145,7 +145,7 @@ class Delivery(NamedTuple):
     received: Tensor
 
     def wait(self) -> Tensor:
-        """What all ranks sent, the first rank first."""
+        """The bytes that all ranks sent, in the order of ranks."""
         if self.work is not None:
             try:
                 self.work.wait()

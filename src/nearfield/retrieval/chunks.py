@@ -18,8 +18,8 @@ Geometry = Literal["global", "local"]
 class Chunk:
     """Keys and values of a text, computed alone behind a prefix, at positions from 0.
 
-    The prefix (a start token, a chat header) gives attention the sink it has in a whole prompt. Keys are turned to the
-    positions they were computed at.
+    The prefix (a start token, a chat header) gives attention the sink it has in a whole prompt. Keys are rotated to the
+    positions at which they were computed.
     """
 
     tokens: Tensor  # [prefix + text]
@@ -39,7 +39,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Chunks put together: `cache` is an ordinary cache, in which no chunk has seen another."""
+    """Chunks put together. `cache` is an ordinary cache of transformers, in which no chunk has seen another."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
@@ -47,15 +47,13 @@ class Context:
     offset: Tensor  # [T] place of a row in its chunk; 0 in the prefix
     lengths: tuple[int, ...]
     cache: Any
-    angles: Tensor | None = None  # [axes, T] what rows are turned by, where it is not their positions
-    embeddings: Tensor | None = None  # [T, hidden] what enters the layers, where it is not the tokens'
-    roomy: tuple[Tensor, Tensor] | None = (
-        None  # [layers, G, more than T, D] what the cache is the beginning of
-    )
+    angles: Tensor | None = None  # [axes, T] positions for the rotary embedding, where they have several axes
+    embeddings: Tensor | None = None  # [T, hidden] inputs of the first layer, where tokens do not give them
+    roomy: tuple[Tensor, Tensor] | None = None  # [layers, G, more than T, D] memory that the cache begins
 
     @property
     def next_position(self) -> int:
-        """Where what follows is turned to."""
+        """The position of the first token that follows."""
         return int((self.positions if self.angles is None else self.angles).max()) + 1
 
     @property
@@ -71,7 +69,7 @@ class Context:
         return [layer.keys for layer in self.cache.layers], [layer.values for layer in self.cache.layers]
 
     def copy(self) -> "Context":
-        """The same with a cache of its own."""
+        """A context with a copy of the cache."""
         keys, values = ([side[0].clone() for side in sides] for sides in self._sides())
         return replace(self, cache=cache_of(keys, values), roomy=None)
 
@@ -118,10 +116,10 @@ def assemble(model: Any, chunks: Sequence[Chunk], *, geometry: Geometry = "globa
     """Put chunks one after another: prefix, first text, second text and so on.
 
     Args:
-        geometry: with "global" every key is turned to the position it has in the prompt. With "local" all texts keep
-            the positions of their own, as if each stood first; that serves to compare chunks, not to generate.
-        room: tokens that memory is kept free for behind the context. A question of at most as many then need not be
-            appended by copying the cache; see `first_logits`.
+        geometry: with "global" every key is rotated to its position in the prompt. With "local" each text keeps its own
+            positions, as if it stood first. That serves to compare chunks, not to generate.
+        room: the number of tokens behind the context that memory is allocated for. A question of at most this length
+            is then appended without copying the cache; see `first_logits`.
     """
     check_model(model)
     check_member("geometry", geometry, get_args(Geometry))
@@ -157,14 +155,13 @@ def joined(
     num_untouched: int = 0,
     room: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values `[layers, G, T + room, D]` of chunks one after another, each from a row of its own on.
-
-    Each chunk is written to its place, in all layers at once.
+    """Keys and values `[layers, G, T + room, D]` of chunks one after another.
 
     Args:
-        turn: moves the keys; None where they stay as they are.
-        num_untouched: the first chunks, which stand where they were made.
-        room: rows at the end that nothing is written to.
+        starts: the first row of each chunk that is taken.
+        turn: moves the keys; None where they are not moved.
+        num_untouched: how many chunks at the beginning are not moved.
+        room: the number of rows at the end that are left empty.
     """
     like = chunks[0].keys
     sizes = [len(chunk.tokens) - start for chunk, start in zip(chunks, starts, strict=True)]
@@ -190,7 +187,7 @@ def _copy(source: Tensor, start: int, target: Tensor) -> None:
 
 
 def grown(context: "Context", layer: int, key: Tensor, value: Tensor) -> None:
-    """Let a layer of the cache grow by keys and values `[1, G, N, D]`: into its room, if it has so much."""
+    """Append keys and values `[1, G, N, D]` to a layer of the cache, without copying it if there is room."""
     cached = context.cache.layers[layer]
     start, stop = cached.keys.shape[2], cached.keys.shape[2] + key.shape[2]
     if context.roomy is None or stop > context.roomy[0].shape[2]:
@@ -203,10 +200,7 @@ def grown(context: "Context", layer: int, key: Tensor, value: Tensor) -> None:
 
 
 def cache_of(keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor) -> Any:
-    """An ordinary cache with these keys and values `[G, T, D]` of each layer, which are not copied.
-
-    A cache that is given tensors copies each, as it appends them to nothing.
-    """
+    """An ordinary cache with keys and values `[G, T, D]` of each layer. Its own constructor would copy them."""
     cache = DynamicCache()
     for key, value in zip(keys, values, strict=True):
         layer = DynamicLayer()
@@ -236,7 +230,7 @@ def _check_chunks(model: Any, chunks: Sequence[Chunk]) -> None:
 
 
 def _first_unlike(prefixes: Sequence[Tensor]) -> int | None:
-    """Which one is not like the first. Waits for the device once, not for each."""
+    """The index of the first prefix that differs from the first one. Waits for the device once."""
     for index, prefix in enumerate(prefixes):
         if len(prefix) != len(prefixes[0]):
             return index

@@ -1,4 +1,4 @@
-"""What a chunk depends on besides its text, as a few facts that can be compared and named; and when they change."""
+"""What a chunk depends on besides its text, as a few named facts that can be compared."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ _BITS = {1: torch.int8, 2: torch.int16}
 _SAMPLES = 8
 _ORDINARY = {Tensor, torch.nn.Parameter}
 
-# Of a configuration and of modules, what says nothing about keys and values.
+# Fields of a configuration and attributes of modules on which keys and values do not depend.
 _PASSING = {
     *("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"),
     *("use_cache", "architectures", "name_or_path", "warnings_issued", "hf_device_map"),
@@ -42,7 +42,7 @@ def fingerprint(model: Any, prefix: Tensor) -> dict[str, str]:
 
     All parameters and buffers are read, and the place of each entry counts. A change of one entry of up to 32 bits
     always changes the facts; other changes go unseen with a probability below 2^-31. The sums are the same on every
-    device, and no match for somebody who means to deceive.
+    device. They do not protect against deliberate forgery.
     """
     return _facts(model, prefix, _weights(model), _contents(model)[1])
 
@@ -64,7 +64,7 @@ class Fingerprints:
 
 
 def chunk_id(facts: Mapping[str, str], tokens: Tensor) -> str:
-    """The name of a chunk: the same text under the same facts has the same."""
+    """The name of a chunk, which depends on its text and the facts alone."""
     return _digest(_text(dict(facts)) + _text(tokens.tolist()))
 
 
@@ -193,7 +193,7 @@ def _described(name: str, value: object) -> str:
 
 
 def _sums(name: str, weight: Tensor) -> Iterator[int]:
-    """The bits of a tensor, read as integers, times factors that differ from place to place, in pieces."""
+    """Sums over pieces of a tensor: its bits as integers, times a factor for each place."""
     if weight.is_meta:
         hint = "Weights that accelerate has offloaded cannot be told apart."
         wrong_value("model", "hold all its weights in memory", f"{name} on the meta device", hint)
@@ -211,7 +211,7 @@ def _sums(name: str, weight: Tensor) -> Iterator[int]:
 
 @lru_cache(maxsize=8)
 def _factors(device: torch.device) -> Tensor:
-    """Odd ones: none takes a change of one entry to zero."""
+    """Odd numbers, so that a change of one entry always changes the sum."""
     numbers = bytearray(random.Random(0).randbytes(8 * _PIECE))
     return (torch.frombuffer(numbers, dtype=torch.int64) | 1).to(device)
 
@@ -220,11 +220,11 @@ def _factors(device: torch.device) -> Tensor:
 
 
 class _Watch:
-    """Tells whether tensors are those of before, and hold what they held, without reading all of them.
+    """Decides whether tensors have changed since they were last seen, without reading all of them.
 
     torch counts writes to a tensor, but not those through `.data` (as peft merges), NumPy or a fused optimizer. To
-    notice these, eight entries of each tensor are compared. References are weak: they keep no memory alive, but while
-    one to a storage is held, no other storage can be taken for it, even if it begins at the same address.
+    notice these, eight entries of each tensor are compared. References are weak, so they keep no memory alive. While a
+    reference to a storage is held, a new storage at the same address is not mistaken for it.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -244,7 +244,7 @@ class _Watch:
 
     @torch.inference_mode()
     def _samples_of(self, tensors: list[Tensor]) -> list[Tensor] | None:
-        """Some entries of each tensor, as bytes; None if a tensor is another. Comparing them waits for a GPU."""
+        """Some entries of each tensor, as bytes; None if a tensor was replaced. Comparing them waits for a GPU."""
         some = []
         for tensor, (known, mark, places) in zip(tensors, self._seen, strict=True):
             if known() is not tensor or _mark(tensor) != mark:
@@ -257,7 +257,7 @@ class _Watch:
 
 
 def _mark(tensor: Tensor) -> tuple[Any, ...]:
-    """What differs once a tensor was written to or has other memory. Tensors of inference mode count no writes."""
+    """Facts that differ after a tensor was written to or given other memory. Inference tensors count no writes."""
     version = None if tensor.is_inference() else tensor._version
     storage = tensor.untyped_storage()._cdata
     return version, storage, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -271,7 +271,7 @@ def _places(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
 
 
 def _parts(tensor: Any) -> Iterable[Tensor]:
-    """What a tensor consists of; one that wraps others, as quantisation makes them, has no memory of its own."""
+    """The tensors that hold a tensor's memory. A tensor that wraps others, as a quantised one, has none of its own."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return (tensor,)
     names: list[str] = tensor.__tensor_flatten__()[0]

@@ -1,7 +1,7 @@
-"""An image as chunks: the cells of a k x k grid, each of which sees the text before the image and itself alone.
+"""An image as chunks: the cells of a k x k grid, each of which sees only the text before the image and itself.
 
-Their keys are made where they stand, by the model's own positions of rows and columns, so nothing is moved. What the
-cells missed of each other is then scored, selected and recomputed as in any context.
+Keys are computed at the model's own positions of rows and columns, so they are not moved. Rows are then scored,
+selected and recomputed as in any context.
 """
 
 from collections.abc import Mapping
@@ -126,14 +126,14 @@ def _places(owner: Tensor) -> Tensor:
 
 
 class _Cells:
-    """Keeps the keys and values of what ran; every part reads the first and itself, up to its own place."""
+    """Keeps keys and values of the parts that ran. Every part reads the first part, and itself causally."""
 
     def __init__(self, num_layers: int) -> None:
         self._parts: list[Tensor] = []
         self._kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
 
     def entered(self, rows: Tensor) -> "_Cells":
-        """The same, for the part of these rows."""
+        """Prepare for the part that consists of these rows."""
         self._parts.append(rows)
         readable = rows if len(self._parts) == 1 else torch.cat([self._parts[0], rows])
         self._positions = Positions(rows[None], readable[None])

@@ -1,4 +1,4 @@
-"""Prompts as token ids: what stands before the documents, the documents, and what follows them."""
+"""Prompts as token ids: a prefix, the documents, and what follows them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ _PLAIN = f"{_DOCUMENTS}\nQuestion: {_QUESTION}\nAnswer:"
 class Prompt:
     """Three texts around the documents and the question: `before` documents `between` question `after`.
 
-    They may hold special tokens, written out; documents and questions may not: what looks like one there is text.
+    These texts may name special tokens. In documents and questions, what looks like a special token is text.
     """
 
     before: str
@@ -57,7 +57,7 @@ def _cut(text: str) -> Prompt:
 
 
 def token_ids(tokenizer: Any, text: str, *, special: bool = False) -> Tensor:
-    """Token ids `[N]` of a text alone, nothing added; `special` lets it name special tokens."""
+    """Token ids `[N]` of a text, without added tokens. With `special` the text may name special tokens."""
     if not isinstance(text, str):
         wrong_type("text", "be a string", type(text).__name__)
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=not special).input_ids
@@ -65,12 +65,12 @@ def token_ids(tokenizer: Any, text: str, *, special: bool = False) -> Tensor:
 
 
 def prefix_ids(tokenizer: Any, prompt: Prompt) -> Tensor:
-    """What stands before the documents."""
+    """The token ids before the documents."""
     return token_ids(tokenizer, prompt.before, special=True)
 
 
 def question_ids(tokenizer: Any, prompt: Prompt, question: str) -> Tensor:
-    """All that follows the documents, up to where the answer begins."""
+    """The token ids between the documents and the answer."""
     parts = [
         token_ids(tokenizer, prompt.between, special=True),
         token_ids(tokenizer, question),

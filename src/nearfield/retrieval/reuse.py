@@ -1,4 +1,4 @@
-"""Answers from documents whose keys and values were computed before: all steps in one call, with a report of them."""
+"""Answers from documents whose keys and values were computed before: all steps in one call, with a report."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -43,20 +43,20 @@ _OURS = ("input_ids", "inputs", "inputs_embeds", "attention_mask", "position_ids
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What an answer was made of, and what it cost.
+    """How an answer was made, and what it cost.
 
     Args:
-        selector, ratio: which rows were computed again, and the share that was allowed.
-        chunks: ids in the order in which they stand in the prompt.
-        lengths, selected: tokens of each chunk, and how many of them were computed again.
-        ranks: of each chunk by the share of its tokens among the best scores, 0 for the best; empty where there are
-            no scores.
-        rows: which rows of the context were computed again.
-        question_tokens: all that follows the documents.
-        context_tokens: all before, the prefix included.
-        seconds: of each step. In a batch "load", "assemble" and "generate" are those of all questions together.
-        loaded_bytes, cache_bytes: of the chunks, and of the cache that generation began with.
-        rebuilt: why chunks had to be computed anew, by id.
+        selector, ratio: how rows were selected, and the share of rows that was allowed.
+        chunks: ids in the order of the prompt.
+        lengths, selected: the number of tokens of each chunk, and of its recomputed ones.
+        ranks: the rank of each chunk by the share of its tokens among the best scores, 0 for the best; empty where
+            there are no scores.
+        rows: the rows of the context that were recomputed.
+        question_tokens: the number of tokens after the documents.
+        context_tokens: the number of tokens before them, with the prefix.
+        seconds: the time of each step. In a batch "load", "assemble" and "generate" are times of all questions.
+        loaded_bytes, cache_bytes: the size of the chunks, and of the cache that generation began with.
+        rebuilt: by id, why chunks were computed anew.
     """
 
     selector: str
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def reused_tokens(self) -> int:
-        """Rows of the context that are as they were computed with their document alone."""
+        """The number of rows of the context that were not recomputed."""
         return self.context_tokens - len(self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the model says, and how it came about."""
+    """What the model answers, with a report."""
 
     text: str
     report: Report
@@ -107,10 +107,10 @@ class Reuse:
     """A model that answers from documents whose keys and values are kept.
 
     Args:
-        model: a decoder of Hugging Face transformers with rotary positions; `verify` tells whether to trust it.
-        store: where chunks are kept; in memory by default.
-        prompt: what stands around documents and question; by default the tokenizer's chat template gives it.
-        separator: what a document given as text ends in.
+        model: a decoder of Hugging Face transformers with rotary positions; check it with `verify`.
+        store: where chunks are kept; by default in memory.
+        prompt: the texts around documents and question; by default those of the tokenizer's chat template.
+        separator: the end of every document that is given as text.
     """
 
     def __init__(
@@ -159,16 +159,16 @@ class Reuse:
         return identity
 
     def split(self, document: str, length: int) -> list[Tensor]:
-        """The token ids of a long document in parts of at most `length`, as equal as can be, to be added one by one.
+        """Cut a long document into parts of at most `length` token ids, as equal as possible, to be added one by one.
 
-        The ids are cut, not the text: together the parts are the document's tokens.
+        Because ids are cut and not text, the parts together are the document's tokens.
         """
         check_int("length", length, at_least=1)
         tokens = self._tokens(document)
         return list(tokens.tensor_split(-(-len(tokens) // length)))
 
     def chunks(self, identities: Sequence[str]) -> list[Chunk]:
-        """The chunks of some ids, for the steps one by one. Missing, damaged and outdated ones are made anew."""
+        """The chunks of some ids. Missing, damaged and outdated ones are computed anew."""
         return self._chunks(identities, {})
 
     def _tokens(self, document: str | Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class Reuse:
         return [self._chunk(identity, facts, rebuilt) for identity in identities]
 
     def _chunk(self, identity: str, facts: Mapping[str, str], rebuilt: dict[str, str]) -> Chunk:
-        """A chunk of the model as it is now; `identity` may be what its document had before the model changed."""
+        """The chunk of a document for the present model. `identity` may be from before the model changed."""
         tokens = self._documents.get(identity)
         current = identity if tokens is None else chunk_id(facts, tokens)
         try:
@@ -225,12 +225,12 @@ class Reuse:
         """Answer a question from chunks.
 
         Args:
-            chunks: ids, in the order in which they shall stand in the prompt.
-            ratio: the share of their tokens that may be computed again.
-            selector: which tokens those are.
+            chunks: ids, in the order of the prompt.
+            ratio: the share of tokens that may be recomputed.
+            selector: decides which tokens are recomputed.
             reorder: put the chunks that the question attends to most last, next to the question. For passages that
                 do not depend on each other's order.
-            generate_kwargs: for the model's `generate`. By default at most 64 tokens, the likeliest each.
+            generate_kwargs: options of the model's `generate`. By default it is greedy, with at most 64 tokens.
         """
         return self.answers([question], chunks, ratio, selector, reorder, **generate_kwargs)[0]
 
@@ -245,7 +245,7 @@ class Reuse:
     ) -> list[Answer]:
         """Answer several questions from the same chunks, which are loaded and put together once.
 
-        Every question has rows of its own computed again, so the cache of each is a copy.
+        Each question has its own recomputed rows, and so its own copy of the cache.
         """
         check_ratio(ratio)
         _check_options(generate_kwargs)
@@ -322,7 +322,7 @@ class Reuse:
         return _Prepared(context, ratio, order, rows.cpu(), tuple(counts), ranks, clock.seconds)
 
     def _order(self, chunks: list[Chunk], question: Tensor, ratio: float, selector: Selector) -> list[int]:
-        """By what the question attends to where every chunk stands first."""
+        """The order of chunks by the question's attention under local positions."""
         local = assemble(self.model, chunks, geometry="local")
         judge = selector if isinstance(selector, InfoFlow) else InfoFlow()
         return best_last(chunk_shares(local, score(self.model, local, question, judge), ratio))
@@ -330,7 +330,7 @@ class Reuse:
     def _generated(
         self, contexts: list[Context], questions: list[Tensor], options: dict[str, Any]
     ) -> list[str]:
-        """One batch: every row is context, padding, question. Padding is masked and takes no position."""
+        """Generate in one batch, of which every row is context, padding, question. Padding is masked."""
         model, device = self.model, self.model.device
         longest = max(map(len, questions))
         pad = model.generation_config.pad_token_id

@@ -1,8 +1,8 @@
 """One context over many ranks: each computes and keeps its own chunks; only scores and selected rows travel.
 
-The question runs on every rank and reads what is there; the ranks tell each other what they read, as outputs and the
-logs of their sums of weights, which is as much as the question is long. Selected rows are computed where they stand:
-their queries go to the ranks before, and what was read there comes back.
+The question runs on every rank and reads the chunks there. Ranks exchange the outputs and their `lse`, as many as the
+question has tokens. A selected row is computed on the rank that holds it: its queries go to the ranks before, and
+partial results come back.
 """
 
 from collections.abc import Sequence
@@ -83,12 +83,12 @@ class SharedContext:
         rows = rows.unique().to(self.model.device)
         if len(rows):
             reader = _Overwriting(self, rows)
-            # Models do not run without a token: a rank that has nothing to compute runs one for nothing.
+            # Models do not run without a token, so a rank without selected rows runs one, and drops its result.
             here = reader.own if len(reader.own) else torch.zeros(1, dtype=torch.long, device=rows.device)
             run(self.model, self.tokens[here], self.positions[here], reader)
 
     def next_logits(self, question: Tensor) -> Tensor:
-        """Logits `[vocabulary]` of what follows the question, on every rank. The cache stays as it is."""
+        """Logits `[vocabulary]` of the token after the question, on every rank. The cache is not changed."""
         check_tokens(self.model, "question", question)
         reader = _Asking(self, len(question), range(0), 2)
         logits = run(self.model, question.to(self.model.device), reader.places, reader, with_logits=True)
@@ -96,7 +96,7 @@ class SharedContext:
         return logits
 
     def gather(self) -> Context:
-        """The whole context on every rank, to generate from. The one call that sends the cache itself."""
+        """The whole context on every rank, to generate from. No other call sends the cache itself."""
         sizes = self._sizes()
         keys, values = list[Tensor](), list[Tensor]()
         for layer in self.cache.layers:
@@ -169,7 +169,7 @@ class _Asking:
 
 
 class _Overwriting:
-    """Selected rows of all ranks: each rank writes its own, and reads for the ranks after it."""
+    """Recomputes selected rows: each rank writes its own, and reads its keys for the ranks after it."""
 
     def __init__(self, shared: SharedContext, rows: Tensor) -> None:
         self._shared = shared
@@ -214,7 +214,7 @@ class _Overwriting:
         return torch.cat(ranks.all_to_all(outgoing, shapes), 2)
 
     def _returned(self, read: Attended) -> Tensor:
-        """What this rank read for later ranks goes to them; what earlier ranks read for this one is merged."""
+        """Send results to later ranks, and merge the results of earlier ranks for this one."""
         ranks, index = self._shared.ranks, self._shared.ranks.index
         sides = []
         for side in read:

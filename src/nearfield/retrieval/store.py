@@ -33,15 +33,15 @@ _NAMES = {"tokens", "keys", "values"}
 
 
 class MissingChunk(LookupError):
-    """A chunk that is not, or no longer, in the store."""
+    """The chunk is not, or no longer, in the store."""
 
 
 class DamagedChunk(OSError):
-    """A file that is not what was written; it is never used."""
+    """The file is not what was written, and is never used."""
 
 
 class ForeignChunk(ValueError):
-    """A chunk that another model made, or the same in another precision or behind another prefix."""
+    """The chunk was made by another model, in another precision, or behind another prefix."""
 
 
 class _Shelf(Protocol):
@@ -78,7 +78,7 @@ class ChunkStore:
         self._shelf = _shelf(location)
 
     def put(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None:
-        """Keep a chunk, together with the facts of `fingerprint`; one of the same id is replaced."""
+        """Store a chunk with the facts of `fingerprint`. It replaces a chunk of the same id."""
         _check_id(identity)
         if self.max_bytes is not None and chunk.num_bytes > self.max_bytes:
             wrong_value("max_bytes", f"hold a chunk of {chunk.num_bytes} bytes", self.max_bytes)
@@ -87,7 +87,7 @@ class ChunkStore:
         self._evict(identity, unfinished)
 
     def get(self, identity: str, facts: Mapping[str, str]) -> Chunk:
-        """The chunk; raises MissingChunk, DamagedChunk, or ForeignChunk if `facts` are not those it was made under."""
+        """Read a chunk. Raises MissingChunk, DamagedChunk, or ForeignChunk if it was made under other facts."""
         _check_id(identity)
         chunk, theirs = self._shelf.read(identity)
         unlike = differences(facts, theirs)
@@ -122,7 +122,7 @@ class ChunkStore:
         for identity, size in sizes.items():
             if excess <= 0:
                 return
-            # The newest may exceed the limit by the header of its file; it stays until the next is written.
+            # The newest chunk may exceed the limit by the header of its file. It stays until the next is written.
             if identity != newest:
                 self._shelf.remove(identity)
                 excess -= size
@@ -190,7 +190,7 @@ class _Folder:
     """
 
     patience: ClassVar[float] = 3600.0  # the last step, a move, may be a copy
-    """Seconds after which a part that nobody writes to is that of a killed writer."""
+    """Seconds after its last write when a part is taken for that of a killed writer."""
 
     def __init__(self, files: Any, root: str) -> None:
         self._files, self._root = files, root.rstrip("/")
@@ -264,9 +264,9 @@ class _Folder:
 
 
 class _Directory(_Folder):
-    """The same on this machine, where files can be synced to the disk, and note when they were read."""
+    """A folder of this machine, where files are synced to the disk and their times show when they were read."""
 
-    patience = 60.0  # a living writer whose part is taken away can do without the store
+    patience = 60.0  # a stalled writer that loses its part cannot store the chunk, and can do without
 
     def read(self, identity: str) -> tuple[Chunk, Mapping[str, str]]:
         found = super().read(identity)
@@ -317,7 +317,7 @@ def _damaged(where: str, found: str) -> NoReturn:
 
 
 def _header(data: bytes) -> dict[str, str]:
-    """What a file says of itself: eight bytes give the length of the JSON that follows them."""
+    """The metadata of a file: eight bytes give the length of the JSON that follows them."""
     length = int.from_bytes(data[:8], "little")
     found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
     return found
