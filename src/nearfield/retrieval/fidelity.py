@@ -141,28 +141,20 @@ def compare(
     on_case: Callable[[int], None] | None = None,
 ) -> list[Compared]:
     """Answer the teacher's question with other selectors and ratios, from the same chunks."""
-    rows = []
+    found = []
     for index, (name, ratio) in enumerate(cases):
         if on_case is not None:
             on_case(index)
-        rows.append(_compared(model, chunks, teacher, name, ratio))
-    return rows
-
-
-def _compared(
-    model: Any, chunks: Sequence[Chunk], teacher: Teacher, name: SelectorName, ratio: float
-) -> Compared:
-    fixed = selector_of(name).fixed_ratio
-    ratio = ratio if fixed is None else fixed
-    clock = Clock(model.device)
-    with clock.step("assemble"):
-        context = assemble(model, chunks, room=len(teacher.question))
-    with clock.step("score"):
-        scores = score(model, context, teacher.question, name)
-    with clock.step("select"):
-        rows = select(context, scores, ratio)
-    with clock.step("recompute"):
-        first_logits(model, context, rows, teacher.question)
-    context.cache.crop(-len(teacher.question))
-    found = fidelity(model, context, teacher)
-    return Compared(name, ratio, len(rows), clock.seconds, found)
+        fixed, clock = selector_of(name).fixed_ratio, Clock(model.device)
+        ratio = ratio if fixed is None else fixed
+        with clock.step("assemble"):
+            context = assemble(model, chunks, room=len(teacher.question))
+        with clock.step("score"):
+            scores = score(model, context, teacher.question, name)
+        with clock.step("select"):
+            rows = select(context, scores, ratio)
+        with clock.step("recompute"):
+            first_logits(model, context, rows, teacher.question)
+        context.cache.crop(-len(teacher.question))
+        found.append(Compared(name, ratio, len(rows), clock.seconds, fidelity(model, context, teacher)))
+    return found

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from nearfield._checks import check_int, wrong_value
 from nearfield._types import Positions
 from nearfield.ops import attend
 from nearfield.plan import builders as planning
-from nearfield.retrieval.chunks import Context
+from nearfield.retrieval.chunks import Context, cache_of
 from nearfield.retrieval.reading import run
 from nearfield.retrieval.rotary import check_model, check_window
 
@@ -85,9 +84,8 @@ def _decoder_inputs(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, T
     def capture(module: Any, args: Any, options: dict[str, Any]) -> None:
         found.update(embeddings=options["inputs_embeds"], positions=options["position_ids"])
         if "deepstack_visual_embeds" in options:
-            raise NotImplementedError(
-                f"`model` must see images at its first layer alone; got {type(model).__name__}."
-            )
+            name = type(model).__name__
+            raise NotImplementedError(f"`model` must see images at its first layer alone; got {name}.")
         raise _Captured
 
     hook = model.get_decoder().register_forward_pre_hook(capture, with_kwargs=True)
@@ -154,12 +152,7 @@ class _Cells:
     def in_order(self) -> Any:
         """A cache with all rows where they stand in the prompt."""
         order = torch.cat(self._parts).argsort()
-        return DynamicCache(
-            [
-                (
-                    torch.cat([key for key, _ in kept], 2)[:, :, order],
-                    torch.cat([v for _, v in kept], 2)[:, :, order],
-                )
-                for kept in self._kept
-            ]
-        )
+        layers = [
+            [torch.cat(sides, 2)[0][:, order] for sides in zip(*kept, strict=True)] for kept in self._kept
+        ]
+        return cache_of(*zip(*layers, strict=True))

@@ -183,24 +183,27 @@ class Random:
         return torch.rand(context.num_tokens, generator=generator).to(context.tokens.device)
 
 
+class _Fixed:
+    """Selects a fixed share of the rows, whatever the ratio."""
+
+    fixed_ratio: ClassVar[float | None]
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        return torch.zeros(context.num_tokens, device=context.tokens.device)
+
+
 @dataclass(frozen=True)
-class All:
-    """Selects every row, whatever the ratio: full prefill."""
+class All(_Fixed):
+    """Selects every row: full prefill."""
 
     fixed_ratio: ClassVar[float | None] = 1.0
 
-    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
-        return torch.zeros(context.num_tokens, device=context.tokens.device)
-
 
 @dataclass(frozen=True)
-class Nothing:
-    """Selects no row, whatever the ratio: plain reuse."""
+class Nothing(_Fixed):
+    """Selects no row: plain reuse."""
 
     fixed_ratio: ClassVar[float | None] = 0.0
-
-    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
-        return torch.zeros(context.num_tokens, device=context.tokens.device)
 
 
 SelectorName = Literal["infoflow", "cacheblend", "epic", "random", "all", "none"]
