@@ -56,7 +56,7 @@ def gather(part: Tensor, split: Split, ranks: Ranks) -> Tensor:
     sizes = [len(split.own(rank)) for rank in range(ranks.size)]
     if len(part) != sizes[ranks.index]:
         wrong_value("part", f"hold the {sizes[ranks.index]} tokens of rank {ranks.index}", len(part))
-    return torch.cat(ranks.all_gather(part, [(size, *part.shape[1:]) for size in sizes]))
+    return torch.cat(ranks.all_gather(part, sizes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,14 +99,15 @@ class Ranks:
         found: tuple[Tensor, ...] = _AllToAll.apply(self, tuple(shapes), *outgoing)  # type: ignore[no-untyped-call]
         return list(found)
 
-    def all_gather(self, own: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
+    def all_gather(self, own: Tensor, sizes: Sequence[int] | None = None, dim: int = 0) -> list[Tensor]:
         """Give every rank this rank's tensor and get one from each. A collective call, and differentiable.
 
         Args:
-            shapes: of the tensors that come, in the order of ranks; by default that of this rank's.
+            sizes: the lengths of the tensors along `dim`, in the order of ranks; by default all are equal.
         """
-        copies = own.expand(self.size, *own.shape).unbind()
-        return self.all_to_all(copies, [own.shape] * self.size if shapes is None else shapes)
+        sizes = [own.shape[dim]] * self.size if sizes is None else sizes
+        shapes = [(*own.shape[:dim], size, *own.shape[dim + 1 :]) for size in sizes]
+        return self.all_to_all(own.expand(self.size, *own.shape).unbind(), shapes)
 
     def send(self, buffer: Tensor, sizes: Sequence[int], wanted: Sequence[int]) -> "Delivery":
         """Start sending `sizes` bytes to each rank and receiving `wanted` bytes from each. A collective call.

@@ -71,8 +71,7 @@ class SharedContext:
         layers = selector.layers(len(self.cache.layers))
         reader = _Asking(self, len(question), layers, 2 if selector.norm == "l2" else 1)
         run(self.model, question.to(self.model.device), reader.places, reader)
-        own = reader.scores / len(layers)
-        return torch.cat(self.ranks.all_gather(own, [(size,) for size in self._sizes()]))
+        return self._whole(reader.scores / len(layers))
 
     def select(self, scores: Tensor, ratio: float = 0.15) -> Tensor:
         """The rows to recompute, as `select` chooses them."""
@@ -97,16 +96,17 @@ class SharedContext:
 
     def gather(self) -> Context:
         """The whole context on every rank, to generate from. No other call sends the cache itself."""
-        sizes = self._sizes()
-        keys, values = list[Tensor](), list[Tensor]()
-        for layer in self.cache.layers:
-            for side, whole in ((layer.keys[0], keys), (layer.values[0], values)):
-                shapes = [(side.shape[0], size, side.shape[2]) for size in sizes]
-                whole.append(torch.cat(self.ranks.all_gather(side, shapes), 1))
-        tokens = torch.cat(self.ranks.all_gather(self.tokens, [(size,) for size in sizes]))
-        offset = torch.cat(self.ranks.all_gather(self._offset, [(size,) for size in sizes]))
+        layers = self.cache.layers
+        keys = [self._whole(layer.keys[0], 1) for layer in layers]
+        values = [self._whole(layer.values[0], 1) for layer in layers]
         positions = torch.arange(self.num_tokens, device=self.model.device)
+        tokens, offset = self._whole(self.tokens), self._whole(self._offset)
         return Context(tokens, positions, self.owner, offset, self.lengths, cache_of(keys, values))
+
+    def _whole(self, part: Tensor, dim: int = 0) -> Tensor:
+        """Every rank's rows, one rank after another."""
+        sizes = [stop - start for start, stop in pairwise(self.starts)]
+        return torch.cat(self.ranks.all_gather(part, sizes, dim), dim)
 
     # -- what this rank holds ------------------------------------------------------------------------------------
 
@@ -120,24 +120,15 @@ class SharedContext:
             kept[0] = 0
             self._offset = torch.cat([self._offset.new_zeros(prefix), self._offset])
             source = torch.cat([torch.arange(prefix, device=device), source])
-        self.tokens = torch.cat([chunk.tokens[start:] for chunk, start in zip(chunks, kept, strict=True)]).to(
-            device
-        )
+        texts = [chunk.tokens[start:] for chunk, start in zip(chunks, kept, strict=True)]
+        self.tokens = torch.cat(texts).to(device)
         self.positions = torch.arange(self.starts[index], self.starts[index + 1], device=device)
         self.cache = cache_of(*joined(chunks, kept, Turn(self.model, source, self.positions), device))
 
-    def _sizes(self) -> list[int]:
-        return [stop - start for start, stop in pairwise(self.starts)]
-
-    # -- what travels --------------------------------------------------------------------------------------------
-
     def _everyones_lengths(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        device = self.model.device
-        own = torch.tensor([chunk.length for chunk in chunks], device=device)
-        counts = self.ranks.all_gather(torch.tensor([len(own)], device=device), [(1,)] * self.ranks.size)
-        return [
-            lengths.tolist() for lengths in self.ranks.all_gather(own, [(int(count),) for count in counts])
-        ]
+        own = torch.tensor([chunk.length for chunk in chunks], device=self.model.device)
+        counts = torch.cat(self.ranks.all_gather(own.new_tensor([len(own)]))).tolist()
+        return [lengths.tolist() for lengths in self.ranks.all_gather(own, counts)]
 
 
 class _Asking:

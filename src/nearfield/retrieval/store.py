@@ -301,7 +301,7 @@ def _unpacked(identity: str, data: bytes, where: str) -> tuple[Chunk, Mapping[st
         header = _header(data)
         about = header["nearfield"]
         intact = tensors.keys() == _NAMES and header["checksum"] == _checksum(tensors, about)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         _damaged(where, str(error))
     if not intact:
         _damaged(where, "contents that do not match their checksum")
