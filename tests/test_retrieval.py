@@ -174,5 +174,9 @@ def test_bad_calls() -> None:
         ValueError, match=r"`chunks\[1\]` must hold at least one token behind its prefix; got"
     ):
         assemble(model, [one, empty])
+    short = replace(one, values=one.values[:, :, :-1])
+    rule = r"`chunks\[1\]` must have keys and values of shape \[4, 2, 6, 8\]; got shape \[4, 2, 5, 8\]"
+    with pytest.raises(ValueError, match=rule):
+        assemble(model, [one, short])
     with pytest.raises(TypeError, match="`model` must be a decoder of transformers; got NoneType"):
         assemble(None, [one])

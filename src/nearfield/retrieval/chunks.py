@@ -220,6 +220,10 @@ def _check_chunks(model: Any, chunks: Sequence[Chunk]) -> None:
             wrong_value(name, "hold at least one token behind its prefix", shape_of(chunk.tokens))
         if len(chunk.keys) != num_layers:
             wrong_value(name, f"have the {num_layers} layers of the model", len(chunk.keys))
+        shape = (num_layers, chunks[0].keys.shape[1], len(chunk.tokens), chunks[0].keys.shape[-1])
+        for side in (chunk.keys, chunk.values):
+            if side.shape != shape:
+                wrong_value(name, f"have keys and values of shape {list(shape)}", shape_of(side))
         if chunk.keys.dtype != model.dtype:
             wrong_value(name, f"have the model's precision, {model.dtype}", chunk.keys.dtype)
     prefixes = [chunk.tokens[: chunk.prefix_length] for chunk in chunks]
