@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -284,3 +286,19 @@ def started_by_torchrun(rank: int, size: int, port: int, words: list[str]) -> No
     }
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
     sys.exit(cli.main(words))
+
+
+def started_and_lost(rank: int, size: int, port: int, words: list[str], folder: str, sends: int) -> None:
+    """The same, writing stderr to a file; the last rank is killed in the middle of a step, before it sends again."""
+    file = os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 2)
+    sys.stderr = os.fdopen(file, "w", buffering=1)
+    send, count = Ranks.send, itertools.count(1)
+
+    def send_or_die(self: Ranks, *call: Any) -> Any:
+        if rank == size - 1 and next(count) == sends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(self, *call)
+
+    with mock.patch.object(Ranks, "send", send_or_die):
+        started_by_torchrun(rank, size, port, words)

@@ -233,18 +233,23 @@ def bad_calls(mesh: DeviceMesh) -> list[str]:
 
 def lost(mesh: DeviceMesh, manner: str) -> float:
     """Attend again and again; the last rank stops doing so. Returns when this rank noticed."""
-    ranks = Ranks(mesh)
+    ranks, is_trained = Ranks(mesh), manner == "dies before its backward pass"
     route = Traffic(planning.full(64), Split.even([(0, 64)], ranks.size)).route(ranks.index)
-    query = torch.zeros(1, 1, route.num_queries, 8)
+    query = torch.zeros(1, 1, route.num_queries, 8, requires_grad=is_trained)
     for turn in range(3):
-        if turn == 2 and ranks.index == ranks.size - 1:
-            if manner == "dies":
-                os._exit(1)
+        stops = turn == 2 and ranks.index == ranks.size - 1
+        if stops and manner == "dies":
+            os._exit(1)
+        if stops and manner == "hangs":
             time.sleep(6)
             return 0.0
         started = time.monotonic()
         try:
-            parallel.attend(query, query, query, route, ranks)
+            out = parallel.attend(query, query, query, route, ranks).out
+            if stops:
+                os._exit(1)
+            if is_trained:
+                out.sum().backward()
         except parallel.ExchangeFailed as error:
             is_told = f"rank {ranks.index} of {ranks.size} lost the others" in str(error)
             return time.monotonic() - started if is_told else float("inf")

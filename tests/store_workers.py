@@ -47,11 +47,14 @@ def write_limited(directory: Path, most_bytes: int) -> str:
     return "nothing"
 
 
-def add_documents(directory: Path, gate: Any) -> list[str]:
+def reusing(directory: Path | None, seed: int) -> Reuse:
+    model = language_model(dtype=torch.float32, vocab_size=160, seed=seed)
+    return Reuse(model, tiny_tokenizer(), ChunkStore(directory))
+
+
+def add_documents(directory: Path, gate: Any, seed: int) -> list[str]:
     """Add the same documents as others do at the same time."""
-    reuse = Reuse(
-        language_model(dtype=torch.float32, vocab_size=160), tiny_tokenizer(), ChunkStore(directory)
-    )
+    reuse = reusing(directory, seed)
     gate.wait()
     return [reuse.add(text) for text in DOCUMENTS for _ in range(3)]
 

@@ -1,8 +1,10 @@
 """`apply(..., mesh=)`: real processes that split the tokens of a real FLUX class among them."""
 
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from tests.split_models import (
     run,
     run_in_large_blocks,
     run_kind,
+    started_and_lost,
     started_by_torchrun,
     summarised,
     summarised_by_one,
@@ -321,21 +324,41 @@ def test_dense_pictures_are_not_split(world: World) -> None:
         assert "`--method` must be another than dense under torchrun; got dense." in text
 
 
-def test_generate_finds_its_ranks_under_torchrun(words: list[str], tmp_path: Path) -> None:
-    """Four ranks, and the picture of one process, up to one step of 255."""
+def run_together(size: int, work: Callable[..., None], *args: Any) -> list[int | None]:
+    """The exit codes of ranks that find each other as under torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    files = ["--images", str(tmp_path / "split"), "--out", str(tmp_path / "sheet.png")]
-    processes = [
-        CONTEXT.Process(target=started_by_torchrun, args=(rank, 4, port, [*words, *files]))
-        for rank in range(4)
-    ]
+    processes = [CONTEXT.Process(target=work, args=(rank, size, port, *args)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 4
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def test_generate_finds_its_ranks_under_torchrun(words: list[str], tmp_path: Path) -> None:
+    """Four ranks, and the picture of one process, up to one step of 255."""
+    files = ["--images", str(tmp_path / "split"), "--out", str(tmp_path / "sheet.png")]
+    assert run_together(4, started_by_torchrun, [*words, *files]) == [0] * 4
     assert (tmp_path / "sheet.png").is_file()
     assert cli.main([*words, "--images", str(tmp_path / "one"), "--out", str(tmp_path / "one.png")]) == 0
     assert (picture(tmp_path / "one") - picture(tmp_path / "split")).abs().max() <= 1
+
+
+def test_a_rank_killed_within_a_step_ends_the_others_with_one_line(words: list[str], tmp_path: Path) -> None:
+    """Without waiting for the time limit of the group, which is half an hour."""
+    (tmp_path / "told").mkdir()
+    files = ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "sheet.png")]
+    codes = run_together(3, started_and_lost, [*words, *files], str(tmp_path / "told"), 9)
+    assert codes == [1, 1, -signal.SIGKILL]
+    for rank in range(2):
+        told = (tmp_path / "told" / str(rank)).read_text().strip().splitlines()
+        (line,) = [line for line in told if not line.endswith(" steps")]  # the first rank shows its progress
+        assert line.startswith(
+            f"nearfield: error: rank {rank} of 3 lost the others: one of them died, raised"
+        )
+    assert not (tmp_path / "sheet.png").exists()

@@ -1,5 +1,6 @@
 """Chunks and contexts against full prefill of the same tokens by the model alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,3 +164,19 @@ def test_bad_calls() -> None:
         prefill_chunk(model, random_tokens(0))
     with pytest.raises(TypeError, match=r"`tokens` must hold integers; got torch.float32"):
         prefill_chunk(model, torch.zeros(3))
+    for outside in (-1, 97):
+        with pytest.raises(ValueError, match=rf"`tokens` must hold token ids from 0 to 96; got {outside}\."):
+            prefill_chunk(model, torch.tensor([4, outside]))
+    with pytest.raises(ValueError, match=r"`prefix` must hold token ids from 0 to 96; got 97\."):
+        prefill_chunk(model, random_tokens(4), torch.tensor([97]))
+    empty = replace(one, prefix_length=len(one.tokens))
+    with pytest.raises(
+        ValueError, match=r"`chunks\[1\]` must hold at least one token behind its prefix; got"
+    ):
+        assemble(model, [one, empty])
+    short = replace(one, values=one.values[:, :, :-1])
+    rule = r"`chunks\[1\]` must have keys and values of shape \[4, 2, 6, 8\]; got shape \[4, 2, 5, 8\]"
+    with pytest.raises(ValueError, match=rule):
+        assemble(model, [one, short])
+    with pytest.raises(TypeError, match="`model` must be a decoder of transformers; got NoneType"):
+        assemble(None, [one])

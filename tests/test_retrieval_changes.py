@@ -89,9 +89,39 @@ def turned_otherwise(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(3)
 
 
+def hooked(model: Any) -> None:
+    projection(model).register_forward_hook(lambda module, args, out: -2 * out)
+
+
+def hooked_before(model: Any) -> None:
+    projection(model).register_forward_pre_hook(lambda module, args: (-2 * args[0],))
+
+
+def other_forward(model: Any) -> None:
+    """As accelerate replaces it."""
+    forward = projection(model).forward
+    projection(model).forward = lambda x: -2 * forward(x)
+
+
+class Rounded(nn.Module):
+    """A linear layer with weights that are no parameters, as some packages quantise them."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().amax() / 7
+        self.numbers = (linear.weight.detach() / self.scale).round().to(torch.int8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.numbers * self.scale).T
+
+
+def quantised(model: Any) -> None:
+    model.model.layers[1].self_attn.v_proj = Rounded(projection(model))
+
+
 CHANGES = (
     *(in_place, one_row, past_counting, by_numpy, replaced, replaced_module, trained, trained_fused),
-    *(with_lora, merged, converted, turned_otherwise),
+    *(with_lora, merged, converted, turned_otherwise, hooked, hooked_before, other_forward, quantised),
 )
 
 
@@ -195,6 +225,41 @@ def test_lora_is_told_apart_added_merged_and_unmerged(tokenizer: Any) -> None:
     assert len(set(ids)) == 5  # to merge and unmerge leaves errors of rounding
     expected = Reuse(model, tokenizer)
     assert expected.add(DOCUMENTS[0]) == ids[-1]
+
+
+def test_adapters_are_told_apart_though_no_weight_changes(tokenizer: Any) -> None:
+    model = tiny()
+    wrapped = with_lora(model)
+    wrapped.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    made = Reuse(model, tokenizer)
+    layer = projection(model)
+    first = made.add(DOCUMENTS[0])
+    ids = []
+    for switch in (
+        lambda: wrapped.set_adapter("other"),
+        lambda: wrapped.base_model.disable_adapter_layers(),
+        lambda: wrapped.base_model.enable_adapter_layers(),
+        lambda: layer.set_scale("other", 0.5),
+    ):
+        switch()
+        ids.append(made.add(DOCUMENTS[0]))
+        expected = Reuse(model, tokenizer)
+        assert expected.add(DOCUMENTS[0]) == ids[-1]
+        assert all(map(torch.equal, keys_and_values(made, ids[-1]), keys_and_values(expected, ids[-1])))
+    assert ids[0] == ids[2]
+    assert len({first, *ids}) == 4
+    layer.set_scale("other", 1)
+    wrapped.set_adapter("default")
+    assert made.add(DOCUMENTS[0]) == first
+
+
+def test_weights_of_a_quantised_layer_count(tokenizer: Any) -> None:
+    model = tiny()
+    quantised(model)
+    made = Reuse(model, tokenizer)
+    first = made.add(DOCUMENTS[0])
+    projection(model).scale *= 2
+    assert made.add(DOCUMENTS[0]) != first
 
 
 def test_what_nobody_added_here_cannot_be_made_anew(tokenizer: Any, tmp_path: Path) -> None:
@@ -319,6 +384,40 @@ def test_offloaded_weights_are_refused(tokenizer: Any) -> None:
     model.lm_head.to("meta")
     with pytest.raises(ValueError, match=r"got lm_head.weight on the meta device\. Weights that accelerate"):
         made.add(DOCUMENTS[0])
+
+
+def doubled(module: Any, args: Any, out: Tensor) -> Tensor:
+    return 2 * out
+
+
+def test_hooks_that_other_processes_cannot_know_are_no_others() -> None:
+    """A function that can be imported is known by its name; any other is the one of this process alone."""
+
+    def of_hook(hook: Any) -> dict[str, str]:
+        model = tiny()
+        handle = projection(model).register_forward_hook(hook)
+        facts = fingerprint(model, PREFIX)
+        handle.remove()
+        assert fingerprint(model, PREFIX) == fingerprint(tiny(), PREFIX)
+        return facts
+
+    def local(factor: float) -> Any:
+        return lambda module, args, out: factor * out
+
+    assert of_hook(doubled) == of_hook(doubled)
+    assert differences(of_hook(local(2)), of_hook(local(2))) == ["modules"]
+    one = local(2)
+    assert of_hook(one) == of_hook(one) != of_hook(doubled)
+
+
+def test_hooks_that_note_outputs_change_nothing() -> None:
+    """transformers leaves them in the model that was asked for its attention once."""
+    model = tiny()
+    first = fingerprint(model, PREFIX)
+    model.set_attn_implementation("eager")
+    model(torch.arange(6, 30)[None], output_attentions=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert fingerprint(model, PREFIX) == first
 
 
 # -- what the fingerprint sees -----------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def size_of(path: Path) -> int:
 
 
 def test_kill_in_mid_write(tmp_path: Path, pool: ProcessPoolExecutor) -> None:
-    """Whenever it comes, a reader finds the whole chunk or none, and the rest of the file is cleared away later."""
+    """Whenever it comes, a reader finds the whole chunk or none. The rest of the file counts until it is removed."""
     length = 100_000
     store = ChunkStore(tmp_path)
     store.put(identity(2), some_chunk(2), FACTS)
@@ -73,11 +73,14 @@ def test_kill_in_mid_write(tmp_path: Path, pool: ProcessPoolExecutor) -> None:
         assert identity(1) not in store
     assert same(store.get(identity(2), FACTS), some_chunk(2))
     assert len(store) <= 2
-    store.put(identity(2), some_chunk(2), FACTS)
+    limited = ChunkStore(tmp_path, max_bytes=store.num_bytes + 10_000)
+    limited.put(identity(3), some_chunk(3), FACTS)
     assert part.exists()  # somebody might still be writing it
-    os.utime(part, (0, 0))
-    store.put(identity(2), some_chunk(2), FACTS)
+    assert len(limited) == 1  # of chunks and part together more does not fit
+    os.utime(part, (time.time() - 61,) * 2)
+    limited.put(identity(2), some_chunk(2), FACTS)
     assert not part.exists()
+    assert len(limited) == 2
 
 
 def test_full_disk_leaves_the_old_chunk_and_no_rest(tmp_path: Path, pool: ProcessPoolExecutor) -> None:
@@ -91,15 +94,21 @@ def test_full_disk_leaves_the_old_chunk_and_no_rest(tmp_path: Path, pool: Proces
     assert same(store.get(identity(1), FACTS), some_chunk(1))
 
 
+@pytest.mark.parametrize("seeds", [(0, 0), (0, 1)], ids=["same weights", "other weights"])
 def test_processes_that_add_the_same_documents(
-    tmp_path: Path, pool: ProcessPoolExecutor, manager: Any
+    seeds: tuple[int, int], tmp_path: Path, pool: ProcessPoolExecutor, manager: Any
 ) -> None:
+    """Each finds the chunks of its own weights, whoever wrote last."""
     gate = manager.Barrier(2)
-    jobs = [pool.submit(store_workers.add_documents, tmp_path, gate) for _ in range(2)]
-    one, two = (job.result(120) for job in jobs)
-    assert one == two
-    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(set(one))
-    assert len(set(one)) == len(DOCUMENTS)
+    jobs = [pool.submit(store_workers.add_documents, tmp_path, gate, seed) for seed in seeds]
+    added = dict(zip(seeds, (job.result(120) for job in jobs), strict=True))
+    found = {identity for ids in added.values() for identity in ids}
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(found)
+    assert len(found) == len(DOCUMENTS) * len(added)
+    for seed, ids in added.items():
+        here, alone = store_workers.reusing(tmp_path, seed), store_workers.reusing(None, seed)
+        assert [alone.add(text) for text in DOCUMENTS for _ in range(3)] == ids
+        assert all(map(same, here.chunks(ids), alone.chunks(ids)))
 
 
 def written_and_read(

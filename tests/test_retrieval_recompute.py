@@ -129,7 +129,7 @@ def test_attention_is_given_back_after_an_error(monkeypatch: pytest.MonkeyPatch)
     model = language_model()
     context = context_of(model)
     name = model.config._attn_implementation
-    monkeypatch.setattr(recomputing, "attend", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(recomputing, "attend_parts", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         recompute(model, context, rows_of(context))
     assert model.config._attn_implementation == name
@@ -147,14 +147,12 @@ def test_keys_that_a_block_sees_may_be_read_apart() -> None:
     model = language_model()
     context, plain = context_of(model, LONG), context_of(model, LONG)
     rows = torch.arange(160, context.num_tokens)
-    attention = recomputing._attention(rows, torch.arange(context.num_tokens))
-    assert isinstance(attention, recomputing._Apart)
     recompute(model, context, rows)
     whole = full_prefill(model, context.tokens)
     reader = recomputing._Overwriting(plain, rows)
-    reader._attention = recomputing._Whole(
-        attention.positions, recomputing.plan_up_to(rows, len(plain.tokens))
-    )
+    (_, without), (_, positions) = reader._plans
+    assert without is None
+    reader._plans = [(recomputing.plan_up_to(rows, len(plain.tokens)), positions)]
     recomputing.run_rows(model, plain, rows, reader)
     for found, same, exact in zip(layers_of(context), layers_of(plain), whole, strict=True):
         assert relative_error(found[0], same[0]) < 1e-12
@@ -354,8 +352,8 @@ def test_gate_is_shut_where_keys_are_not_moved(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gate_is_shut_where_recompute_reads_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = recomputing.plan_up_to
-    monkeypatch.setattr(recomputing, "plan_up_to", lambda positions, keys: plan(positions - 64, keys))
+    plans = recomputing.plans_apart
+    monkeypatch.setattr(recomputing, "plans_apart", lambda positions, keys: plans(positions - 64, keys))
     with pytest.raises(ValueError, match="`model` must give full prefill when every row is recomputed; got"):
         verify(language_model(dtype=torch.float32))
 

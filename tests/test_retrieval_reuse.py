@@ -193,6 +193,10 @@ def test_added_documents_are_not_computed_twice(
         again.add(DOCUMENTS[1])
 
 
+def no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-5] ^= 4
@@ -222,13 +226,27 @@ def test_rebuilt_chunk_serves_even_if_it_cannot_be_stored(
     expected = made.answer(QUESTION, ids, **OPTIONS).text
     damage(tmp_path / f"{ids[1]}.safetensors")
 
-    def no_space(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(made.store, "put", no_space)
     found = made.answer(QUESTION, ids, **OPTIONS)
     assert found.text == expected
     assert "could not be stored" in found.report.rebuilt[ids[1]]
+
+
+def test_document_that_cannot_be_stored_is_added(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    made, kept = Reuse(model, tokenizer, ChunkStore(tmp_path)), Reuse(model, tokenizer)
+    monkeypatch.setattr(made.store, "put", no_space)
+    with pytest.warns(RuntimeWarning, match=r" could not be stored: \[Errno 28\] No space left on device\."):
+        ids = [made.add(text) for text in DOCUMENTS]
+    assert ids == [kept.add(text) for text in DOCUMENTS]
+    found = made.answer(QUESTION, ids, **OPTIONS)
+    assert found.text == kept.answer(QUESTION, ids, **OPTIONS).text
+    assert all("It could not be stored" in reason for reason in found.report.rebuilt.values())
+    assert list(found.report.rebuilt) == ids
+    monkeypatch.undo()
+    assert made.add(DOCUMENTS[0]) in made.store
 
 
 def test_what_cannot_be_rebuilt_is_raised(tokenizer: Any, tmp_path: Path) -> None:
@@ -271,6 +289,17 @@ def test_bad_calls(tokenizer: Any) -> None:
             lambda: made.answer("x", [identity], input_ids=0),
         ),
         (ValueError, "`length` must be at least 1; got 0", lambda: made.split("x", 0)),
+        (
+            ValueError,
+            "`document` must hold token ids from 0 to 159; got 160",
+            lambda: made.add(torch.tensor([160])),
+        ),
+        (TypeError, "`model` must be a decoder of transformers; got NoneType", lambda: Reuse(None, None)),
+        (
+            TypeError,
+            "`tokenizer` must be a tokenizer of transformers; got NoneType",
+            lambda: Reuse(tiny(), None),
+        ),
         (ValueError, r"`content` must hold \[\[documents\]\] once", lambda: chat_prompt(tokenizer, "no")),
     ]
     for kind, message, call in table:

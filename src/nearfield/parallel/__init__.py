@@ -4,15 +4,13 @@ from nearfield.parallel.attention import attend
 from nearfield.parallel.cuts import even_split, split_between_regions
 from nearfield.parallel.messages import Sent, Shapes, bytes_sent
 from nearfield.parallel.model import Share, SplitLayer, SplitModel, check_splittable
-from nearfield.parallel.ranks import ExchangeFailed, Message, Parcel, Ranks
+from nearfield.parallel.ranks import ExchangeFailed, Ranks
 from nearfield.parallel.route import Route, Traffic
 from nearfield.parallel.split import Split
 from nearfield.parallel.tokens import split_tokens
 
 __all__ = [
     "ExchangeFailed",
-    "Message",
-    "Parcel",
     "Ranks",
     "Route",
     "Sent",

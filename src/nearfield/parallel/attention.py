@@ -1,17 +1,18 @@
 """Attention over a sequence that is split over ranks: forward and backward.
 
-Forward: send what others read and let queries travel; attend to the keys that are here and those that came, and let the
-queries that came read what is here; send partial results home and merge them by `lse`. Backward: the same ways in the
-other direction, and gradients that come home are added in the order of ranks, so that a run repeats bit by bit.
+Three nodes of autograd surround calls of `nearfield.attend`, which differentiates itself:
 
-A rank reads all in one call over one plan, when everything is there. Where the link is slow (`Ranks.overlap`), it reads
-what is here while the rest travels, and merges.
+- `_Depart` sends what others read, and queries that travel. `_Arrive` waits for what comes.
+- The calls: a rank reads all in one call over one plan, when everything is there. Where the link is slow
+  (`Ranks.overlap`), it reads what is here between departure and arrival, and merges.
+- `_Settle` sends partial results home, merges them by `lse`, and spreads those of queries that all ranks hold.
 
-All of it is one autograd function: its collectives run in one order on every rank, whatever a rank has to send.
+In the backward pass gradients take the same ways back. Those that come home are added in the order of ranks, so that a
+run repeats bit by bit. Every rank has the same nodes, whatever it has to send, and each depends on the one before it.
+So collectives run in one order on every rank.
 """
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
-from nearfield._types import Attended, Gradients, Impl
+from nearfield._types import Attended, Impl
 from nearfield.ops import attend as attend_here
-from nearfield.ops import attend_continued, merge_attended, merge_partials
-from nearfield.ops import gradients as gradients_here
+from nearfield.ops import attend_continued, merge_partials
 from nearfield.parallel.messages import Kind, Messages, Shapes, message_sizes, packed, select, unpacked
 from nearfield.parallel.ranks import Delivery, Ranks
 from nearfield.parallel.route import CAME, HERE, Call, Route, Slots
+
+Tokens = Sequence[Tensor]
+"""Queries, keys and values of some tokens, and the bias of the keys, if there is one."""
 
 
 def attend(
@@ -55,29 +58,23 @@ def attend(
     of its gradient on each rank: add them up over the ranks.
     """
     shapes = _checked(query, key, value, key_bias, route, ranks)
+    own = [query, key, value]
     if key_bias is not None:
-        key_bias = key_bias.to(shapes.lse_dtype).expand(query.shape[0], query.shape[1], key.shape[2])
-    needs_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, key, value, key_bias)
-    )
+        bias = key_bias.to(shapes.lse_dtype)
+        own.append(bias.expand(query.shape[0], query.shape[1], key.shape[2]))
     ranks.agree(
         plan_and_split=route.traffic.fingerprint,
         tensors=tuple(shapes),
         scale=scale,
-        has_gradient=needs_gradient,
+        has_gradient=_needs_gradient(own),
     )
-    layer = _Layer(route, ranks, _messages(route, shapes), scale, impl)
-    if not needs_gradient:
-        return layer.forward(query, _Sides(key, value, key_bias), in_place=True)[0]
-    out, lse = _Attend.apply(layer, query, key, value, key_bias)  # type: ignore[no-untyped-call]
-    return Attended(out, lse)
-
-
-def _messages(route: Route, shapes: Shapes) -> Messages:
     if shapes not in route.kept:
         route.kept[shapes] = Messages(route.traffic, shapes, route.rank)
-    messages: Messages = route.kept[shapes]
-    return messages
+    return _Layer(route, ranks, route.kept[shapes], scale, impl).attend(own)
+
+
+def _needs_gradient(tensors: Tokens) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _checked(
@@ -103,50 +100,15 @@ def _checked(
     return Shapes(batch, heads, key.shape[1], head_dim, query.dtype, key_bias is not None)
 
 
-class _Sides(NamedTuple):
-    """Tensors of keys."""
+class _Journey:
+    """Tokens on their way to other ranks, and in the backward pass their gradients on the way home."""
 
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.key, self.value] if self.bias is None else [self.key, self.value, self.bias]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "_Sides":
-        return cls(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
-
-
-class _Partial(NamedTuple):
-    """Results of some queries on all ranks, `[ranks, B, H, tokens, ...]`, which are merged here."""
-
-    out: Tensor
-    lse: Tensor
-
-    def merged(self) -> Attended:
-        """As one, in the precision of `lse`."""
-        return merge_partials(self.out, self.lse)
-
-
-class _Kept(NamedTuple):
-    """What the backward pass needs.
-
-    Args:
-        queries, keys: those that are here, and those that came.
-        parts: results of each call.
-        travelled, everyones: results of queries that have been elsewhere, and of everyone's that are merged here.
-    """
-
-    queries: list[Tensor | None]
-    keys: list[_Sides | None]
-    parts: list[Attended]
-    travelled: _Partial | None
-    everyones: _Partial | None
+    delivery: Delivery
 
 
 class _Layer(NamedTuple):
+    """One call of `attend` on one rank."""
+
     route: Route
     ranks: Ranks
     messages: Messages
@@ -157,140 +119,143 @@ class _Layer(NamedTuple):
     def shapes(self) -> Shapes:
         return self.messages.shapes
 
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        return self.route.apart if self.ranks.overlap else (self.route.joined,)
+    def attend(self, own: Tokens) -> Attended:
+        """Run this rank's calls, and the exchanges before, between and after them."""
+        route, overlap, journey = self.route, bool(self.ranks.overlap), _Journey()
+        calls = route.apart if overlap else (route.joined,)
+        came: Tokens = ()
+        read: list[list[Attended]] = []
+        if route.traffic.has_journeys:
+            own = _Depart.apply(self, journey, *own)  # type: ignore[no-untyped-call]
+            if overlap:
+                out, lse = self._read(calls[0], own)[0]
+                out, lse, *came = _Arrive.apply(self, journey, out, lse)  # type: ignore[no-untyped-call]
+                read = [[Attended(out, lse)]]
+            else:
+                both = _Arrive.apply(self, journey, *own)  # type: ignore[no-untyped-call]
+                own, came = both[: len(own)], both[len(own) :]
+        read += [self._read(call, own, came) for call in calls[len(read) :]]
+        found: list[list[Attended]] = [[], []]
+        for call, parts in zip(calls, read, strict=True):
+            for group, part in zip(call.query_groups, parts, strict=True):
+                found[group].append(part)
+        whole, *others = found[HERE]
+        if others:
+            sides = [torch.stack(some) for some in zip(whole, *others, strict=True)]
+            whole = Attended(*_Merge.apply(*sides))  # type: ignore[no-untyped-call]
+        if route.traffic.has_returns:
+            visited = [side for part in found[CAME] for side in part]
+            whole = Attended(*_Settle.apply(self, *whole, *visited))  # type: ignore[no-untyped-call]
+        return whole
 
-    def _send(self, outgoing: list[Kind], rows: Sequence[Tensor], incoming: list[Kind]) -> Delivery:
-        return self.ranks.send(packed(outgoing, rows), message_sizes(outgoing), message_sizes(incoming))
+    def _read(self, call: Call, *groups: Tokens) -> list[Attended]:
+        """The results of one call, for each group of its queries."""
+        query = _put(call.queries, [groups[group][0] for group in call.query_groups])
+        sides = list(zip(*(groups[group][1:] for group in call.key_groups), strict=True))
+        result = self._continued(call, query, sides)
+        if result is None:
+            key, value, *bias = (_put(call.keys, parts) for parts in sides)
+            key_bias = _hiding_holes(call.keys, bias[0] if bias else None, self.shapes.lse_dtype)
+            result = attend_here(
+                query, key, value, call.plan, key_bias=key_bias, scale=self.scale, impl=self.impl
+            )
+        out, lse = (call.queries.leave(side) for side in result)
+        if len(call.query_groups) == 1:
+            return [Attended(out, lse)]
+        held = self.route.num_queries
+        lengths = [held, out.shape[2] - held]
+        return [Attended(*parts) for parts in zip(out.split(lengths, 2), lse.split(lengths, 2), strict=True)]
 
-    # -- forward -------------------------------------------------------------------------------------------------
-
-    def forward(self, query: Tensor, own: _Sides, *, in_place: bool) -> tuple[Attended, _Kept]:
-        """Results, and what the backward pass needs; unless results are written over it."""
-        calls = self.calls
-        queries: list[Tensor | None] = [query, None]
-        keys: list[_Sides | None] = [own, None]
-        delivery = self._send_tokens(query, own)
-        parts = [self._attended(calls[0], queries, keys)] if self.ranks.overlap else []
-        if delivery is not None:
-            queries[CAME], keys[CAME] = self._arrived(delivery)
-        parts += [self._attended(call, queries, keys) for call in calls[len(parts) :]]
-        whole, visited = self._combined(parts)
-        travelled = everyones = None
-        if self.route.traffic.has_returns:
-            travelled, everyones = self._returned(whole, visited)
-            if not in_place:
-                whole = Attended(whole.out.clone(), whole.lse.clone())
-            if travelled is not None:
-                _place(whole, self.route.travellers, travelled.merged())
-            if everyones is not None:
-                self._spread(whole, everyones.merged())
-        return whole, _Kept(queries, keys, parts, travelled, everyones)
-
-    def _send_tokens(self, query: Tensor, own: _Sides) -> Delivery | None:
-        route, shapes = self.route, self.shapes
-        if not route.traffic.has_journeys:
+    def _continued(self, call: Call, query: Tensor, sides: Sequence[Tokens]) -> Attended | None:
+        """Read keys that are here and keys that came without copying them. None where no kernel can."""
+        if len(call.key_groups) == 1 or call.keys.tokens is not None or _needs_gradient([query]):
             return None
-        rows = [shapes.key.filled([own.key, own.value], route.keys_out)]
-        rows.append(shapes.query.filled([query], route.queries_out))
-        if own.bias is not None:
-            rows.append(shapes.bias.filled([own.bias], route.keys_out))
-        return self._send(self.messages.sent, rows, self.messages.sent_here)
-
-    def _arrived(self, delivery: Delivery) -> tuple[Tensor, _Sides]:
-        """Queries and keys that came, where they arrived."""
-        key_rows, query_rows, *bias_rows = unpacked(self.messages.sent_here, delivery.wait())
-        key, value = self.shapes.key.tensors(key_rows)
-        (query,) = self.shapes.query.tensors(query_rows)
-        (bias,) = self.shapes.bias.tensors(bias_rows[0]) if bias_rows else (None,)
-        return query, _Sides(key, value, bias)
-
-    def _attended(
-        self, call: Call, queries: Sequence[Tensor | None], keys: Sequence[_Sides | None]
-    ) -> Attended:
-        query = _entered(call.queries, [queries[group] for group in call.query_groups])
-        sides = [keys[group] for group in call.key_groups]
-        out, lse = self._continued(call, query, sides) or self._at_once(call, query, sides)
-        return Attended(call.queries.leave(out), call.queries.leave(lse))
-
-    def _continued(self, call: Call, query: Tensor, sides: Sequence[Any]) -> Attended | None:
-        """Over keys that are here and keys that came, both where they are, if these are whole blocks."""
-        if len(sides) == 1 or call.keys.tokens is not None:
-            return None
-        here, came = sides
-        bias = None if here.bias is None else _joined([here.bias, came.bias])
-        more = came.key, came.value
+        (key, more_key), (value, more_value), *biases = sides
+        bias = _joined(biases[0]) if biases else None
+        more = more_key, more_value
         return attend_continued(
-            query, here.key, here.value, more, call.plan, key_bias=bias, scale=self.scale, impl=self.impl
+            query, key, value, more, call.plan, key_bias=bias, scale=self.scale, impl=self.impl
         )
 
-    def _at_once(self, call: Call, query: Tensor, sides: Sequence[Any]) -> Attended:
-        """Over keys that are put together in their slots, where there are several or slots."""
-        key, value, bias = (_entered(call.keys, parts) for parts in _turned(sides))
-        bias = _hiding_holes(call.keys, bias, self.shapes.lse_dtype)
-        return attend_here(query, key, value, call.plan, key_bias=bias, scale=self.scale, impl=self.impl)
+    # -- messages: forward, and for gradients in the other direction -----------------------------------------------
 
-    def _combined(self, parts: Sequence[Attended]) -> tuple[Attended, Attended | None]:
-        """Results of the queries that are here, and of those that came."""
-        found: list[list[Attended]] = [[], []]
-        for call, part in zip(self.calls, parts, strict=True):
-            for group, some in zip(call.query_groups, self._by_group(call, part), strict=True):
-                found[group].append(some)
-        return reduce(merge_attended, found[HERE]), found[CAME][0] if found[CAME] else None
+    def send(self, outgoing: list[Kind], rows: Sequence[Tensor], incoming: list[Kind]) -> Delivery:
+        return self.ranks.send(packed(outgoing, rows), message_sizes(outgoing), message_sizes(incoming))
 
-    def _by_group(self, call: Call, part: Attended) -> list[Attended]:
-        if len(call.query_groups) == 1:
-            return [part]
-        held = self.route.num_queries
-        return [
-            Attended(part.out[:, :, some], part.lse[:, :, some]) for some in (slice(held), slice(held, None))
-        ]
+    def send_tokens(
+        self,
+        outgoing: list[Kind],
+        tokens: Tokens,
+        incoming: list[Kind],
+        queries: Tensor | None = None,
+        keys: Tensor | None = None,
+    ) -> Delivery:
+        """Send tokens, or the gradients of some: all, or some queries and keys."""
+        query, key, value, *bias = tokens
+        rows = [self.shapes.key.filled([key, value], keys), self.shapes.query.filled([query], queries)]
+        rows += [self.shapes.bias.filled([one], keys) for one in bias]
+        return self.send(outgoing, rows, incoming)
 
-    def _returned(self, whole: Attended, visited: Attended | None) -> tuple[_Partial | None, _Partial | None]:
-        """Send visitors' results home, and those of everyone's queries to where each part is merged."""
+    def tokens(self, kinds: list[Kind], delivery: Delivery) -> tuple[Tensor, ...]:
+        """The tokens that arrived, as views of the buffer they arrived in."""
+        key_rows, query_rows, *bias_rows = unpacked(kinds, delivery.wait())
+        found = [*self.shapes.query.tensors(query_rows), *self.shapes.key.tensors(key_rows)]
+        return (*found, *(bias for rows in bias_rows for bias in self.shapes.bias.tensors(rows)))
+
+    def returned(self, whole: Attended, visited: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Send visitors' results home, and results of everyone's queries to the ranks that merge them.
+
+        Returns:
+            Results `[ranks, B, H, tokens, ...]` of this rank's queries that travelled, and of everyone's queries that
+            are merged here.
+        """
         route, row = self.route, self.shapes.result
         outgoing, incoming = self.messages.returned, self.messages.returned_here
         travellers = row.filled(whole, route.travellers)
-        if visited is not None:
+        if visited:
             visits = row.filled(visited)
             before = sum(outgoing[0].counts[: route.rank])
             travellers = torch.cat([visits[:before], travellers, visits[before:]])
-        rows = [travellers, row.filled(*self._everyones_of(whole))]
-        visit_rows, part_rows = unpacked(incoming, self._send(outgoing, rows, incoming).wait())
-        travelled = everyones = None
-        if len(visit_rows):
-            travelled = self._travelled(*row.tensors(visit_rows))
-        if route.traffic.has_everyones:  # though none of them may be merged here
-            everyones = _Partial(*(_stacked(part, route.num_ranks) for part in row.tensors(part_rows)))
-        return travelled, everyones
+        rows = [travellers, self._rows_of_everyone(whole)]
+        visit_rows, part_rows = unpacked(incoming, self.send(outgoing, rows, incoming).wait())
+        travelled = self._travelled(*row.tensors(visit_rows)) if len(visit_rows) else []
+        # Of everyone's queries none may be merged here, though there are some.
+        parts = row.tensors(part_rows) if route.traffic.has_everyones else []
+        return travelled, [_stacked(part, route.num_ranks) for part in parts]
 
-    def _everyones_of(self, whole: Attended) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Where everyone's queries are, as `Row.filled` wants to know it."""
-        span = self.route.everyones_span
-        if span is None:
-            return whole, self.route.everyones
-        return [part[:, :, slice(*span)] for part in whole], None
-
-    def _travelled(self, out: Tensor, lse: Tensor) -> _Partial:
-        """Results of travellers from each rank, with nothing from where they have not been."""
+    def _travelled(self, out: Tensor, lse: Tensor) -> list[Tensor]:
+        """Results of travellers from each rank; from ranks where a query has not been they are empty."""
         route = self.route
         places = route.num_ranks * len(route.travellers)
         wide_out = out.new_zeros(*out.shape[:2], places, out.shape[3]).index_copy_(2, route.returned, out)
         wide_lse = lse.new_full((*lse.shape[:2], places), float("-inf")).index_copy_(2, route.returned, lse)
-        return _Partial(_stacked(wide_out, route.num_ranks), _stacked(wide_lse, route.num_ranks))
+        return [_stacked(wide_out, route.num_ranks), _stacked(wide_lse, route.num_ranks)]
 
-    def _spread(self, whole: Attended, mine: Attended) -> None:
-        """Every rank gets all of everyone's results, each part from where it was merged."""
+    def _rows_of_everyone(self, whole: Attended) -> Tensor:
+        span = self.route.everyones_span
+        if span is None:
+            return self.shapes.result.filled(whole, self.route.everyones)
+        return self.shapes.result.filled([part[:, :, slice(*span)] for part in whole])
+
+    def spread(self, whole: Attended, mine: Attended) -> None:
+        """Give every rank the results of everyone's queries, each part from the rank that merged it."""
         row, outgoing, incoming = self.shapes.result, self.messages.spread, self.messages.spread_here
         rows = row.empty(sum(outgoing[0].counts), mine.out.device)
         for copies, part in zip(row.tensors(rows), mine, strict=True):
             copies = _stacked(copies, self.route.num_ranks)
             select(part.expand_as(copies), None, copies)
-        (came,) = unpacked(incoming, self._send(outgoing, [rows], incoming).wait())
-        self._place_everyones(whole, row.tensors(came))
+        (came,) = unpacked(incoming, self.send(outgoing, [rows], incoming).wait())
+        self.place_everyones(whole, row.tensors(came))
 
-    def _place_everyones(self, whole: Attended, parts: Sequence[Tensor]) -> None:
+    def gathered(self, grads: Attended) -> Attended:
+        """The backward pass of `spread`: the gradients of what was merged here, summed over ranks."""
+        row, outgoing, incoming = self.shapes.result, self.messages.spread_here, self.messages.spread
+        rows = [self._rows_of_everyone(grads)]
+        (came,) = unpacked(incoming, self.send(outgoing, rows, incoming).wait())
+        out, lse = (_stacked(part, self.route.num_ranks) for part in row.tensors(came))
+        return Attended(out.sum(dim=0, dtype=lse.dtype), lse.sum(dim=0))
+
+    def place_everyones(self, whole: Attended, parts: Sequence[Tensor]) -> None:
         span = self.route.everyones_span
         if span is None:
             _place(whole, self.route.everyones, parts)
@@ -298,223 +263,129 @@ class _Layer(NamedTuple):
         for into, part in zip(whole, parts, strict=True):
             select(part, None, into[:, :, slice(*span)])
 
-    # -- backward ------------------------------------------------------------------------------------------------
 
-    def backward(self, grads: Attended, kept: _Kept) -> tuple[Tensor, _Sides]:
-        """Gradients of the queries and keys that are here."""
-        route, calls = self.route, self.calls
-        visitor_grads = None
-        if route.traffic.has_returns:
-            grads, visitor_grads = self._unmerged(grads, kept)
-        part_grads = self._uncombined(grads, visitor_grads, kept.parts)
-        found = _Found([None, None], [None, None])
-        # Those that travel home first, so that they travel while the others are computed.
-        numbers = [*range(1, len(calls)), 0]
-        delivery = None
-        for number in numbers:
-            if number == 0 and self.ranks.overlap:
-                delivery = self._send_gradients(found)
-            self._gradients(calls[number], part_grads[number], kept, kept.parts[number], found)
-        if not self.ranks.overlap:
-            delivery = self._send_gradients(found)
-        query_grad, side_grads = found.queries[HERE], found.keys[HERE]
-        assert query_grad is not None
-        assert side_grads is not None
-        return (query_grad, side_grads) if delivery is None else self._home(query_grad, side_grads, delivery)
-
-    def _unmerged(self, grads: Attended, kept: _Kept) -> tuple[Attended, Attended | None]:
-        """Gradients of this rank's own partial results, and of those of the queries that came."""
-        route, row = self.route, self.shapes.result
-        grads = Attended(grads.out.clone(), grads.lse.clone())
-        rows = [row.empty(0, grads.out.device), row.empty(0, grads.out.device)]
-        if kept.travelled is not None:
-            of_travellers = Attended(*(grad.index_select(2, route.travellers) for grad in grads))
-            partial = _partial_gradients(kept.travelled, kept.travelled.merged(), of_travellers)
-            rows[0] = row.filled([part.movedim(0, 2).flatten(2, 3) for part in partial], route.returned)
-        if kept.everyones is not None:
-            total = self._everyones_total(grads)
-            partial = _partial_gradients(kept.everyones, kept.everyones.merged(), total)
-            rows[1] = row.filled([part.movedim(0, 2).flatten(2, 3) for part in partial])
-        outgoing, incoming = self.messages.returned_here, self.messages.returned
-        visit_rows, part_rows = unpacked(incoming, self._send(outgoing, rows, incoming).wait())
-        if len(part_rows):
-            self._place_everyones(grads, row.tensors(part_rows))
-        before = sum(incoming[0].counts[: route.rank])
-        mine = slice(before, before + len(route.travellers))
-        if len(route.travellers):
-            _place(grads, route.travellers, row.tensors(visit_rows[mine]))
-        if CAME not in route.joined.query_groups:
-            return grads, None
-        visitors = torch.cat([visit_rows[: mine.start], visit_rows[mine.stop :]])
-        return grads, Attended(*row.tensors(visitors))
-
-    def _everyones_total(self, grads: Attended) -> Attended:
-        """Gradients of everyone's results that were merged here: the sum over ranks."""
-        row, outgoing, incoming = self.shapes.result, self.messages.spread_here, self.messages.spread
-        rows = [row.filled(*self._everyones_of(grads))]
-        (came,) = unpacked(incoming, self._send(outgoing, rows, incoming).wait())
-        out, lse = (_stacked(part, self.route.num_ranks) for part in row.tensors(came))
-        return Attended(out.sum(dim=0, dtype=lse.dtype), lse.sum(dim=0))
-
-    def _uncombined(
-        self, grads: Attended, visitor_grads: Attended | None, parts: Sequence[Attended]
-    ) -> list[Attended]:
-        """Gradients of each call's results."""
-        groups = [grads, visitor_grads]
-        if not self.ranks.overlap:
-            return [Attended(*map(_joined, _turned(groups)))]
-        whole, _ = self._combined(parts)
-        found = []
-        for call, part in zip(self.calls, parts, strict=True):
-            of_group = groups[call.query_groups[0]]
-            assert of_group is not None
-            is_whole = HERE not in call.query_groups or len(self.calls) == 1
-            found.append(of_group if is_whole else _partial_gradients(part, whole, of_group))
-        return found
-
-    def _gradients(self, call: Call, grads: Attended, kept: _Kept, part: Attended, found: "_Found") -> None:
-        """Add the gradients of one call to those that were found."""
-        queries, slots = call.queries, call.keys
-        sides = [kept.keys[group] for group in call.key_groups]
-        key, value, bias = (_entered(slots, parts) for parts in _turned(sides))
-        assert key is not None
-        assert value is not None
-        grad: Gradients = gradients_here(
-            Attended(*(_scattered(queries, of_result) for of_result in grads)),
-            _entered(queries, [kept.queries[group] for group in call.query_groups]),
-            key,
-            value,
-            Attended(*(_scattered(queries, result) for result in part)),
-            call.plan,
-            key_bias=_hiding_holes(slots, bias, self.shapes.lse_dtype),
-            scale=self.scale,
-            impl=self.impl,
-        )
-        of_sides = [slots.leave(grad.key), slots.leave(grad.value)]
-        if bias is not None and grad.key_bias is not None:
-            of_sides.append(slots.leave(grad.key_bias))
-        route = self.route
-        found.add_queries(call.query_groups, queries.leave(grad.query), route.num_queries)
-        found.add_keys(call.key_groups, of_sides, route.num_keys)
-
-    def _send_gradients(self, found: "_Found") -> Delivery | None:
-        """Send gradients of what came back to where it came from."""
-        shapes, device = self.shapes, self.route.device
-        if not self.route.traffic.has_journeys:
-            return None
-        outgoing, incoming = self.messages.sent_here, self.messages.sent
-        rows = [kind.row.empty(0, device) for kind in outgoing]
-        sides, queries = found.keys[CAME], found.queries[CAME]
-        if sides is not None:
-            rows[0] = shapes.key.filled([sides.key, sides.value])
-            if sides.bias is not None:
-                rows[2] = shapes.bias.filled([sides.bias])
-        if queries is not None:
-            rows[1] = shapes.query.filled([queries])
-        return self._send(outgoing, rows, incoming)
-
-    def _home(self, query_grad: Tensor, sides: _Sides, delivery: Delivery) -> tuple[Tensor, _Sides]:
-        """Gradients and what came home of them."""
-        kinds, route = self.messages.sent, self.route
-        key_rows, query_rows, *bias_rows = unpacked(kinds, delivery.wait())
-        came = self.shapes.key.tensors(key_rows)
-        if bias_rows:
-            came += self.shapes.bias.tensors(bias_rows[0])
-        home = [
-            _with_those_that_came(grad, route.keys_out, part, kinds[0].counts)
-            for grad, part in zip(sides.tensors, came, strict=True)
-        ]
-        (queries,) = self.shapes.query.tensors(query_rows)
-        query_grad = _with_those_that_came(query_grad, route.queries_out, queries, kinds[1].counts)
-        return query_grad, _Sides.of(home)
+# -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
-    """Gradients of what is here and what came, as far as they were computed."""
+class _Depart(torch.autograd.Function):
+    """Sends what others read of this rank's tokens. Backward: adds the gradients that come home to those from here."""
 
-    queries: list[Tensor | None]
-    keys: list[_Sides | None]
-
-    def add_queries(self, groups: tuple[int, ...], grad: Tensor, held: int) -> None:
-        for group, part in zip(groups, _apart(grad, groups, held), strict=True):
-            before = self.queries[group]
-            self.queries[group] = part if before is None else before + part
-
-    def add_keys(self, groups: tuple[int, ...], grads: Sequence[Tensor], held: int) -> None:
-        for group, *parts in zip(groups, *(_apart(grad, groups, held) for grad in grads), strict=True):
-            before = self.keys[group]
-            if before is not None:
-                parts = [a + b for a, b in zip(before.tensors, parts, strict=True)]
-            self.keys[group] = _Sides.of(parts)
-
-
-class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        (out, lse), kept = layer.forward(query, _Sides(key, value, bias), in_place=False)
-        ctx.layer = layer
-        tensors: list[Tensor] = []
-        ctx.frame = _flattened(kept, tensors)
-        ctx.save_for_backward(*tensors)
-        return out, lse
+    def forward(ctx: Any, layer: _Layer, journey: _Journey, *own: Tensor) -> Tokens:
+        ctx.layer, ctx.journey = layer, journey
+        messages, route = layer.messages, layer.route
+        journey.delivery = layer.send_tokens(
+            messages.sent, own, messages.sent_here, route.queries_out, route.keys_out
+        )
+        return own
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        route, kinds = ctx.layer.route, ctx.layer.messages.sent
+        came = ctx.layer.tokens(kinds, ctx.journey.delivery)
+        indices = [route.queries_out] + [route.keys_out] * (len(grads) - 1)
+        counts = [kinds[1].counts] + [kinds[0].counts] * (len(grads) - 1)
+        return None, None, *map(_with_those_that_came, grads, indices, came, counts)
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for the tokens of other ranks. Backward: sends their gradients home.
+
+    Tensors of this rank pass through: so the gradients depart on every rank, even if nothing came here that is read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layer: _Layer, journey: _Journey, *through: Tensor) -> Tokens:
+        ctx.layer, ctx.journey, ctx.number = layer, journey, len(through)
+        return *through, *layer.tokens(layer.messages.sent_here, journey.delivery)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        messages = ctx.layer.messages
+        came = grads[ctx.number :]
+        ctx.journey.delivery = ctx.layer.send_tokens(messages.sent_here, came, messages.sent)
+        return None, None, *grads[: ctx.number]
+
+
+class _Settle(torch.autograd.Function):
+    """Makes partial results whole: sends those of visitors home, and merges and spreads those of everyone's queries."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: _Layer, out: Tensor, lse: Tensor, *visited: Tensor) -> Attended:
+        whole = Attended(out, lse)
+        travelled, everyones = layer.returned(whole, visited)
+        if any(ctx.needs_input_grad):  # otherwise results are written over their parts
+            whole = Attended(out.clone(), lse.clone())
+        if travelled:
+            _place(whole, layer.route.travellers, merge_partials(*travelled))
+        if everyones:
+            layer.spread(whole, merge_partials(*everyones))
+        ctx.layer, ctx.has_visitors, ctx.num_travelled = layer, bool(visited), len(travelled)
+        ctx.save_for_backward(*travelled, *everyones)
+        return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        kept: _Kept = _rebuilt(ctx.frame, ctx.saved_tensors)
-        query_grad, sides = ctx.layer.backward(Attended(grad_out, grad_lse), kept)
-        return None, query_grad, *sides
+        layer, route, row = ctx.layer, ctx.layer.route, ctx.layer.shapes.result
+        grads = Attended(grad_out.clone(), grad_lse.clone())
+        rows = [row.empty(0, grad_out.device), row.empty(0, grad_out.device)]
+        saved = ctx.saved_tensors  # asked for once: checkpointing allows no more
+        if ctx.num_travelled:
+            of_travellers = [grad.index_select(2, route.travellers) for grad in grads]
+            rows[0] = row.filled(_flat(_unmerged(saved[:2], of_travellers)), route.returned)
+        if len(saved) > ctx.num_travelled:
+            rows[1] = row.filled(_flat(_unmerged(saved[-2:], layer.gathered(grads))))
+        outgoing, incoming = layer.messages.returned_here, layer.messages.returned
+        visit_rows, part_rows = unpacked(incoming, layer.send(outgoing, rows, incoming).wait())
+        if len(part_rows):
+            layer.place_everyones(grads, row.tensors(part_rows))
+        before = sum(incoming[0].counts[: route.rank])
+        after = before + len(route.travellers)
+        if len(route.travellers):
+            _place(grads, route.travellers, row.tensors(visit_rows[before:after]))
+        visitors = torch.cat([visit_rows[:before], visit_rows[after:]])
+        return None, *grads, *(row.tensors(visitors) if ctx.has_visitors else ())
 
 
-def _flattened(value: Any, tensors: list[Tensor]) -> Any:
-    """The frame of nested tuples and lists with numbers for tensors, which go into a list."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return len(tensors) - 1
-    if isinstance(value, tuple):
-        return type(value)(*(_flattened(part, tensors) for part in value))
-    return [_flattened(part, tensors) for part in value] if isinstance(value, list) else value
+class _Merge(torch.autograd.Function):
+    """Merges results `[parts, B, H, N, ...]` of the same queries over different keys."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor) -> Attended:
+        ctx.save_for_backward(out, lse)
+        return merge_partials(out, lse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_unmerged(ctx.saved_tensors, grads))
 
 
-def _rebuilt(frame: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(frame, int):
-        return tensors[frame]
-    if isinstance(frame, tuple):
-        return type(frame)(*(_rebuilt(part, tensors) for part in frame))
-    return [_rebuilt(part, tensors) for part in frame] if isinstance(frame, list) else frame
+class _Put(torch.autograd.Function):
+    """Puts the tokens of several tensors behind each other, in slots."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Slots, *parts: Tensor) -> Tensor:
+        ctx.slots, ctx.lengths = slots, [part.shape[2] for part in parts]
+        return slots.enter(_joined(parts))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.slots.leave(grad).split(ctx.lengths, dim=2)
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def _partial_gradients(part: Attended | _Partial, whole: Attended, grads: Attended) -> Attended:
-    """Gradients of results that were merged with others: each weighs as much as its `lse` says.
-
-    With w = exp(part.lse - whole.lse): whole.out is the sum of all w * part.out, and lse grows by w for each.
-    """
-    anchor = whole.lse.masked_fill(whole.lse == float("-inf"), 0)
-    weight = torch.exp(part.lse - anchor)
-    slope = torch.linalg.vecdot(grads.out.to(weight.dtype), part.out.to(weight.dtype) - whole.out)
-    out = (weight.unsqueeze(-1) * grads.out).to(part.out.dtype)
-    return Attended(out, weight * (slope + grads.lse))
-
-
-def _stacked(x: Tensor, num_ranks: int) -> Tensor:
-    """`[B, H, ranks * tokens, ...]` as `[ranks, B, H, tokens, ...]`."""
-    shape = *x.shape[:2], num_ranks, x.shape[2] // num_ranks, *x.shape[3:]
-    return x.view(shape).movedim(2, 0)
-
-
-def _place(whole: Attended, index: Tensor, parts: Sequence[Tensor]) -> None:
-    for into, part in zip(whole, parts, strict=True):
-        into.index_copy_(2, index, part)
-
-
-def _turned(groups: Sequence[Any]) -> list[list[Any]]:
-    """Tuples of tensors as one list for each of their tensors."""
-    return [list(parts) for parts in zip(*(group for group in groups if group is not None), strict=True)]
+def _put(slots: Slots, parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1 and slots.tokens is None:
+        return parts[0]
+    whole: Tensor = _Put.apply(slots, *parts)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -529,31 +400,41 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _apart(x: Tensor, groups: tuple[int, ...], held: int) -> tuple[Tensor, ...]:
-    """What is here, and what came, if there are both."""
-    return (x,) if len(groups) == 1 else x.split([held, x.shape[2] - held], dim=2)
-
-
-def _entered(slots: Slots, parts: Sequence[Any]) -> Any:
-    """Tensors behind each other, in slots; None if there are none."""
-    return None if parts[0] is None else slots.enter(_joined(parts))
-
-
 def _hiding_holes(slots: Slots, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The bias of the keys in their slots; nobody reads a hole."""
     if slots.holes is None:
         return bias
-    hidden = torch.zeros(slots.length, dtype=dtype, device=slots.holes.device).masked_fill(
-        slots.holes, float("-inf")
-    )
+    hidden = torch.zeros(slots.length, dtype=dtype, device=slots.holes.device)
+    hidden.masked_fill_(slots.holes, float("-inf"))
     return hidden if bias is None else bias + hidden
 
 
-def _scattered(slots: Slots, x: Tensor) -> Tensor:
-    """Into slots, with nothing in the holes: gradients, and results that belong to them."""
-    if slots.tokens is None:
-        return x
-    return x.new_zeros(*x.shape[:2], slots.length, *x.shape[3:]).index_copy_(2, slots.place, x)
+def _unmerged(parts: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of results `[parts, ...]` that were merged: each weighs as much as its `lse` says.
+
+    With w = exp(part.lse - whole.lse): whole.out is the sum of all w * part.out, and lse grows by w for each.
+    """
+    out, lse = parts
+    whole = merge_partials(out, lse)
+    weight = torch.exp(lse - whole.lse.masked_fill(whole.lse == float("-inf"), 0))
+    slope = torch.linalg.vecdot(grads[0].to(weight.dtype), out.to(weight.dtype) - whole.out)
+    return [(weight.unsqueeze(-1) * grads[0]).to(out.dtype), weight * (slope + grads[1])]
+
+
+def _stacked(x: Tensor, num_ranks: int) -> Tensor:
+    """`[B, H, ranks * tokens, ...]` as `[ranks, B, H, tokens, ...]`."""
+    shape = *x.shape[:2], num_ranks, x.shape[2] // num_ranks, *x.shape[3:]
+    return x.view(shape).movedim(2, 0)
+
+
+def _flat(parts: Sequence[Tensor]) -> list[Tensor]:
+    """`[ranks, B, H, tokens, ...]` as `[B, H, ranks * tokens, ...]`."""
+    return [part.movedim(0, 2).flatten(2, 3) for part in parts]
+
+
+def _place(whole: Attended, index: Tensor, parts: Sequence[Tensor]) -> None:
+    for into, part in zip(whole, parts, strict=True):
+        into.index_copy_(2, index, part)
 
 
 def _with_those_that_came(grad: Tensor, index: Tensor, came: Tensor, counts: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a model's tokens are cut: evenly, along blocks, summaries and merged regions, the text on all ranks."""
+"""Cuts a model's tokens evenly, along blocks, summaries and merged regions. The text is on all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _SHARE_OVER_UNIT = 4
 
 
 def even_split(method: Method, geometry: Geometry, num_ranks: int, block: int) -> Split:
-    """The sections of a method cut evenly, the text on all ranks.
+    """Cut the sections of a method evenly, and put the text on all ranks.
 
     Cuts lie on multiples of the block where shares are large enough. A two-way shared region that has no block for
     every rank is cut more finely on many: who holds some of it talks to all others, and that should not be one rank's
-    load. With keys-only sharing that would cost more than it spares: the rows of a torn block read the tiles of all
+    load. With keys-only sharing that would cost more than it saves: the rows of a torn block read the tiles of all
     of its tokens, on every rank that holds some.
     """
     sections = method.sections(geometry)
@@ -47,11 +47,11 @@ def _power_of_two(number: int) -> int:
 
 
 class MergedSplit(NamedTuple):
-    """Tokens that are merged inside regions, split between regions: a rank merges and parts its own by itself.
+    """Tokens that are merged inside regions, split between regions. A rank merges and unmerges its own by itself.
 
     Args:
         whole: of all tokens.
-        merged: of those that are left.
+        merged: of the tokens that are left after merging.
         regions: of each rank.
     """
 
@@ -61,10 +61,10 @@ class MergedSplit(NamedTuple):
 
 
 def split_between_regions(method: Composition, geometry: Geometry, num_ranks: int, block: int) -> MergedSplit:
-    """Every piece of the order cut evenly, as far as regions allow, the text on all ranks.
+    """Cut every piece of the order as evenly as regions allow, and put the text on all ranks.
 
-    Of the places between two regions those are preferred that tear no block. Where there is a far field, ranks part
-    only where that tears no summary, neither of all tokens nor of those that are left.
+    Cuts lie between regions, preferably where they tear no block. With a far field a cut may tear no summary, neither
+    of all tokens nor of the tokens that are left after merging.
     """
     regions = method.regions(geometry)
     assert regions is not None
@@ -111,7 +111,7 @@ def _refuse_idle(rank: int, num_ranks: int, num_regions: int, far: int) -> NoRet
 def _cut_at(borders: Sequence[int], fits: Sequence[bool], num_ranks: int, unit: int) -> list[int]:
     """Which of some places to cut at, into one part per rank.
 
-    Those on multiples of `unit` are taken where they are hardly farther from an even share than others.
+    A place on a multiple of `unit` is taken if it is hardly farther from an even share than the nearest place.
 
     Args:
         fits: which places may be taken; the first and the last always may.

@@ -1,11 +1,9 @@
 """The far field of a rank: summaries of its own tokens, which travel to their readers as keys do."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearfield._checks import wrong_value
 from nearfield._types import Impl
@@ -13,7 +11,7 @@ from nearfield.layout import Span
 from nearfield.methods import FarField, Summary
 from nearfield.ops import query_sums, weighted_windows, window_means
 from nearfield.parallel.messages import Sent, Shapes
-from nearfield.parallel.ranks import Parcel, Ranks
+from nearfield.parallel.ranks import Ranks
 from nearfield.parallel.route import Route, traffic
 from nearfield.parallel.split import Split
 
@@ -26,8 +24,8 @@ class SplitFarField:
         window: tokens per summary.
         starts: `[windows]`, where this rank's windows begin among its tokens.
         sizes, bias: of this rank's summaries.
-        route: the way of summaries; its queries are those of the tokens.
-        summary: of which kind they are.
+        route: who reads which summaries; its queries are the tokens.
+        summary: the kind of summaries.
         num_summarised: tokens of all ranks' windows.
     """
 
@@ -52,57 +50,28 @@ class SplitFarField:
     def summaries(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, impl: Impl, ranks: Ranks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and biases of this rank's windows. A collective call where they are weighted: the mean query is
-        that of all ranks."""
+        """Keys, values and biases of this rank's windows. A collective call where windows are weighted: the mean query
+        is that of all ranks."""
         windows = self.starts, self.sizes, self.window
         if self.summary == "mean":
             return window_means(key, *windows, impl), window_means(value, *windows, impl), self.bias
-        sums = summed(query_sums(query, *windows, key.shape[1], impl), ranks)
+        sums = torch.stack(ranks.all_gather(query_sums(query, *windows, key.shape[1], impl))).sum(0)
         moments = sums / self.num_summarised
         return weighted_windows(query, key, value, *windows, scale=scale, impl=impl, moments=moments)
 
 
 def bytes_summed(summary: Summary, shapes: Shapes, num_ranks: int) -> Sent:
-    """What ranks send so that each knows the mean query, where summaries need it, and backward as much."""
+    """The bytes that ranks send so that each knows the mean query, where summaries need it."""
     if summary == "mean":
         return Sent((0,) * num_ranks, (0,) * num_ranks)
     dtype = torch.promote_types(shapes.dtype, torch.float32)
-    parcel = Parcel((2, shapes.batch, shapes.key_heads, shapes.head_dim), dtype)
-    each = (parcel.num_bytes * (num_ranks - 1),) * num_ranks
+    num_bytes = 2 * shapes.batch * shapes.key_heads * shapes.head_dim * dtype.itemsize
+    each = (num_bytes * (num_ranks - 1),) * num_ranks
     return Sent(each, each)
 
 
-def summed(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of what all ranks have, in their order, on each. A collective call, as its backward pass is."""
-    total: Tensor = _Sum.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _total(x, ranks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """What all ranks' losses say about the sum, they say about each part of it."""
-        return _total(grad, ctx.ranks), None
-
-
-def _total(x: Tensor, ranks: Ranks) -> Tensor:
-    others = [rank != ranks.index for rank in range(ranks.size)]
-    parcel = Parcel(tuple(x.shape), x.dtype)
-    arrived = ranks.exchange([[x] * other for other in others], [[parcel] * other for other in others]).wait()
-    total = torch.zeros_like(x)
-    for tensors in arrived:
-        total += tensors[0] if tensors else x
-    return total
-
-
 def summary_split(field: FarField, split: Split) -> Split:
-    """Who makes which summaries: the rank that holds their tokens."""
+    """The split of summaries: each is made by the rank that holds its tokens."""
     begins = field.starts.cpu()
     owners = split.owners[begins]
     for one in range(split.num_ranks):

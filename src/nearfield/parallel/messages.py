@@ -68,9 +68,9 @@ def _starts(parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> tuple[int
 
 
 def select(source: Tensor, index: Tensor | None, out: Tensor) -> None:
-    """Copy some tokens of a tensor, or all, into one that lies ready; in words of 8 bytes where possible.
+    """Copy some tokens of a tensor, or all, into another tensor; in words of 8 bytes where possible.
 
-    A device copies strided tensors number by number: with larger ones it is done sooner.
+    A device copies strided tensors number by number, so larger numbers take less time.
     """
     source, out = _in_words(source, out)
     if index is None:
@@ -80,7 +80,7 @@ def select(source: Tensor, index: Tensor | None, out: Tensor) -> None:
 
 
 def _in_words(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one type as integers of 8 bytes, if all allow it; else as they are."""
+    """View tensors of one type as integers of 8 bytes, if all allow it; otherwise return them unchanged."""
     size = tensors[0].element_size()
     per_word = 8 // size
     are_fit = size < 8 and all(
@@ -112,7 +112,7 @@ def message_sizes(kinds: Sequence[Kind]) -> list[int]:
 
 
 def packed(kinds: Sequence[Kind], rows: Sequence[Tensor]) -> Tensor:
-    """Rows of several kinds as one buffer: all that is for the first rank first. Of one kind they are it already."""
+    """Rows of several kinds as one buffer, in the order of the ranks that they go to."""
     used = [(kind, some) for kind, some in zip(kinds, rows, strict=True) if len(some)]
     if len(used) == 1 and _is_dense(used[0][0]):
         return used[0][1].flatten()
@@ -122,7 +122,7 @@ def packed(kinds: Sequence[Kind], rows: Sequence[Tensor]) -> Tensor:
 
 
 def unpacked(kinds: Sequence[Kind], buffer: Tensor) -> list[Tensor]:
-    """The rows of each kind in a buffer, those of the first rank first."""
+    """The rows of each kind in a buffer, in the order of the ranks that they came from."""
     used = [number for number, kind in enumerate(kinds) if sum(kind.counts)]
     if len(used) == 1 and _is_dense(kinds[used[0]]):
         return [
@@ -155,7 +155,7 @@ def _padded(part: Tensor) -> Tensor:
 
 
 class Shapes(NamedTuple):
-    """What decides the size of a message besides its tokens."""
+    """The sizes of tensors that decide, with the number of tokens, how long a message is."""
 
     batch: int
     heads: int
@@ -190,7 +190,7 @@ class Shapes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """What one rank sends each other in the forward pass. In the backward pass gradients take the same ways back."""
+    """What one rank sends to each other rank in the forward pass. Gradients take the same ways back."""
 
     traffic: Traffic
     shapes: Shapes
@@ -198,7 +198,7 @@ class Messages:
 
     @cached_property
     def sent(self) -> list[Kind]:
-        """First keys, values and travelling queries ..."""
+        """First: keys, values and travelling queries."""
         return self._tokens(self.traffic.num_keys[self.rank], self.traffic.num_queries[self.rank])
 
     @cached_property
@@ -212,7 +212,7 @@ class Messages:
 
     @cached_property
     def returned(self) -> list[Kind]:
-        """... then results for the queries that came, and for that part of everyone's which is merged there ..."""
+        """Second: results of the queries that came, and of the part of everyone's queries that is merged there."""
         visitors = self.traffic.num_queries[:, self.rank].tolist()
         return self._results(visitors, self.traffic.part_sizes)
 
@@ -222,13 +222,13 @@ class Messages:
         return self._results(visits, [self.traffic.part_sizes[self.rank]] * self.traffic.num_ranks)
 
     def _results(self, visits: list[int], parts: list[int]) -> list[Kind]:
-        """A rank's own results are merged with those of others, so it sends them to itself."""
+        """A rank also sends to itself, because its own results are merged with those of others."""
         visits[self.rank] = self.traffic.num_travellers(self.rank)
         return [Kind(self.shapes.result, visits), Kind(self.shapes.result, parts)]
 
     @cached_property
     def spread(self) -> list[Kind]:
-        """... and last the part of everyone's that was merged here."""
+        """Third: the results of everyone's queries that were merged here."""
         mine = self.traffic.part_sizes[self.rank]
         return [Kind(self.shapes.result, [mine] * self.traffic.num_ranks)]
 
@@ -245,7 +245,7 @@ class Sent(NamedTuple):
 
 
 def bytes_sent(traffic: Traffic, shapes: Shapes) -> Sent:
-    """What `attend` would send, without sending it: the sizes of the very same messages."""
+    """Count what `attend` would send, from the sizes of the same messages."""
     forward: list[int] = []
     backward: list[int] = []
     for rank in range(traffic.num_ranks):

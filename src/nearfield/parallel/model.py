@@ -5,11 +5,9 @@ only attention sends anything.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
@@ -19,7 +17,7 @@ from nearfield.ops import merge_attended
 from nearfield.parallel.attention import attend
 from nearfield.parallel.far import SplitFarField, bytes_summed
 from nearfield.parallel.messages import Sent, Shapes, bytes_sent
-from nearfield.parallel.ranks import Parcel, Ranks
+from nearfield.parallel.ranks import Ranks
 from nearfield.parallel.route import Route, Traffic, traffic
 from nearfield.parallel.split import Split
 from nearfield.plan import Plan
@@ -27,12 +25,12 @@ from nearfield.plan import builders as planning
 
 
 class Share:
-    """The image tokens of one rank: `enter` orders them and keeps its share, `leave` gathers all and brings them back.
+    """The image tokens of one rank. `enter` orders all and keeps a share; `leave` gathers all and restores their order.
 
     Args:
         ordering: of all image tokens.
         split: of the ordered image tokens, without text.
-        ranks: who has the others.
+        ranks: the ranks that hold the other shares.
     """
 
     def __init__(self, ordering: Ordering, split: Split, ranks: Ranks) -> None:
@@ -54,47 +52,16 @@ class Share:
 
 
 def gather(part: Tensor, split: Split, ranks: Ranks) -> Tensor:
-    """Every rank's part, `[tokens of the rank, ...]`, those of the first rank first. A collective call."""
-    if part.shape[0] != len(split.own(ranks.index)):
-        wrong_value(
-            "part", f"hold the {len(split.own(ranks.index))} tokens of rank {ranks.index}", part.shape[0]
-        )
-    gathered: Tensor = _Gather.apply(part, split, ranks)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split, ranks: Ranks) -> Tensor:
-        ctx.split, ctx.ranks = split, ranks
-        others = [rank != ranks.index for rank in range(ranks.size)]
-        messages = [
-            [Parcel((len(split.own(rank)), *part.shape[1:]), part.dtype)] * other
-            for rank, other in enumerate(others)
-        ]
-        arrived = ranks.exchange([[part] * other for other in others], messages).wait()
-        return torch.cat([tensors[0] if tensors else part for tensors in arrived])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The sum of what all ranks' losses say about this rank's part, in the order of ranks."""
-        split, ranks = ctx.split, ctx.ranks
-        parts = grad.split([len(split.own(rank)) for rank in range(ranks.size)])
-        mine = parts[ranks.index]
-        others = [rank != ranks.index for rank in range(ranks.size)]
-        parcel = Parcel(tuple(mine.shape), mine.dtype)
-        outgoing = [[part] * other for part, other in zip(parts, others, strict=True)]
-        arrived = ranks.exchange(outgoing, [[parcel] * other for other in others]).wait()
-        total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
-        for tensors in arrived:
-            total += tensors[0] if tensors else mine
-        return total.to(mine.dtype), None, None
+    """Every rank's part, `[tokens of the rank, ...]`, in the order of ranks. A collective call."""
+    sizes = [len(split.own(rank)) for rank in range(ranks.size)]
+    if len(part) != sizes[ranks.index]:
+        wrong_value("part", f"hold the {sizes[ranks.index]} tokens of rank {ranks.index}", len(part))
+    return torch.cat(ranks.all_gather(part, sizes))
 
 
 @dataclass(frozen=True, eq=False)
 class SplitLayer(LayerAttention):
-    """What one layer reads on one rank: tokens are those that it holds.
+    """What one layer reads on one rank, among the tokens that the rank holds.
 
     Args:
         plan: who reads whom in the whole sequence.
@@ -113,7 +80,7 @@ class SplitLayer(LayerAttention):
 
     @property
     def plans(self) -> list[Plan]:  # type: ignore[override]
-        """What this rank calls `nearfield.attend` with."""
+        """The plans of this rank's calls of `nearfield.attend`."""
         routes = [self.route] if self.far is None else [self.route, self.far.route]
         calls = [route.apart if self.ranks.overlap else (route.joined,) for route in routes]
         return [call.plan for of_route in calls for call in of_route]
@@ -147,23 +114,23 @@ class SplitLayer(LayerAttention):
 
 
 class SplitModel:
-    """What layers read of tokens that are split over ranks.
+    """Makes the layers of a model whose tokens are split over ranks.
 
     Args:
-        block: of a dense layer's plan.
+        block: the block size of a dense layer's plan.
     """
 
     def __init__(self, split: Split, block: int, ranks: Ranks) -> None:
         self.split, self.block, self.ranks = split, block, ranks
 
     def share(self, ordering: Ordering, geometry: Geometry) -> Share:
-        """The tokens of the images alone, which stand in the sequence as in the model's own tensors."""
+        """The share of the image tokens, which stand in the sequence in the order of the model's own tensors."""
         start = geometry.text if geometry.text_first else 0
         owned = tuple(tuple((a - start, b - start) for a, b in spans) for spans in self.split.owned)
         return Share(ordering, Split(geometry.num_image_tokens, owned), self.ranks)
 
     def layer(self, layer: LayerAttention) -> SplitLayer:
-        """What a method's layer reads."""
+        """This rank's part of a method's layer."""
         if not isinstance(layer, PlanLayer):
             wrong_value("method", SPLITTABLE, type(layer).__name__)
         near = self._layer(layer.near)
@@ -172,7 +139,7 @@ class SplitModel:
         return replace(near, far=SplitFarField.of(layer.far, self.split, self.ranks.index, layer.summary))
 
     def dense_layer(self, device: torch.device) -> SplitLayer:
-        """What a dense layer reads: all."""
+        """This rank's part of a layer in which everyone reads everyone."""
         tokens, block = self.split.num_tokens, self.block
         return self._layer(planning.full(tokens, q_block=block, k_block=block, device=device))
 
@@ -186,7 +153,7 @@ _MERGEABLE = "merge inside regions of the order to be split over ranks"
 
 
 def check_splittable(method: Composition) -> None:
-    """Whether tokens can be split for a method at all."""
+    """Refuse a method for which tokens cannot be split."""
     if method.merge is not None and not method.merge.can_split:
         wrong_value("method", _MERGEABLE, method.merge.label)
     if method.attention is not None and not method.attention.can_split:

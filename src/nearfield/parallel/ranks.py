@@ -12,33 +12,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from nearfield._checks import wrong_type, wrong_value
 
 ALIGNMENT = 16  # bytes; a tensor of any type may begin at a multiple of it
+Shape = Sequence[int]
 
 
-class ExchangeFailed(RuntimeError):
-    """Another rank died, hung, or did something else."""
-
-
-class Parcel(NamedTuple):
-    """The shape and type of a tensor that travels."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return -(-torch.Size(self.shape).numel() * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
-Message = Sequence[Parcel]
-
-
-def message_bytes(message: Message) -> int:
-    return sum(parcel.num_bytes for parcel in message)
+class ExchangeFailed(ConnectionError):
+    """Another rank died, hung, or did something else. Commands end with one line, as after any OSError."""
 
 
 @dataclass(eq=False)
@@ -47,8 +31,8 @@ class Ranks:
 
     Args:
         mesh: of one dimension; take one of several by its name, as in `mesh["cp"]`.
-        overlap: read what is here while the rest travels, in a call of its own whose result is merged. That costs
-            time on the device, and pays where the link is slow: if left out, where ranks are on several machines.
+        overlap: whether a rank reads its own keys while others travel, in a call whose result is merged. That costs
+            time on the device, and pays where the link is slow. By default ranks on several machines overlap.
 
     Attributes:
         bytes_sent: to other ranks, by this one, since it was made.
@@ -83,15 +67,15 @@ class Ranks:
         return self.mesh.get_group()
 
     def agree(self, **facts: object) -> None:
-        """Raise on every rank unless all have the same facts. Facts that were agreed on are not asked about again."""
+        """Raise on every rank unless all have the same facts. Facts that were agreed on are not compared again."""
         if str(facts) not in self._agreed:
             self.compare(facts)
             self._agreed.add(str(facts))
 
     def compare(self, facts: Mapping[str, object], hint: str = "") -> None:
-        """The same, asked each time. A collective call.
+        """Raise on every rank unless all have the same facts. A collective call.
 
-        Ranks also learn here whether they are on one machine, which decides about `overlap` if nobody has.
+        Ranks also learn here whether they are on one machine, which is the default of `overlap`.
         """
         mine = {name: str(fact) for name, fact in facts.items()}, platform.node()
         everyones: list[Any] = [mine] * self.size
@@ -104,20 +88,31 @@ class Ranks:
         if self.overlap is None:
             self.overlap = len({machine for _, machine in everyones}) > 1
 
-    def exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Message]) -> "Exchange":
-        """Start sending tensors to every rank and receiving from it. All ranks must do so, in the same order."""
-        parts = [[_as_bytes(tensor) for tensor in tensors] for tensors in outgoing]
-        sizes = [sum(map(len, part)) for part in parts]
-        wanted = [message_bytes(message) for message in incoming]
-        device = next((part.device for rank in parts for part in rank), None)
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        buffer = torch.cat([nothing, *(part for rank in parts for part in rank)])
-        return Exchange(self.send(buffer, sizes, wanted), tuple(incoming))
+    def all_to_all(self, outgoing: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+        """Give every rank a tensor and get one from each, all of one type. A collective call, and differentiable.
+
+        A rank's own tensor is not copied. In the backward pass gradients take the same ways back.
+
+        Args:
+            shapes: of the tensors that come, in the order of ranks.
+        """
+        found: tuple[Tensor, ...] = _AllToAll.apply(self, tuple(shapes), *outgoing)  # type: ignore[no-untyped-call]
+        return list(found)
+
+    def all_gather(self, own: Tensor, sizes: Sequence[int] | None = None, dim: int = 0) -> list[Tensor]:
+        """Give every rank this rank's tensor and get one from each. A collective call, and differentiable.
+
+        Args:
+            sizes: the lengths of the tensors along `dim`, in the order of ranks; by default all are equal.
+        """
+        sizes = [own.shape[dim]] * self.size if sizes is None else sizes
+        shapes = [(*own.shape[:dim], size, *own.shape[dim + 1 :]) for size in sizes]
+        return self.all_to_all(own.expand(self.size, *own.shape).unbind(), shapes)
 
     def send(self, buffer: Tensor, sizes: Sequence[int], wanted: Sequence[int]) -> "Delivery":
-        """Start sending bytes, so many to each rank, and receiving as many as wanted. All ranks must do so.
+        """Start sending `sizes` bytes to each rank and receiving `wanted` bytes from each. A collective call.
 
-        What a rank sends itself arrives like the rest, but is not counted.
+        What a rank sends to itself arrives like the rest, but is not counted.
         """
         if self.size == 1:
             return Delivery(self, None, buffer, buffer)
@@ -127,7 +122,7 @@ class Ranks:
         return Delivery(self, work, buffer, received)
 
     def _carry(self, buffer: Tensor, sizes: list[int], wanted: list[int]) -> tuple[Tensor, Any]:
-        """Let the bytes travel: where others' arrive, and what to wait for until they have."""
+        """Start the transfer. Returns the buffer that others' bytes arrive in, and the work to wait for."""
         received = buffer.new_empty(sum(wanted))
         try:
             work = dist.all_to_all_single(received, buffer, wanted, sizes, group=self.group, async_op=True)
@@ -143,7 +138,7 @@ class Ranks:
 
 
 class Delivery(NamedTuple):
-    """Bytes on their way. Both buffers live until they are there."""
+    """Bytes that are being sent. Both buffers are kept until they have arrived."""
 
     ranks: Ranks
     work: Any
@@ -151,7 +146,7 @@ class Delivery(NamedTuple):
     received: Tensor
 
     def wait(self) -> Tensor:
-        """What all ranks sent, the first rank first."""
+        """The bytes that all ranks sent, in the order of ranks."""
         if self.work is not None:
             try:
                 self.work.wait()
@@ -160,30 +155,28 @@ class Delivery(NamedTuple):
         return self.received
 
 
-class Exchange(NamedTuple):
-    """Tensors on their way."""
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, shapes: tuple[Shape, ...], *outgoing: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.shapes = ranks, tuple(x.shape for x in outgoing)
+        return _exchanged(ranks, shapes, outgoing)
 
-    delivery: Delivery
-    incoming: tuple[Message, ...]
-
-    def wait(self) -> list[list[Tensor]]:
-        """What each rank sent."""
-        received = self.delivery.wait()
-        place = 0
-        tensors: list[list[Tensor]] = []
-        for message in self.incoming:
-            tensors.append([])
-            for parcel in message:
-                size = torch.Size(parcel.shape).numel() * parcel.dtype.itemsize
-                tensors[-1].append(received[place : place + size].view(parcel.dtype).view(parcel.shape))
-                place += parcel.num_bytes
-        return tensors
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_exchanged(ctx.ranks, ctx.shapes, grads)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    part = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    padding = -len(part) % ALIGNMENT
-    return torch.nn.functional.pad(part, (0, padding)) if padding else part
+def _exchanged(ranks: Ranks, shapes: Sequence[Shape], outgoing: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    own, others = outgoing[ranks.index], [rank != ranks.index for rank in range(ranks.size)]
+    parts = [x.reshape(-1)[: x.numel() * other] for x, other in zip(outgoing, others, strict=True)]
+    wanted = [torch.Size(shape).numel() * other for shape, other in zip(shapes, others, strict=True)]
+    sizes, wanted = ([count * own.element_size() for count in counts] for counts in (map(len, parts), wanted))
+    arrived = ranks.send(torch.cat(parts).view(torch.uint8), sizes, wanted).wait().split(wanted)
+    return tuple(
+        part.view(own.dtype).view(shape) if other else own
+        for part, shape, other in zip(arrived, shapes, others, strict=True)
+    )
 
 
 def _compare(everyones: Sequence[Mapping[str, str]], hint: str) -> None:

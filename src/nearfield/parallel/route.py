@@ -1,18 +1,18 @@
-"""Routes: what travels between ranks, and what each rank reads, worked out from a plan alone.
+"""Routes: what travels between ranks and what each rank reads, derived from a plan alone.
 
-Every rank knows the whole plan and who holds which tokens, so all come to the same result without a word. Between two
-ranks one of two things travels. Usually keys and values do: those blocks that the rows of one rank read of the other,
-each once. But a row that reads most of what another rank holds, as text and shared tokens do, is itself smaller than
-what it reads: its queries travel there, are attended to, and a partial result with its `lse` comes back.
+Every rank knows the whole plan and who holds which tokens, so all derive the same routes without communicating. Usually
+keys and values travel: each block that a row of one rank reads of another rank's, once. But a row that reads most of
+what another rank holds, as text and shared tokens do, is smaller than what it reads. Its queries travel instead, and a
+partial result with its `lse` comes back.
 
-Rows that every rank holds (replicated text) travel nowhere: each rank lets them read the keys it owns. Of these partial
-results every rank merges a part, and all get the parts.
+Rows that every rank holds (replicated text) do not travel. Each rank lets them read the keys that it owns. Every rank
+then merges a part of these partial results, and sends it to all.
 
 Plans have blocks, and a split may tear them. So every rank lays out its tokens in whole blocks, with holes where a
-block is torn; where blocks are whole, as with cuts on multiples of the block, nothing is moved at all.
+block is torn. Where blocks are whole, as with cuts on multiples of the block, no token is moved.
 
-What is here and what came is read by one call over one plan; or, where waiting takes longer than it costs to merge, by
-several, of which the first needs nothing that travels.
+One call over one plan reads the keys that are here and those that came. Where waiting takes longer than merging,
+several calls do, of which the first needs nothing that travels.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ from nearfield.parallel.split import REPLICATED, Split
 from nearfield.plan import Plan
 
 _OWN, _EVERYONES, _OTHERS = 0, 1, 2  # kinds of tokens on a rank; from the last on, those of each other rank
-_WIDE = 0.5  # of what a rank holds, above which a row that reads it may travel there
-_WORTH = 2  # times fewer queries than keys: returning costs a second exchange
+_WIDE = 0.5  # a row may travel to a rank if it reads more than this share of the rank's keys
+_WORTH = 2  # and if it spares this many times as many keys as queries: its return costs a second exchange
 
 
 class Slots(NamedTuple):
@@ -53,7 +53,7 @@ class Slots(NamedTuple):
         return x if self.tokens is None else x.index_select(2, self.tokens)
 
     def leave(self, y: Tensor) -> Tensor:
-        """Back to the tokens; also the way of gradients, since every token has one place."""
+        """The tokens that stand in the slots. Gradients take this way, too, because every token has one place."""
         return y if self.tokens is None else y.index_select(2, self.place)
 
     def to(self, device: torch.device) -> "Slots":
@@ -65,7 +65,7 @@ class Slots(NamedTuple):
 
 
 HERE, CAME = 0, 1
-"""Two groups of tokens: those that a rank holds, and those that others sent it, those of the first rank first."""
+"""Two groups of tokens: those that a rank holds, and those that other ranks sent to it, in the order of ranks."""
 
 
 class Call(NamedTuple):
@@ -84,17 +84,17 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What one rank sends, receives and computes. Indices are those of its own tokens.
+    """What one rank sends, receives and computes. Indices number its own tokens.
 
     Args:
         device: where its tensors are.
-        joined: all that it reads: its rows and those that came, over the keys it holds and those that came.
-        keys_out, queries_out: which keys and queries are sent, to the first rank first.
-        travellers: all queries that travel anywhere.
-        returned: which of the `travellers` have been on each rank, the first rank first, all of them here: places
-            among as many as there are ranks times travellers.
+        joined: one call of all queries and keys that the rank holds and that came to it.
+        keys_out, queries_out: the keys and queries that are sent, in the order of the ranks that they go to.
+        travellers: all queries that travel to any rank.
+        returned: which travellers have been on each rank (all have been on this one), as indices into a list of all
+            travellers for the first rank, then for the second, and so on.
         everyones: the queries that all ranks hold; none if they read nothing.
-        kept: what follows from it for tensors of some shape, for who wants to keep it.
+        kept: what callers derive from the route for tensors of some shape.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class Route:
 
     @cached_property
     def apart(self) -> tuple[Call, ...]:
-        """The same in up to three calls: its rows over what is here, over what came, and rows that came."""
+        """Up to three calls instead of one: own queries over own keys, over keys that came, and queries that came."""
         keys_came, queries_came = CAME in self.joined.key_groups, CAME in self.joined.query_groups
         groups = [((HERE,), (HERE,))] + [((HERE,), (CAME,))] * keys_came + [((CAME,), (HERE,))] * queries_came
         return tuple(self.traffic.call(self.rank, *pair, self.device) for pair in groups)
@@ -230,7 +230,7 @@ class Traffic:
 
     @property
     def keepers(self) -> Tensor:
-        """For each column the rank where queries that all hold read those of its keys that all hold."""
+        """For each column with keys that all ranks hold, the rank on which queries that all ranks hold read them."""
         return self._work[1]
 
     @cached_property
@@ -238,7 +238,7 @@ class Traffic:
         all_keys = _tokens_per_block(self.keys, REPLICATED, self.plan.k_block)
         all_queries = _tokens_per_block(self.queries, REPLICATED, self.plan.q_block)
         held = torch.cat([self._columns, all_keys[None]]).double()
-        # How many tokens of each rank a row reads; in the last place, of those that all hold.
+        # How many tokens of each rank a row reads. The last column is about tokens that all ranks hold.
         read = self._reads.double() @ held.T
         pairs = [int(rows.double() @ read[:, [rank, -1]].sum(1)) for rank, rows in enumerate(self._rows)]
         for (reader, holder), travels in self._travelling.items():
@@ -247,7 +247,7 @@ class Traffic:
             pairs[holder] += int(counts[travels].sum())
         for rank in range(self.num_ranks):
             pairs[rank] += int((all_queries * read[:, rank]).sum())
-        # What all hold is read once, column by column where least is read so far.
+        # A column that all ranks hold is read by one of them, the one that reads least so far.
         keepers = torch.zeros(self.plan.num_columns, dtype=torch.int64, device="cpu")
         of_columns = (all_queries.double() @ self._reads.double()) * all_keys
         for column in all_keys.nonzero().flatten().tolist():
@@ -257,7 +257,7 @@ class Traffic:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same on ranks that have the same plan and splits."""
+        """A text that is equal on ranks that have the same plan and splits."""
         plan = self.plan
         digest = hashlib.sha256(repr(plan.layout._replace(capacity=0)).encode())
         used = int(plan.offsets[..., -1].max())
@@ -268,7 +268,7 @@ class Traffic:
     # -- one rank ------------------------------------------------------------------------------------------------
 
     def route(self, rank: int, device: torch.device | str | None = None) -> Route:
-        """What one rank has to do. `device` is where its tensors are; by default where the plan is."""
+        """The route of one rank. `device` is the one of its tensors, by default that of the plan."""
         check_int("rank", rank, at_least=0)
         if rank >= self.num_ranks:
             wrong_value("rank", f"be below the number of ranks ({self.num_ranks})", rank)
@@ -301,7 +301,7 @@ class Traffic:
     def call(
         self, rank: int, query_groups: tuple[int, ...], key_groups: tuple[int, ...], device: torch.device
     ) -> Call:
-        """Who reads whom among some of the tokens that a rank holds, or that came to it."""
+        """The call over some of the tokens that a rank holds, or that came to it."""
         plan, others = self.plan, [other for other in range(self.num_ranks) if other != rank]
         my_queries, my_keys = self.queries.held(rank), self.keys.held(rank)
         query_parts = {HERE: [(_kinds(self.queries, my_queries), my_queries)], CAME: []}
@@ -349,7 +349,7 @@ class _Reads(NamedTuple):
 
 @lru_cache(maxsize=64)
 def traffic(plan: Plan, queries: Split, keys: Split | None = None) -> Traffic:
-    """`Traffic`, kept: layers whose tiles lie alike share a plan."""
+    """A cached `Traffic`, because layers with equal tiles share a plan."""
     return Traffic(plan, queries, keys)
 
 
@@ -386,7 +386,7 @@ def _tokens_per_block(split: Split, owner: int, block: int) -> Tensor:
 
 
 def _wide_rows(pairs: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Which rows travel: those that read most of a rank, if that spares the others' keys often enough."""
+    """Which rows travel: those that read most of a rank's keys, if enough keys then need not be sent."""
     wide = (pairs * keys).sum(dim=1) > _WIDE * keys.sum()
     spared = pairs.any(dim=0) & ~pairs[~wide].any(dim=0)
     return wide if _WORTH * queries[wide].sum() <= keys[spared].sum() else torch.zeros_like(wide)
@@ -412,11 +412,10 @@ def _slotted(
     num_blocks: int,
     num_kinds: int,
 ) -> tuple[Slots, Tensor]:
-    """Tokens of one block and kind get a slot together, in the order in which they first come; whole ones first.
+    """Lay out tokens: those of one block and kind share a slot. Whole blocks come first, so ragged ones make no holes.
 
-    So the ragged block at the end of a sequence makes no hole, wherever it is held.
-
-    Returns also the slot of each kind and block, `[kinds, blocks]`, -1 where there is none.
+    Returns:
+        The slots, and the slot of each kind and block, `[kinds, blocks]`, -1 where there is none.
     """
     kinds, tokens = (
         torch.cat(some) for some in zip(*(part for group in groups for part in parts[group]), strict=True)

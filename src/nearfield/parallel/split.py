@@ -62,12 +62,12 @@ class Split:
         unit: int | Sequence[int] = 1,
         replicated: Sequence[Span] = (),
     ) -> "Split":
-        """Each of the spans cut into one piece per rank, as equal as cuts on multiples of `unit` can be.
+        """Cut each span into one piece per rank, as equal as cuts on multiples of `unit` can be.
 
         Args:
             spans: all tokens but the replicated ones.
-            unit: cuts lie on multiples of it in the sequence; the blocks of a plan are then not torn. One for each
-                span, or one for all.
+            unit: cuts lie on multiples of it in the sequence, so that blocks of a plan are not torn. One number for
+                each span, or one for all.
         """
         check_int("num_ranks", num_ranks, at_least=1)
         units = [unit] * len(spans) if isinstance(unit, int) else list(unit)
@@ -92,7 +92,7 @@ class Split:
 
     @cached_property
     def owners(self) -> Tensor:
-        """The rank of every token, `[num_tokens]`; `REPLICATED` for those that all hold."""
+        """The rank that owns each token, `[num_tokens]`; `REPLICATED` where all ranks hold it."""
         owners = torch.full((self.num_tokens,), REPLICATED, dtype=torch.int64, device="cpu")
         for rank, spans in enumerate(self.owned):
             for start, stop in spans:
@@ -100,11 +100,11 @@ class Split:
         return owners
 
     def held(self, rank: int) -> Tensor:
-        """The places in the sequence of what a rank holds, in the order in which it holds it."""
+        """The positions in the sequence of the tokens that a rank holds, in the rank's order."""
         return ((self.owners == rank) | (self.owners == REPLICATED)).nonzero().flatten()
 
     def own(self, rank: int) -> Tensor:
-        """The same without what all hold."""
+        """The positions in the sequence of the tokens that a rank alone holds."""
         return self._own[rank]
 
     @cached_property

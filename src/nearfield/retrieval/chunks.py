@@ -18,8 +18,8 @@ Geometry = Literal["global", "local"]
 class Chunk:
     """Keys and values of a text, computed alone behind a prefix, at positions from 0.
 
-    The prefix (a start token, a chat header) gives attention the sink it has in a whole prompt. Keys are turned to the
-    positions they were computed at.
+    The prefix (a start token, a chat header) gives attention the sink it has in a whole prompt. Keys are rotated to the
+    positions at which they were computed.
     """
 
     tokens: Tensor  # [prefix + text]
@@ -39,7 +39,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Chunks put together: `cache` is an ordinary cache, in which no chunk has seen another."""
+    """Chunks put together. `cache` is an ordinary cache of transformers, in which no chunk has seen another."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
@@ -47,15 +47,13 @@ class Context:
     offset: Tensor  # [T] place of a row in its chunk; 0 in the prefix
     lengths: tuple[int, ...]
     cache: Any
-    angles: Tensor | None = None  # [axes, T] what rows are turned by, where it is not their positions
-    embeddings: Tensor | None = None  # [T, hidden] what enters the layers, where it is not the tokens'
-    roomy: tuple[Tensor, Tensor] | None = (
-        None  # [layers, G, more than T, D] what the cache is the beginning of
-    )
+    angles: Tensor | None = None  # [axes, T] positions for the rotary embedding, where they have several axes
+    embeddings: Tensor | None = None  # [T, hidden] inputs of the first layer, where tokens do not give them
+    roomy: tuple[Tensor, Tensor] | None = None  # [layers, G, more than T, D] memory that the cache begins
 
     @property
     def next_position(self) -> int:
-        """Where what follows is turned to."""
+        """The position of the first token that follows."""
         return int((self.positions if self.angles is None else self.angles).max()) + 1
 
     @property
@@ -71,16 +69,23 @@ class Context:
         return [layer.keys for layer in self.cache.layers], [layer.values for layer in self.cache.layers]
 
     def copy(self) -> "Context":
-        """The same with a cache of its own."""
+        """A context with a copy of the cache."""
         keys, values = ([side[0].clone() for side in sides] for sides in self._sides())
         return replace(self, cache=cache_of(keys, values), roomy=None)
 
 
-def check_tokens(argument: str, tokens: object) -> None:
+def check_tokens(model: Any, argument: str, tokens: object, *, at_least: int = 1) -> None:
+    """Refuse what are not token ids `[N]` of a model's vocabulary."""
     check_tensor(argument, tokens, dims=1, hint="Token ids of one text, without a batch.")
     assert isinstance(tokens, Tensor)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         wrong_type(argument, "hold integers", tokens.dtype)
+    if len(tokens) < at_least:
+        wrong_value(argument, "hold at least one token", shape_of(tokens))
+    size = len(model.get_input_embeddings().weight)
+    outside = tokens[(tokens < 0) | (tokens >= size)]
+    if len(outside):
+        wrong_value(argument, f"hold token ids from 0 to {size - 1}", int(outside[0]))
 
 
 @torch.no_grad()
@@ -93,12 +98,10 @@ def prefill_chunk(model: Any, tokens: Tensor, prefix: Tensor | None = None) -> C
         prefix: `[prefix]` token ids that stand before every text and, in a prompt, before the first one only.
     """
     check_model(model)
-    check_tokens("tokens", tokens)
-    if len(tokens) == 0:
-        wrong_value("tokens", "hold at least one token", shape_of(tokens))
+    check_tokens(model, "tokens", tokens)
     if prefix is None:
         prefix = tokens[:0]
-    check_tokens("prefix", prefix)
+    check_tokens(model, "prefix", prefix, at_least=0)
     whole = torch.cat([prefix.to(tokens), tokens]).to(model.device)
     check_window(model, len(whole))
     cache = DynamicCache()
@@ -113,10 +116,10 @@ def assemble(model: Any, chunks: Sequence[Chunk], *, geometry: Geometry = "globa
     """Put chunks one after another: prefix, first text, second text and so on.
 
     Args:
-        geometry: with "global" every key is turned to the position it has in the prompt. With "local" all texts keep
-            the positions of their own, as if each stood first; that serves to compare chunks, not to generate.
-        room: tokens that memory is kept free for behind the context. A question of at most as many then need not be
-            appended by copying the cache; see `first_logits`.
+        geometry: with "global" every key is rotated to its position in the prompt. With "local" each text keeps its own
+            positions, as if it stood first. That serves to compare chunks, not to generate.
+        room: the number of tokens behind the context that memory is allocated for. A question of at most this length
+            is then appended without copying the cache; see `first_logits`.
     """
     check_model(model)
     check_member("geometry", geometry, get_args(Geometry))
@@ -152,14 +155,13 @@ def joined(
     num_untouched: int = 0,
     room: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values `[layers, G, T + room, D]` of chunks one after another, each from a row of its own on.
-
-    Each chunk is written to its place, in all layers at once.
+    """Keys and values `[layers, G, T + room, D]` of chunks one after another.
 
     Args:
-        turn: moves the keys; None where they stay as they are.
-        num_untouched: the first chunks, which stand where they were made.
-        room: rows at the end that nothing is written to.
+        starts: the first row of each chunk that is taken.
+        turn: moves the keys; None where they are not moved.
+        num_untouched: how many chunks at the beginning are not moved.
+        room: the number of rows at the end that are left empty.
     """
     like = chunks[0].keys
     sizes = [len(chunk.tokens) - start for chunk, start in zip(chunks, starts, strict=True)]
@@ -185,7 +187,7 @@ def _copy(source: Tensor, start: int, target: Tensor) -> None:
 
 
 def grown(context: "Context", layer: int, key: Tensor, value: Tensor) -> None:
-    """Let a layer of the cache grow by keys and values `[1, G, N, D]`: into its room, if it has so much."""
+    """Append keys and values `[1, G, N, D]` to a layer of the cache, without copying it if there is room."""
     cached = context.cache.layers[layer]
     start, stop = cached.keys.shape[2], cached.keys.shape[2] + key.shape[2]
     if context.roomy is None or stop > context.roomy[0].shape[2]:
@@ -198,10 +200,7 @@ def grown(context: "Context", layer: int, key: Tensor, value: Tensor) -> None:
 
 
 def cache_of(keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor) -> Any:
-    """An ordinary cache with these keys and values `[G, T, D]` of each layer, which are not copied.
-
-    A cache that is given tensors copies each, as it appends them to nothing.
-    """
+    """An ordinary cache with keys and values `[G, T, D]` of each layer. Its own constructor would copy them."""
     cache = DynamicCache()
     for key, value in zip(keys, values, strict=True):
         layer = DynamicLayer()
@@ -217,8 +216,14 @@ def _check_chunks(model: Any, chunks: Sequence[Chunk]) -> None:
     num_layers = len(model.get_decoder().layers)
     for index, chunk in enumerate(chunks):
         name = f"chunks[{index}]"
+        if chunk.length < 1:
+            wrong_value(name, "hold at least one token behind its prefix", shape_of(chunk.tokens))
         if len(chunk.keys) != num_layers:
             wrong_value(name, f"have the {num_layers} layers of the model", len(chunk.keys))
+        shape = (num_layers, chunks[0].keys.shape[1], len(chunk.tokens), chunks[0].keys.shape[-1])
+        for side in (chunk.keys, chunk.values):
+            if side.shape != shape:
+                wrong_value(name, f"have keys and values of shape {list(shape)}", shape_of(side))
         if chunk.keys.dtype != model.dtype:
             wrong_value(name, f"have the model's precision, {model.dtype}", chunk.keys.dtype)
     prefixes = [chunk.tokens[: chunk.prefix_length] for chunk in chunks]
@@ -229,7 +234,7 @@ def _check_chunks(model: Any, chunks: Sequence[Chunk]) -> None:
 
 
 def _first_unlike(prefixes: Sequence[Tensor]) -> int | None:
-    """Which one is not like the first. Waits for the device once, not for each."""
+    """The index of the first prefix that differs from the first one. Waits for the device once."""
     for index, prefix in enumerate(prefixes):
         if len(prefix) != len(prefixes[0]):
             return index

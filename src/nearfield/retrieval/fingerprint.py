@@ -1,11 +1,14 @@
-"""What a chunk depends on besides its text, as a few facts that can be compared and named; and when they change."""
+"""What a chunk depends on besides its text, as a few named facts that can be compared."""
 
 import hashlib
 import json
+import pydoc
 import random
+import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,13 +22,19 @@ _PIECE = 2**16  # entries that share a sum
 _AT_ONCE = 16 * _PIECE  # entries that memory is taken for, as 64-bit integers
 _BITS = {1: torch.int8, 2: torch.int16}
 _SAMPLES = 8
-_PLAIN = {Tensor, torch.nn.Parameter}
+_ORDINARY = {Tensor, torch.nn.Parameter}
 
-# Of a configuration, what says nothing about keys and values.
-_PASSING = (
+# Fields of a configuration and attributes of modules on which keys and values do not depend.
+_PASSING = {
     *("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"),
-    *("use_cache", "architectures"),
-)
+    *("use_cache", "architectures", "name_or_path", "warnings_issued", "hf_device_map"),
+    *("_attn_implementation", "_compiled_call_impl", "_output_capturing_hooks_installed"),
+}
+_PASSING |= {*vars(torch.nn.Module())} - {"training"}
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+_SETTINGS = (*_PLAIN, dict, list, tuple, set, frozenset, *_FUNCTIONS)
+_names: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
 
 def fingerprint(model: Any, prefix: Tensor) -> dict[str, str]:
@@ -33,9 +42,9 @@ def fingerprint(model: Any, prefix: Tensor) -> dict[str, str]:
 
     All parameters and buffers are read, and the place of each entry counts. A change of one entry of up to 32 bits
     always changes the facts; other changes go unseen with a probability below 2^-31. The sums are the same on every
-    device, and no match for somebody who means to deceive.
+    device. They do not protect against deliberate forgery.
     """
-    return _facts(model, prefix, _weights(model))
+    return _facts(model, prefix, _weights(model), _contents(model)[1])
 
 
 class Fingerprints:
@@ -46,16 +55,16 @@ class Fingerprints:
         self._weights = ""
 
     def of(self, model: Any, prefix: Tensor) -> dict[str, str]:
-        tensors = _tensors(model)
+        tensors, settings = _contents(model)
         if self._watch is None or not self._watch.unchanged(tensors):
             watch = _Watch(tensors)  # first, so that the next call notices what changes during the reading
             self._weights = _weights(model)
             self._watch = watch
-        return _facts(model, prefix, self._weights)
+        return _facts(model, prefix, self._weights, settings)
 
 
 def chunk_id(facts: Mapping[str, str], tokens: Tensor) -> str:
-    """The name of a chunk: the same text under the same facts has the same."""
+    """The name of a chunk, which depends on its text and the facts alone."""
     return _digest(_text(dict(facts)) + _text(tokens.tolist()))
 
 
@@ -64,18 +73,96 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]
     return [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
 
 
-def _facts(model: Any, prefix: Tensor, weights: str) -> dict[str, str]:
+def _facts(model: Any, prefix: Tensor, weights: str, settings: str) -> dict[str, str]:
     config = {name: value for name, value in model.config.to_dict().items() if name not in _PASSING}
     rope = config.pop("rope_parameters", None)
     return {
-        "format": "2",
+        "format": "3",
         "model": type(model).__name__,
         "configuration": _digest(_text(config)),
+        "modules": _digest(settings),
         "weights": weights,
         "precision": str(model.dtype),
         "rope": _text(rope),
         "prefix": _text(prefix.tolist()),
     }
+
+
+# -- modules -----------------------------------------------------------------------------------------------------
+
+
+def _contents(model: Any) -> tuple[list[Tensor], str]:
+    """All tensors of a model in a fixed order, and as text what else its modules are.
+
+    That is the class of each module, the names of its parts, its attributes (as the adapters that are on), and its
+    hooks. To ask the model for all this by name takes several times as long.
+    """
+    tensors: list[Tensor | None] = []
+    seen: list[str] = []
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        modules += [child for child in module._modules.values() if child is not None]
+        if "_orig_mod" in module._modules:  # what torch.compile puts around a model
+            continue
+        tensors += module._parameters.values()
+        tensors += module._buffers.values()
+        seen.append(type(module).__qualname__)
+        seen += module._modules
+        for name, value in vars(module).items():
+            kind = type(value)
+            if name in _PASSING:
+                continue
+            if issubclass(kind, Tensor):
+                tensors.append(value)
+            elif issubclass(kind, _SETTINGS):
+                seen += (name, _setting(value))
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            seen += [_name_of(hook) for hook in hooks.values() if not _only_observes(hook)]
+    found = [tensor for tensor in tensors if tensor is not None]
+    if not _ORDINARY.issuperset(map(type, found)):
+        found = [part for tensor in found for part in _parts(tensor)]
+    return found, "\n".join(seen)
+
+
+def _setting(value: Any) -> str:
+    """A value as text, without the objects in it, whose text would differ from process to process."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, _FUNCTIONS):
+        return _name_of(value)
+    parts: Iterable[str] = ()
+    if isinstance(value, dict):
+        parts = (f"{_setting(key)}: {_setting(one)}" for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        parts = map(_setting, value)
+    elif isinstance(value, set | frozenset):
+        parts = sorted(map(_setting, value))
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def _name_of(function: Any) -> str:
+    """The name of a function that can be imported by it; of any other, one that no other process gives."""
+    try:
+        is_known = function in _names
+    except TypeError:  # an object that cannot be remembered: never the same again
+        return uuid.uuid4().hex
+    if not is_known:
+        if isinstance(function, partial):
+            name = _setting((function.func, function.args, function.keywords))
+        else:
+            is_of_module = isinstance(getattr(function, "__self__", None), torch.nn.Module)
+            plain = function.__func__ if is_of_module else function
+            name = f"{getattr(plain, '__module__', None)}.{getattr(plain, '__qualname__', None)}"
+            if pydoc.locate(name) is not plain:
+                name = uuid.uuid4().hex
+        _names[function] = name
+    return _names[function]
+
+
+def _only_observes(hook: Any) -> bool:
+    """Whether a hook is one by which transformers notes outputs, once it was asked for some."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 # -- reading all weights -----------------------------------------------------------------------------------------
@@ -85,6 +172,9 @@ def _facts(model: Any, prefix: Tensor, weights: str) -> dict[str, str]:
 def _weights(model: Any) -> str:
     # The state lacks buffers that are not saved, such as the frequencies of a rotary embedding.
     state = dict(model.named_buffers(remove_duplicate=False)) | model.state_dict(keep_vars=True)
+    for prefix, module in model.named_modules():
+        more = {name: value for name, value in vars(module).items() if issubclass(type(value), Tensor)}
+        state |= {f"{prefix}.{name}": value for name, value in more.items()}
     read: dict[int, str] = {}  # tied weights once
     lines = []
     for name, value in state.items():
@@ -103,7 +193,7 @@ def _described(name: str, value: object) -> str:
 
 
 def _sums(name: str, weight: Tensor) -> Iterator[int]:
-    """The bits of a tensor, read as integers, times factors that differ from place to place, in pieces."""
+    """Sums over pieces of a tensor: its bits as integers, times a factor for each place."""
     if weight.is_meta:
         hint = "Weights that accelerate has offloaded cannot be told apart."
         wrong_value("model", "hold all its weights in memory", f"{name} on the meta device", hint)
@@ -121,7 +211,7 @@ def _sums(name: str, weight: Tensor) -> Iterator[int]:
 
 @lru_cache(maxsize=8)
 def _factors(device: torch.device) -> Tensor:
-    """Odd ones: none takes a change of one entry to zero."""
+    """Odd numbers, so that a change of one entry always changes the sum."""
     numbers = bytearray(random.Random(0).randbytes(8 * _PIECE))
     return (torch.frombuffer(numbers, dtype=torch.int64) | 1).to(device)
 
@@ -130,11 +220,11 @@ def _factors(device: torch.device) -> Tensor:
 
 
 class _Watch:
-    """Tells whether tensors are those of before, and hold what they held, without reading all of them.
+    """Decides whether tensors have changed since they were last seen, without reading all of them.
 
     torch counts writes to a tensor, but not those through `.data` (as peft merges), NumPy or a fused optimizer. To
-    notice these, eight entries of each tensor are compared. References are weak: they keep no memory alive, but while
-    one to a storage is held, no other storage can be taken for it, even if it begins at the same address.
+    notice these, eight entries of each tensor are compared. References are weak, so they keep no memory alive. While a
+    reference to a storage is held, a new storage at the same address is not mistaken for it.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -154,7 +244,7 @@ class _Watch:
 
     @torch.inference_mode()
     def _samples_of(self, tensors: list[Tensor]) -> list[Tensor] | None:
-        """Some entries of each tensor, as bytes; None if a tensor is another. Comparing them waits for a GPU."""
+        """Some entries of each tensor, as bytes; None if a tensor was replaced. Comparing them waits for a GPU."""
         some = []
         for tensor, (known, mark, places) in zip(tensors, self._seen, strict=True):
             if known() is not tensor or _mark(tensor) != mark:
@@ -167,7 +257,7 @@ class _Watch:
 
 
 def _mark(tensor: Tensor) -> tuple[Any, ...]:
-    """What differs once a tensor was written to or has other memory. Tensors of inference mode count no writes."""
+    """Facts that differ after a tensor was written to or given other memory. Inference tensors count no writes."""
     version = None if tensor.is_inference() else tensor._version
     storage = tensor.untyped_storage()._cdata
     return version, storage, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -180,24 +270,8 @@ def _places(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
     return (count,), (max(1, (span - 1) // max(1, count - 1)),)
 
 
-def _tensors(model: Any) -> list[Tensor]:
-    """Parameters and buffers, in a fixed order. Several times as fast as asking the model for them by name."""
-    found: list[Tensor | None] = []
-    modules = [model]
-    while modules:
-        module = modules.pop()
-        if module is not None:
-            found += module._parameters.values()
-            found += module._buffers.values()
-            modules += module._modules.values()
-    tensors = [tensor for tensor in found if tensor is not None]
-    if _PLAIN.issuperset(map(type, tensors)):
-        return tensors
-    return [part for tensor in tensors for part in _parts(tensor)]
-
-
 def _parts(tensor: Any) -> Iterable[Tensor]:
-    """What a tensor consists of; one that wraps others, as quantisation makes them, has no memory of its own."""
+    """The tensors that hold a tensor's memory. A tensor that wraps others, as a quantised one, has none of its own."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return (tensor,)
     names: list[str] = tensor.__tensor_flatten__()[0]

@@ -1,4 +1,4 @@
-"""The gate: measure on a model that reuse means what it should, before its answers are trusted."""
+"""The gate: measures on a model whether reuse gives what full prefill gives, before its answers are trusted."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nearfield._checks import wrong_value
-from nearfield.retrieval.chunks import Context, assemble, prefill_chunk
+from nearfield.retrieval.chunks import Context, assemble, check_tokens, prefill_chunk
 from nearfield.retrieval.recomputing import recompute
+from nearfield.retrieval.rotary import check_model
 
 _LENGTHS = (48, 31, 67)
 _CHECKS = {
@@ -36,11 +37,14 @@ def verify(model: Any, tokens: Tensor | None = None) -> Verification:
     Args:
         tokens: `[N]` ids to make the prompt of, at least 6. By default 146 random ones.
 
-    Three things must hold: keys of the first layer, moved, are those of the whole prompt; a single chunk is the whole
-    prompt; and a context of which everything is recomputed is the whole prompt. What the model itself does to its keys
-    when the same prompt is computed in two parts sets the error that is allowed.
+    Three things must hold: moved keys of the first layer equal those of the whole prompt, a single chunk equals the
+    whole prompt, and so does a context that is recomputed entirely. The error that is allowed follows from the model's
+    own keys, which differ a little when it computes the same prompt in two parts.
     """
-    tokens = _random_tokens(model) if tokens is None else tokens.to(model.device)
+    check_model(model)
+    tokens = _random_tokens(model) if tokens is None else tokens
+    check_tokens(model, "tokens", tokens)
+    tokens = tokens.to(model.device)
     if len(tokens) < 6:
         wrong_value("tokens", "hold at least 6 tokens", len(tokens))
     expected = _prefill(model, tokens)
@@ -74,7 +78,7 @@ def _require(model: Any, found: Verification) -> None:
 
 
 def _lengths(total: int) -> list[int]:
-    """Three parts of unlike lengths."""
+    """Three different lengths of parts."""
     shares = [total * length // sum(_LENGTHS) for length in _LENGTHS[:2]]
     return [*shares, total - sum(shares)]
 

@@ -1,7 +1,7 @@
-"""An image as chunks: the cells of a k x k grid, each of which sees the text before the image and itself alone.
+"""An image as chunks: the cells of a k x k grid, each of which sees only the text before the image and itself.
 
-Their keys are made where they stand, by the model's own positions of rows and columns, so nothing is moved. What the
-cells missed of each other is then scored, selected and recomputed as in any context.
+Keys are computed at the model's own positions of rows and columns, so they are not moved. Rows are then scored,
+selected and recomputed as in any context.
 """
 
 from collections.abc import Mapping
@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from nearfield._checks import check_int, wrong_value
 from nearfield._types import Positions
 from nearfield.ops import attend
 from nearfield.plan import builders as planning
-from nearfield.retrieval.chunks import Context
+from nearfield.retrieval.chunks import Context, cache_of
 from nearfield.retrieval.reading import run
 from nearfield.retrieval.rotary import check_model, check_window
 
@@ -85,9 +84,8 @@ def _decoder_inputs(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, T
     def capture(module: Any, args: Any, options: dict[str, Any]) -> None:
         found.update(embeddings=options["inputs_embeds"], positions=options["position_ids"])
         if "deepstack_visual_embeds" in options:
-            raise NotImplementedError(
-                f"`model` must see images at its first layer alone; got {type(model).__name__}."
-            )
+            name = type(model).__name__
+            raise NotImplementedError(f"`model` must see images at its first layer alone; got {name}.")
         raise _Captured
 
     hook = model.get_decoder().register_forward_pre_hook(capture, with_kwargs=True)
@@ -126,14 +124,14 @@ def _places(owner: Tensor) -> Tensor:
 
 
 class _Cells:
-    """Keeps the keys and values of what ran; every part reads the first and itself, up to its own place."""
+    """Keeps keys and values of the parts that ran. Every part reads the first part, and itself causally."""
 
     def __init__(self, num_layers: int) -> None:
         self._parts: list[Tensor] = []
         self._kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
 
     def entered(self, rows: Tensor) -> "_Cells":
-        """The same, for the part of these rows."""
+        """Prepare for the part that consists of these rows."""
         self._parts.append(rows)
         readable = rows if len(self._parts) == 1 else torch.cat([self._parts[0], rows])
         self._positions = Positions(rows[None], readable[None])
@@ -154,12 +152,7 @@ class _Cells:
     def in_order(self) -> Any:
         """A cache with all rows where they stand in the prompt."""
         order = torch.cat(self._parts).argsort()
-        return DynamicCache(
-            [
-                (
-                    torch.cat([key for key, _ in kept], 2)[:, :, order],
-                    torch.cat([v for _, v in kept], 2)[:, :, order],
-                )
-                for kept in self._kept
-            ]
-        )
+        layers = [
+            [torch.cat(sides, 2)[0][:, order] for sides in zip(*kept, strict=True)] for kept in self._kept
+        ]
+        return cache_of(*zip(*layers, strict=True))

@@ -1,4 +1,4 @@
-"""Prompts as token ids: what stands before the documents, the documents, and what follows them."""
+"""Prompts as token ids: a prefix, the documents, and what follows them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ _PLAIN = f"{_DOCUMENTS}\nQuestion: {_QUESTION}\nAnswer:"
 class Prompt:
     """Three texts around the documents and the question: `before` documents `between` question `after`.
 
-    They may hold special tokens, written out; documents and questions may not: what looks like one there is text.
+    These texts may name special tokens. In documents and questions, what looks like a special token is text.
     """
 
     before: str
@@ -33,11 +33,17 @@ def chat_prompt(tokenizer: Any, content: str = _CONTENT) -> Prompt:
     Args:
         content: the message, with `[[documents]]` and `[[question]]` in that order.
     """
+    check_tokenizer(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         start = tokenizer.bos_token or ""
         return _cut(start + _PLAIN if content == _CONTENT else start + content)
     messages = [{"role": "user", "content": content}]
     return _cut(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    if not callable(tokenizer) or not hasattr(tokenizer, "batch_decode"):
+        wrong_type("tokenizer", "be a tokenizer of transformers", type(tokenizer).__name__)
 
 
 def _cut(text: str) -> Prompt:
@@ -51,7 +57,7 @@ def _cut(text: str) -> Prompt:
 
 
 def token_ids(tokenizer: Any, text: str, *, special: bool = False) -> Tensor:
-    """Token ids `[N]` of a text alone, nothing added; `special` lets it name special tokens."""
+    """Token ids `[N]` of a text, without added tokens. With `special` the text may name special tokens."""
     if not isinstance(text, str):
         wrong_type("text", "be a string", type(text).__name__)
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=not special).input_ids
@@ -59,12 +65,12 @@ def token_ids(tokenizer: Any, text: str, *, special: bool = False) -> Tensor:
 
 
 def prefix_ids(tokenizer: Any, prompt: Prompt) -> Tensor:
-    """What stands before the documents."""
+    """The token ids before the documents."""
     return token_ids(tokenizer, prompt.before, special=True)
 
 
 def question_ids(tokenizer: Any, prompt: Prompt, question: str) -> Tensor:
-    """All that follows the documents, up to where the answer begins."""
+    """The token ids between the documents and the answer."""
     parts = [
         token_ids(tokenizer, prompt.between, special=True),
         token_ids(tokenizer, question),

@@ -1,4 +1,4 @@
-"""Which chunks a question is about, by the words they share: BM25 on token ids, when not all chunks fit in a prompt."""
+"""Ranks chunks by the words they share with a question: BM25 on token ids."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ _SATURATION, _LENGTH_WEIGHT = 1.2, 0.75
 
 
 def rank(question: Tensor, texts: Sequence[Tensor]) -> list[int]:
-    """Indices of texts (token ids), the one most about the question first; equal ones stay in their order."""
+    """Indices of texts (token ids), the most relevant first. Equally relevant ones keep their order."""
     counts = [Counter(text.tolist()) for text in texts]
     mean = sum(map(len, texts)) / max(1, len(texts))
     weights = {token: _rarity(token, counts) for token in set(question.tolist())}

@@ -1,8 +1,8 @@
-"""Some tokens through the layers of a model, their attention done by a reader of ours.
+"""Sends some tokens through the layers of a model, with attention by a reader of ours.
 
-The model's own code runs, with its projections, norms and rotations. Only the sum over keys is taken over, through the
-place where transformers lets attention be chosen by name. No model is patched and no mask is built: a name that
-transformers has no mask for gets none.
+The model's own code runs, with its projections, norms and rotations. Only the sum over keys is replaced, by an
+attention function that transformers chooses by name. No model is patched. No mask is built, because transformers has
+none for the name.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from transformers import AttentionInterface
 
 _NAME = "nearfield_reading"
 
-# What would change the sum in ways that `attend` does not know.
+# Options of attention functions that `attend` does not support.
 _FOREIGN = {"softcap": "soft caps on logits", "s_aux": "learned attention sinks"}
 
 
 class Reader(Protocol):
-    """What attends in place of the model."""
+    """Computes attention for the model."""
 
     def read(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
@@ -35,10 +35,10 @@ class Reader(Protocol):
 
 
 def read_after(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """What the last tokens of a sequence read: all keys `[B, G, M, D]` before them, and each other up to themselves.
+    """Causal attention of the last tokens of a sequence over all of its keys `[B, G, M, D]`.
 
-    They are few, and their keys many: torch's kernel shares the keys of a head out among processors, as `attend` does
-    not, and takes less time to launch.
+    For few queries and many keys torch's kernel is faster than `attend`: it distributes the keys of a head over
+    processors, and takes less time to launch.
     """
     size = query.shape[2], key.shape[2]
     mask: Tensor
@@ -67,12 +67,16 @@ def run(
     *,
     with_logits: bool = False,
 ) -> Tensor | None:
-    """Send tokens `[N]` at positions `[N]` through the layers; `reader` attends, and sees all there is to see.
+    """Send tokens `[N]` at positions `[N]` through the layers, with attention by `reader`.
 
-    Positions may have several axes, `[axes, N]`. Where there are `embeddings` `[N, hidden]` they stand for the tokens.
-    The model's attention is exchanged meanwhile, so one model serves one thread at a time.
+    The model's attention is replaced meanwhile, so one model serves one thread at a time.
 
-    Returns the logits `[vocabulary]` of what follows the last token, if they are asked for.
+    Args:
+        positions: may have several axes, `[axes, N]`.
+        embeddings: `[N, hidden]`, inputs of the first layer in place of the tokens' own.
+
+    Returns:
+        With `with_logits` the logits `[vocabulary]` of the token after the last; otherwise None.
     """
     what: dict[str, Any] = {"position_ids": positions.unsqueeze(-2), "use_cache": False}
     what |= {"input_ids": tokens[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}

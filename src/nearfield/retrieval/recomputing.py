@@ -1,17 +1,16 @@
-"""Rows of a context computed again, now that they can see the chunks before their own."""
+"""Recomputes rows of a context, which then see the chunks before their own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
+from nearfield._checks import check_tensor, wrong_type, wrong_value
 from nearfield._types import Positions
-from nearfield.ops import KeyValuePart, attend, attend_parts
+from nearfield.ops import KeyValuePart, attend_parts
 from nearfield.plan import Plan
 from nearfield.plan import builders as planning
 from nearfield.retrieval.chunks import Context, check_tokens, grown
@@ -24,8 +23,8 @@ _K_BLOCK = 64
 def recompute(model: Any, context: Context, rows: Tensor) -> Context:
     """Send the tokens of `rows` through all layers and overwrite their keys and values in the context's cache.
 
-    In every layer their queries read the whole cache, up to their own positions: fresh rows where there are, reused
-    rows elsewhere. Rows that are not named stay as they are, bit for bit.
+    In every layer their queries read the whole cache up to their own positions, fresh rows and reused ones. Other rows
+    do not change by a bit.
 
     Args:
         rows: indices into the context, in any order.
@@ -41,22 +40,20 @@ def recompute(model: Any, context: Context, rows: Tensor) -> Context:
 
 @torch.no_grad()
 def first_logits(model: Any, context: Context, rows: Tensor, question: Tensor) -> Tensor:
-    """Recompute rows, and read the question in the same pass: logits `[vocabulary]` of what follows it.
+    """Recompute rows and read the question in the same pass. Returns logits `[vocabulary]` of the token after it.
 
-    The same as `recompute` and then the model alone on the question, whose keys and values the cache grows by. But the
-    question's few tokens take no pass of their own through all layers. Where the context was assembled with room for
-    them, the cache is not copied as it grows.
+    The result is that of `recompute` and then the model alone on the question, whose keys and values are appended to
+    the cache. But the few tokens of the question need no pass of their own through all layers. Where the context was
+    assembled with room for them, the cache is not copied.
 
     Args:
         rows: as for `recompute`.
-        question: `[N]` token ids of all that follows the context.
+        question: `[N]` token ids of everything that follows the context.
     """
     check_model(model, is_moved=False)
     check_global(context)
     _check_rows(rows, context)
-    check_tokens("question", question)
-    if len(question) == 0:
-        wrong_value("question", "hold at least one token", shape_of(question))
+    check_tokens(model, "question", question)
     check_window(model, context.num_tokens + len(question), "question")
     if context.cache.get_seq_length() != context.num_tokens:
         rule = f"have a cache of its {context.num_tokens} tokens alone"
@@ -77,9 +74,9 @@ def first_logits(model: Any, context: Context, rows: Tensor, question: Tensor) -
 
 @contextmanager
 def _feeding_from(first: int, layer: Any) -> Iterator[None]:
-    """Let the feed-forward part of a layer see tokens from the `first` on; those before get zeros from it.
+    """Skip the feed-forward part of a layer for tokens before the `first`, which get zeros.
 
-    It takes each token by itself, and nobody reads what the last layer makes of rows of the context.
+    The last layer's output for rows of the context is not used.
     """
     module: Any = getattr(layer, "mlp", None)
     if not isinstance(getattr(module, "down_proj", None), torch.nn.Linear):  # experts, or nothing known
@@ -103,7 +100,7 @@ def run_rows(model: Any, context: Context, rows: Tensor, reader: Reader) -> None
 
 
 def _inputs(context: Context, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What rows are turned by, and what enters the layers where it is not their tokens' embeddings."""
+    """The rotary positions of rows, and their embeddings where tokens do not give them."""
     places = context.positions[rows] if context.angles is None else context.angles[:, rows]
     return places, None if context.embeddings is None else context.embeddings[rows]
 
@@ -123,11 +120,11 @@ def _check_rows(rows: Tensor, context: Context) -> None:
 
 
 class _Overwriting:
-    """Writes fresh keys and values into their rows, then reads the mixture.
+    """Writes fresh keys and values into their rows, then reads the whole cache.
 
     Args:
-        num_following: tokens behind the context that run with the rows. The cache grows by them, and they alone are
-            read for in the last layer: what it makes of the rows is nobody's key or value.
+        num_following: the number of tokens behind the context that run with the rows. They are appended to the cache.
+            In the last layer only they read, because its output for the rows gives no key or value.
     """
 
     def __init__(self, context: Context, rows: Tensor, num_following: int = 0) -> None:
@@ -136,7 +133,12 @@ class _Overwriting:
         length = context.num_tokens + num_following
         every = torch.arange(length, device=rows.device, dtype=torch.int32)
         places = torch.cat([rows.to(every), every[context.num_tokens :]])
-        self._attention = _attention(places, every) if len(rows) else None
+        # On a GPU keys that all queries of a block see are read by the fastest kernel, which knows no positions; on a
+        # CPU no mask is made for them.
+        seen_by_all, others = plans_apart(places, length)
+        self._plans: list[tuple[Plan, Positions | None]] = [(others, Positions(places[None], every[None]))]
+        if seen_by_all.blocks.numel():
+            self._plans.insert(0, (seen_by_all, None))
 
     def read(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
@@ -144,14 +146,11 @@ class _Overwriting:
         keys, values = self._written(layer, key, value)
         if layer == self._last and not self._num_following:
             return None
-        if self._attention is None:
-            return read_after(query, keys, values, scale)
-        if layer < self._last:
-            return self._attention.read(query, keys, values, scale)
-        out = torch.zeros_like(query)
-        following = query[:, :, len(self._rows) :]
-        out[:, :, len(self._rows) :] = read_after(following, keys, values, scale)
-        return out
+        count = len(self._rows)
+        if count and layer < self._last:
+            parts = [KeyValuePart(keys, values, plan, positions=seen) for plan, seen in self._plans]
+            return attend_parts(query, parts, scale=scale).out
+        return pad(read_after(query[:, :, count:], keys, values, scale), (0, 0, count, 0))
 
     def _written(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         cached, count = self._context.cache.layers[layer], len(self._rows)
@@ -163,44 +162,6 @@ class _Overwriting:
         return cached.keys, cached.values
 
 
-class _Attention(Protocol):
-    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor: ...
-
-
-def _attention(places: Tensor, keys: Tensor) -> _Attention:
-    """How queries at ascending places read keys at theirs, up to their own."""
-    positions = Positions(places[None], keys[None])
-    # Keys that all queries of a block see are read for themselves: on a GPU by the fastest kernel, which knows no
-    # positions, on a CPU without making a mask of them.
-    seen_by_all, others = plans_apart(places, len(keys))
-    if seen_by_all.blocks.numel():
-        return _Apart(positions, seen_by_all, others)
-    return _Whole(positions, plan_up_to(places, len(keys)))
-
-
-@dataclass(frozen=True)
-class _Whole:
-    positions: Positions
-    plan: Plan
-
-    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        return attend(query, key, value, self.plan, positions=self.positions, scale=scale).out
-
-
-@dataclass(frozen=True)
-class _Apart:
-    positions: Positions
-    seen_by_all: Plan
-    others: Plan
-
-    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        parts = [
-            KeyValuePart(key, value, self.seen_by_all),
-            KeyValuePart(key, value, self.others, positions=self.positions),
-        ]
-        return attend_parts(query, parts, scale=scale).out
-
-
 def plan_up_to(positions: Tensor, num_keys: int) -> Plan:
     """Every block of queries, in ascending order, reads the blocks of keys up to its last query's position.
 
@@ -210,7 +171,7 @@ def plan_up_to(positions: Tensor, num_keys: int) -> Plan:
 
 
 def plans_apart(positions: Tensor, num_keys: int) -> tuple[Plan, Plan]:
-    """The same in two: blocks of keys that end before a block's first query, and those after them."""
+    """The plan of `plan_up_to` in two: keys that all queries of a block see, and the others."""
     first = positions[:: _q_block(positions.device)]
     ends = torch.arange(_K_BLOCK, num_keys + _K_BLOCK, _K_BLOCK, device=positions.device)
     seen_by_all = ends <= first[:, None] + 1
@@ -235,5 +196,5 @@ def _plan(mask: Tensor, positions: Tensor, num_keys: int) -> Plan:
 
 
 def _q_block(device: torch.device) -> int:
-    """Rows that share a list: more read more keys in vain, and on a CPU fewer make its products small."""
+    """Queries that share a list. With more of them more keys are read and hidden; with fewer a CPU is inefficient."""
     return 128 if device.type == "cuda" else 192

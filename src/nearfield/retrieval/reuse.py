@@ -1,8 +1,9 @@
-"""Answers from documents whose keys and values were computed before: all steps in one call, with a report of them."""
+"""Answers from documents whose keys and values were computed before: all steps in one call, with a report."""
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,14 @@ from nearfield._checks import check_int, wrong_type, wrong_value
 from nearfield.retrieval.chunks import Chunk, Context, assemble, check_tokens, prefill_chunk
 from nearfield.retrieval.clock import Clock
 from nearfield.retrieval.fingerprint import Fingerprints, chunk_id
-from nearfield.retrieval.prompt import Prompt, chat_prompt, prefix_ids, question_ids, token_ids
+from nearfield.retrieval.prompt import (
+    Prompt,
+    chat_prompt,
+    check_tokenizer,
+    prefix_ids,
+    question_ids,
+    token_ids,
+)
 from nearfield.retrieval.recomputing import recompute
 from nearfield.retrieval.rotary import check_model
 from nearfield.retrieval.selectors import (
@@ -35,20 +43,20 @@ _OURS = ("input_ids", "inputs", "inputs_embeds", "attention_mask", "position_ids
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What an answer was made of, and what it cost.
+    """How an answer was made, and what it cost.
 
     Args:
-        selector, ratio: which rows were computed again, and the share that was allowed.
-        chunks: ids in the order in which they stand in the prompt.
-        lengths, selected: tokens of each chunk, and how many of them were computed again.
-        ranks: of each chunk by the share of its tokens among the best scores, 0 for the best; empty where there are
-            no scores.
-        rows: which rows of the context were computed again.
-        question_tokens: all that follows the documents.
-        context_tokens: all before, the prefix included.
-        seconds: of each step. In a batch "load", "assemble" and "generate" are those of all questions together.
-        loaded_bytes, cache_bytes: of the chunks, and of the cache that generation began with.
-        rebuilt: why chunks had to be computed anew, by id.
+        selector, ratio: how rows were selected, and the share of rows that was allowed.
+        chunks: ids in the order of the prompt.
+        lengths, selected: the number of tokens of each chunk, and of its recomputed ones.
+        ranks: the rank of each chunk by the share of its tokens among the best scores, 0 for the best; empty where
+            there are no scores.
+        rows: the rows of the context that were recomputed.
+        question_tokens: the number of tokens after the documents.
+        context_tokens: the number of tokens before them, with the prefix.
+        seconds: the time of each step. In a batch "load", "assemble" and "generate" are times of all questions.
+        loaded_bytes, cache_bytes: the size of the chunks, and of the cache that generation began with.
+        rebuilt: by id, why chunks were computed anew.
     """
 
     selector: str
@@ -67,19 +75,13 @@ class Report:
 
     @property
     def reused_tokens(self) -> int:
-        """Rows of the context that are as they were computed with their document alone."""
+        """The number of rows of the context that were not recomputed."""
         return self.context_tokens - len(self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = ("selector", "ratio", "question_tokens", "context_tokens", "loaded_bytes", "cache_bytes")
-        lists = ("chunks", "lengths", "selected", "ranks")
-        return (
-            {name: getattr(self, name) for name in names}
-            | {name: list(getattr(self, name)) for name in lists}
-            | {"rows": self.rows.tolist(), "reused_tokens": self.reused_tokens}
-            | {"seconds": dict(self.seconds), "rebuilt": dict(self.rebuilt)}
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"rows": self.rows.tolist(), "reused_tokens": self.reused_tokens}
 
     def __str__(self) -> str:
         share = self.reused_tokens / self.context_tokens
@@ -95,7 +97,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the model says, and how it came about."""
+    """What the model answers, with a report."""
 
     text: str
     report: Report
@@ -105,10 +107,10 @@ class Reuse:
     """A model that answers from documents whose keys and values are kept.
 
     Args:
-        model: a decoder of Hugging Face transformers with rotary positions; `verify` tells whether to trust it.
-        store: where chunks are kept; in memory by default.
-        prompt: what stands around documents and question; by default the tokenizer's chat template gives it.
-        separator: what a document given as text ends in.
+        model: a decoder of Hugging Face transformers with rotary positions; check it with `verify`.
+        store: where chunks are kept; by default in memory.
+        prompt: the texts around documents and question; by default those of the tokenizer's chat template.
+        separator: the end of every document that is given as text.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Reuse:
         separator: str = "\n\n",
     ) -> None:
         check_model(model)
+        check_tokenizer(tokenizer)
         self.model, self.tokenizer = model, tokenizer
         self.store = ChunkStore() if store is None else store
         self.prompt = chat_prompt(tokenizer) if prompt is None else prompt
@@ -140,6 +143,8 @@ class Reuse:
     def add(self, document: str | Tensor) -> str:
         """Compute a document's keys and values, unless the store has them; returns the id of its chunk.
 
+        Where a chunk cannot be stored, as on a full disk, this warns, and answers compute the document anew.
+
         Args:
             document: a text, or token ids as `split` gives them.
         """
@@ -147,38 +152,43 @@ class Reuse:
         facts = self.facts
         identity = chunk_id(facts, tokens)
         if identity not in self.store:
-            self.store.put(identity, self._prefilled(tokens), facts)
+            _, failure = self._stored(identity, tokens, facts)
+            if failure:
+                warnings.warn(f"{identity}{failure}", RuntimeWarning, stacklevel=2)
         self._documents[identity] = tokens
         return identity
 
     def split(self, document: str, length: int) -> list[Tensor]:
-        """The token ids of a long document in parts of at most `length`, as equal as can be, to be added one by one.
+        """Cut a long document into parts of at most `length` token ids, as equal as possible, to be added one by one.
 
-        The ids are cut, not the text: together the parts are the document's tokens.
+        Because ids are cut and not text, the parts together are the document's tokens.
         """
         check_int("length", length, at_least=1)
         tokens = self._tokens(document)
         return list(tokens.tensor_split(-(-len(tokens) // length)))
 
     def chunks(self, identities: Sequence[str]) -> list[Chunk]:
-        """The chunks of some ids, for the steps one by one. Missing, damaged and outdated ones are made anew."""
+        """The chunks of some ids. Missing, damaged and outdated ones are computed anew."""
         return self._chunks(identities, {})
 
     def _tokens(self, document: str | Tensor) -> Tensor:
-        if isinstance(document, Tensor):
-            check_tokens("document", document)
-            tokens = document.cpu().long()
-        elif isinstance(document, str):
+        if isinstance(document, str):
             ended = document if document.endswith(self.separator) else document + self.separator
-            tokens = token_ids(self.tokenizer, ended)
-        else:
+            document = token_ids(self.tokenizer, ended)
+        elif not isinstance(document, Tensor):
             wrong_type("document", "be a text or token ids", type(document).__name__)
-        if not len(tokens):
-            wrong_value("document", "hold at least one token", repr(document))
-        return tokens
+        check_tokens(self.model, "document", document)
+        return document.cpu().long()
 
-    def _prefilled(self, tokens: Tensor) -> Chunk:
-        return prefill_chunk(self.model, tokens.to(self.model.device), self.prefix.to(self.model.device))
+    def _stored(self, identity: str, tokens: Tensor, facts: Mapping[str, str]) -> tuple[Chunk, str]:
+        """Compute and store a chunk. Returns it, and why it could not be stored, which is no reason to fail."""
+        device = self.model.device
+        chunk = prefill_chunk(self.model, tokens.to(device), self.prefix.to(device))
+        try:
+            self.store.put(identity, chunk, facts)
+        except OSError as error:
+            return chunk, f" could not be stored: {error}."
+        return chunk, ""
 
     def _chunks(self, identities: Sequence[str], rebuilt: dict[str, str]) -> list[Chunk]:
         if isinstance(identities, str):
@@ -187,7 +197,7 @@ class Reuse:
         return [self._chunk(identity, facts, rebuilt) for identity in identities]
 
     def _chunk(self, identity: str, facts: Mapping[str, str], rebuilt: dict[str, str]) -> Chunk:
-        """A chunk of the model as it is now; `identity` may be what its document had before the model changed."""
+        """The chunk of a document for the present model. `identity` may be from before the model changed."""
         tokens = self._documents.get(identity)
         current = identity if tokens is None else chunk_id(facts, tokens)
         try:
@@ -197,11 +207,8 @@ class Reuse:
                 raise
             is_outdated = current != identity and isinstance(error, MissingChunk)
             rebuilt[identity] = _CHANGED if is_outdated else str(error)
-        chunk = self._prefilled(tokens)
-        try:
-            self.store.put(current, chunk, facts)
-        except OSError as error:  # the answer does not need the store; the next one will
-            rebuilt[identity] += f" It could not be stored: {error}."
+        chunk, failure = self._stored(current, tokens, facts)
+        rebuilt[identity] += failure and f" It{failure}"
         return chunk
 
     # -- answers -------------------------------------------------------------------------------------------------
@@ -218,12 +225,12 @@ class Reuse:
         """Answer a question from chunks.
 
         Args:
-            chunks: ids, in the order in which they shall stand in the prompt.
-            ratio: the share of their tokens that may be computed again.
-            selector: which tokens those are.
+            chunks: ids, in the order of the prompt.
+            ratio: the share of tokens that may be recomputed.
+            selector: decides which tokens are recomputed.
             reorder: put the chunks that the question attends to most last, next to the question. For passages that
                 do not depend on each other's order.
-            generate_kwargs: for the model's `generate`. By default at most 64 tokens, the likeliest each.
+            generate_kwargs: options of the model's `generate`. By default it is greedy, with at most 64 tokens.
         """
         return self.answers([question], chunks, ratio, selector, reorder, **generate_kwargs)[0]
 
@@ -238,7 +245,7 @@ class Reuse:
     ) -> list[Answer]:
         """Answer several questions from the same chunks, which are loaded and put together once.
 
-        Every question has rows of its own computed again, so the cache of each is a copy.
+        Each question has its own recomputed rows, and so its own copy of the cache.
         """
         check_ratio(ratio)
         _check_options(generate_kwargs)
@@ -246,76 +253,76 @@ class Reuse:
             wrong_value("questions", "be a list of at least one question", repr(questions))
         chosen = selector_of(selector)
         asked = [question_ids(self.tokenizer, self.prompt, question) for question in questions]
+        asked = [ids.to(self.model.device) for ids in asked]
         clock = Clock(self.model.device)
         rebuilt: dict[str, str] = {}
         with clock.step("load"):
             loaded = self._chunks(chunks, rebuilt)
         with clock.step("assemble"):
             plain = assemble(self.model, loaded)
+        copies = [plain if reorder else plain.copy() for _ in asked[1:]]
         made = [
-            self._prepared(
-                loaded,
-                plain,
-                ids,
-                ratio,
-                chosen,
-                Clock(self.model.device),
-                reorder,
-                is_last=index == len(asked) - 1,
-            )
-            for index, ids in enumerate(asked)
+            self._prepared(loaded, context, ids, ratio, chosen, reorder)
+            for context, ids in zip([*copies, plain], asked, strict=True)
         ]
         cache_bytes = sum(one.context.num_bytes for one in made)
         with clock.step("generate"):
             texts = self._generated([one.context for one in made], asked, generate_kwargs)
-        about = {
-            "selector": type(chosen).__name__,
-            "ratio": ratio if chosen.fixed_ratio is None else chosen.fixed_ratio,
-            "loaded_bytes": sum(chunk.num_bytes for chunk in loaded),
-            "cache_bytes": cache_bytes,
-            "rebuilt": rebuilt,
-        }
+        before = {name: clock.seconds[name] for name in ("load", "assemble")}
         return [
-            Answer(text, one.report(chunks, len(ids), clock.seconds, about))
+            Answer(
+                text,
+                Report(
+                    selector=type(chosen).__name__,
+                    ratio=one.ratio,
+                    chunks=tuple(chunks[index] for index in one.order),
+                    lengths=one.context.lengths,
+                    selected=one.selected,
+                    ranks=one.ranks,
+                    rows=one.rows,
+                    question_tokens=len(ids),
+                    context_tokens=one.context.num_tokens,
+                    seconds=before | one.seconds | {"generate": clock.seconds["generate"]},
+                    loaded_bytes=sum(chunk.num_bytes for chunk in loaded),
+                    cache_bytes=cache_bytes,
+                    rebuilt=rebuilt,
+                ),
+            )
             for text, one, ids in zip(texts, made, asked, strict=True)
         ]
 
     def _prepared(
         self,
         chunks: list[Chunk],
-        plain: Context,
+        context: Context,
         question: Tensor,
         ratio: float,
         selector: Selector,
-        clock: Clock,
         reorder: bool,
-        is_last: bool,
     ) -> "_Prepared":
-        """The context of one question; the last may have the common one for its own."""
-        model = self.model
-        question = question.to(model.device)
-        order = list(range(len(chunks)))
+        """The context of one question, ready to generate from."""
+        clock, order = Clock(self.model.device), list(range(len(chunks)))
         if reorder:
             with clock.step("reorder"):
                 order = self._order(chunks, question, ratio, selector)
-                context = assemble(model, [chunks[index] for index in order])
-        elif is_last:
-            context = plain
-        else:
-            context = plain.copy()
+                context = assemble(self.model, [chunks[index] for index in order])
         if selector.fixed_ratio is not None:
             ratio = selector.fixed_ratio
         with clock.step("score"):
-            scores = score(model, context, question, selector)
+            scores = score(self.model, context, question, selector)
         with clock.step("select"):
             rows = select(context, scores, ratio)
         with clock.step("recompute"):
-            recompute(model, context, rows)
-        ranks = () if selector.fixed_ratio is not None else _ranks(chunk_shares(context, scores, ratio))
-        return _Prepared(context, order, rows.cpu(), ranks, clock)
+            recompute(self.model, context, rows)
+        ranks: tuple[int, ...] = ()
+        if selector.fixed_ratio is None:
+            best_first = best_last(chunk_shares(context, scores, ratio))[::-1]
+            ranks = tuple(best_first.index(index) for index in range(len(chunks)))
+        counts = torch.bincount(context.owner[rows], minlength=len(chunks)).tolist()
+        return _Prepared(context, ratio, order, rows.cpu(), tuple(counts), ranks, clock.seconds)
 
     def _order(self, chunks: list[Chunk], question: Tensor, ratio: float, selector: Selector) -> list[int]:
-        """By what the question attends to where every chunk stands first."""
+        """The order of chunks by the question's attention under local positions."""
         local = assemble(self.model, chunks, geometry="local")
         judge = selector if isinstance(selector, InfoFlow) else InfoFlow()
         return best_last(chunk_shares(local, score(self.model, local, question, judge), ratio))
@@ -323,7 +330,7 @@ class Reuse:
     def _generated(
         self, contexts: list[Context], questions: list[Tensor], options: dict[str, Any]
     ) -> list[str]:
-        """One batch: every row is context, padding, question. Padding is masked and takes no position."""
+        """Generate in one batch, of which every row is context, padding, question. Padding is masked."""
         model, device = self.model, self.model.device
         longest = max(map(len, questions))
         pad = model.generation_config.pad_token_id
@@ -331,10 +338,9 @@ class Reuse:
         rows, masks = [], []
         for context, question in zip(contexts, questions, strict=True):
             padding = torch.full((longest - len(question),), filler, device=device)
-            rows.append(torch.cat([context.tokens, padding, question.to(device)]))
-            masks.append(
-                torch.cat([torch.ones_like(context.tokens), padding * 0, 1 + 0 * question.to(device)])
-            )
+            rows.append(torch.cat([context.tokens, padding, question]))
+            masks.append(torch.ones_like(rows[-1]))
+            masks[-1][context.num_tokens :][: len(padding)] = 0
         prompt, mask = torch.stack(rows), torch.stack(masks)
         options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": filler} | options
         if options.get("max_length") is not None:
@@ -345,39 +351,16 @@ class Reuse:
         return [str(text) for text in self.tokenizer.batch_decode(sequences, skip_special_tokens=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A context that is ready to generate from."""
+class _Prepared(NamedTuple):
+    """What was done for one question; for the fields see `Report`."""
 
     context: Context
+    ratio: float
     order: list[int]
     rows: Tensor
+    selected: tuple[int, ...]
     ranks: tuple[int, ...]
-    clock: Clock
-
-    def report(
-        self, chunks: Sequence[str], question_tokens: int, common: Mapping[str, float], about: dict[str, Any]
-    ) -> Report:
-        owners = self.context.owner.cpu()[self.rows]
-        counts = torch.bincount(owners, minlength=len(chunks)).tolist()
-        own = self.clock.seconds
-        before = {name: common[name] for name in ("load", "assemble")}
-        return Report(
-            chunks=tuple(chunks[index] for index in self.order),
-            lengths=self.context.lengths,
-            selected=tuple(counts),
-            ranks=self.ranks,
-            rows=self.rows,
-            question_tokens=question_tokens,
-            context_tokens=self.context.num_tokens,
-            seconds=before | own | {"generate": common["generate"]},
-            **about,
-        )
-
-
-def _ranks(shares: Sequence[float]) -> tuple[int, ...]:
-    best_first = best_last(shares)[::-1]
-    return tuple(best_first.index(index) for index in range(len(shares)))
+    seconds: dict[str, float]
 
 
 def _stacked(contexts: Sequence[Context]) -> Any:

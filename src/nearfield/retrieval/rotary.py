@@ -1,7 +1,7 @@
-"""Where keys stand: moving them to other positions by the model's own rotary embedding.
+"""Moves keys to other positions by the model's own rotary embedding.
 
-A rotary embedding turns a key by an angle that its position gives. Turns compose, so a key made at one position can be
-moved to another without its token being computed again. That holds where the angle depends on the position alone;
+A rotary embedding rotates a key by an angle that depends on its position. Rotations compose, so a key can be moved to
+another position without computing its token again. That holds where the angle depends on the position alone;
 `unsupported` names the models where it does not.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nearfield._checks import wrong_value
+from nearfield._checks import wrong_type, wrong_value
 from nearfield.ops import rerotate_keys
 
 _NO_PURE_ROTATION = {
@@ -25,6 +25,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def check_model(model: Any, *, is_moved: bool = True) -> None:
     """Refuse a model whose keys cannot be moved, or that cannot be run over a cache put together, and say why."""
+    if not hasattr(model, "get_decoder"):
+        wrong_type("model", "be a decoder of transformers", type(model).__name__)
     reason = unsupported(model) if is_moved else _no_parts(model)
     if reason is not None:
         wrong_value("model", "keep positions in rotations of its keys", type(model).__name__, reason)
@@ -43,7 +45,7 @@ def unsupported(model: Any) -> str | None:
 
 
 def _no_parts(model: Any) -> str | None:
-    """Why the cache of a model cannot be put together from parts."""
+    """Why the cache of a model cannot be put together from parts; None if it can."""
     decoder = model.get_decoder()
     if getattr(model.config, "is_encoder_decoder", False):
         return "It has an encoder; only decoders are supported."
@@ -119,10 +121,10 @@ class Turn:
         rerotate_keys(keys, out, cos[places], sin[places], partner)
 
     def _channels(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What each channel of a key is multiplied by, what its partner is, and which channel that is.
+        """The factors of each channel of a key and of its partner, and the partner's number.
 
-        The model's own function is asked: keys of ones show which entries of the tables belong to a channel and with
-        which sign, numbered channels show the partners.
+        They come from the model's own function: keys of ones show which entries of the tables belong to a channel and
+        with which sign, and numbered channels show the partners.
         """
         ones, no = torch.ones_like(cos), torch.zeros_like(cos)
         numbers = torch.arange(1, cos.shape[-1] + 1, device=cos.device).to(cos)
@@ -138,8 +140,8 @@ class Turn:
     def _difference(self, kind: str | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of target angle minus source angle, from the model's own rounded tables of both.
 
-        The angle of the difference of positions would be rounded otherwise than theirs. Some embeddings also scale
-        what they turn; the keys are scaled already, so the scale is divided out.
+        The angle of the difference of positions would be rounded differently. Some embeddings also scale keys; these
+        are scaled already, so the scale is divided out.
         """
         source_cos, source_sin = self._table(self._source, kind)
         target_cos, target_sin = self._table(self._target, kind)

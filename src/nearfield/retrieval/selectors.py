@@ -1,6 +1,6 @@
-"""Which rows of a context are worth computing again: selectors with one protocol and one budget.
+"""Selectors decide which rows of a context are recomputed.
 
-A selector gives every row a score. `select` takes the best rows of all chunks together, as many as the ratio allows.
+A selector gives every row a score. `select` takes as many of the best rows of all chunks as the ratio allows.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Selector(Protocol):
     fixed_ratio: ClassVar[float | None]
 
     def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
-        """`[T]`: rows with higher scores are recomputed first."""
+        """Scores `[T]`. Rows with higher scores are recomputed first."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class InfoFlow:
 
 
 class _Weighing:
-    """The question's tokens read the context and each other; in some layers it is noted what they read."""
+    """The question's tokens read the context and each other. Some layers add their attention weights to the scores."""
 
     def __init__(self, context: Context, layers: range, norm: str) -> None:
         self.layers = layers
@@ -89,11 +89,11 @@ _WEIGHTS_AT_ONCE = 2**27
 
 
 def head_weights(query: Tensor, key: Tensor, scale: float | None, lse: Tensor | None) -> Tensor:
-    """Attention weights `[N, M]`, averaged over heads; of so many heads at once that memory stays bounded.
+    """Attention weights `[N, M]`, averaged over heads, in bounded memory.
 
     Args:
-        lse: `[1, H, N]` logs of the sums of weights, where there are more keys than these. Without it the last keys
-            are the queries' own, and each sees those up to itself.
+        lse: `[1, H, N]` logs of the sums of weights over all keys, where `key` are only some of them. Without it the
+            last keys are the queries' own, and attention among them is causal.
     """
     precise = torch.promote_types(query.dtype, torch.float32)
     heads, num_queries, size = query.shape[1:]
@@ -141,7 +141,7 @@ class CacheBlend:
 
 
 class _Deviating:
-    """The context's tokens read each other, as in full prefill, up to the layer in which they are compared."""
+    """The context's tokens read each other as in full prefill, up to the layer whose keys or values are compared."""
 
     def __init__(self, context: Context, selector: CacheBlend) -> None:
         self.scores = torch.zeros(context.num_tokens)
@@ -163,7 +163,7 @@ class _Deviating:
 
 @dataclass(frozen=True)
 class Epic:
-    """The first rows of every chunk, equally many of each (EPIC, arXiv 2410.15332)."""
+    """Selects the first rows of every chunk, equally many of each (EPIC, arXiv 2410.15332)."""
 
     fixed_ratio: ClassVar[float | None] = None
 
@@ -173,7 +173,7 @@ class Epic:
 
 @dataclass(frozen=True)
 class Random:
-    """Rows by lot: what a selector must beat. The same for every call."""
+    """Random rows, which a selector must beat. They are the same in every call."""
 
     seed: int = 0
     fixed_ratio: ClassVar[float | None] = None
@@ -183,24 +183,27 @@ class Random:
         return torch.rand(context.num_tokens, generator=generator).to(context.tokens.device)
 
 
+class _Fixed:
+    """Selects a fixed share of the rows, whatever the ratio."""
+
+    fixed_ratio: ClassVar[float | None]
+
+    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
+        return torch.zeros(context.num_tokens, device=context.tokens.device)
+
+
 @dataclass(frozen=True)
-class All:
-    """Every row, whatever the ratio: full prefill."""
+class All(_Fixed):
+    """Selects every row: full prefill."""
 
     fixed_ratio: ClassVar[float | None] = 1.0
 
-    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
-        return torch.zeros(context.num_tokens, device=context.tokens.device)
-
 
 @dataclass(frozen=True)
-class Nothing:
-    """No row, whatever the ratio: plain reuse."""
+class Nothing(_Fixed):
+    """Selects no row: plain reuse."""
 
     fixed_ratio: ClassVar[float | None] = 0.0
-
-    def score(self, model: Any, context: Context, question: Tensor) -> Tensor:
-        return torch.zeros(context.num_tokens, device=context.tokens.device)
 
 
 SelectorName = Literal["infoflow", "cacheblend", "epic", "random", "all", "none"]
@@ -215,7 +218,7 @@ _BY_NAME: dict[str, type[Selector]] = {
 
 
 def selector_of(selector: Selector | SelectorName) -> Selector:
-    """The selector of a name, with its defaults; any other selector as it is."""
+    """The selector of a name, with its defaults. Other selectors are returned unchanged."""
     if not isinstance(selector, str):
         return selector
     check_member("selector", selector, get_args(SelectorName))
@@ -227,14 +230,12 @@ def score(
 ) -> Tensor:
     """Scores `[T]` of the context's rows for a question: token ids `[N]` of all that will follow the context."""
     check_model(model, is_moved=False)
-    check_tokens("question", question)
-    if len(question) == 0:
-        wrong_value("question", "hold at least one token", shape_of(question))
+    check_tokens(model, "question", question)
     return selector_of(selector).score(model, context, question.to(context.tokens))
 
 
 class Rows(Protocol):
-    """What `select` must know of a context."""
+    """The properties of a context that `select` needs."""
 
     @property
     def owner(self) -> Tensor: ...

@@ -1,8 +1,8 @@
 """One context over many ranks: each computes and keeps its own chunks; only scores and selected rows travel.
 
-The question runs on every rank and reads what is there; the ranks tell each other what they read, as outputs and the
-logs of their sums of weights, which is as much as the question is long. Selected rows are computed where they stand:
-their queries go to the ranks before, and what was read there comes back.
+The question runs on every rank and reads the chunks there. Ranks exchange the outputs and their `lse`, as many as the
+question has tokens. A selected row is computed on the rank that holds it: its queries go to the ranks before, and
+partial results come back.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Positions
 from nearfield.ops import attend, merge_attended
-from nearfield.parallel import Message, Parcel, Ranks
+from nearfield.parallel import Ranks
 from nearfield.plan import builders as planning
 from nearfield.retrieval.chunks import Chunk, Context, cache_of, check_tokens, joined
 from nearfield.retrieval.reading import run
@@ -66,13 +66,12 @@ class SharedContext:
 
     def score(self, question: Tensor, selector: InfoFlow | None = None) -> Tensor:
         """Scores `[T]` of all rows for a question, the same on every rank."""
-        check_tokens("question", question)
+        check_tokens(self.model, "question", question)
         selector = selector or InfoFlow()
         layers = selector.layers(len(self.cache.layers))
         reader = _Asking(self, len(question), layers, 2 if selector.norm == "l2" else 1)
         run(self.model, question.to(self.model.device), reader.places, reader)
-        own = reader.scores / len(layers)
-        return torch.cat(self._everyones(own, [(size,) for size in self._sizes()]))
+        return self._whole(reader.scores / len(layers))
 
     def select(self, scores: Tensor, ratio: float = 0.15) -> Tensor:
         """The rows to recompute, as `select` chooses them."""
@@ -83,30 +82,31 @@ class SharedContext:
         rows = rows.unique().to(self.model.device)
         if len(rows):
             reader = _Overwriting(self, rows)
-            # Models do not run without a token: a rank that has nothing to compute runs one for nothing.
+            # Models do not run without a token, so a rank without selected rows runs one, and drops its result.
             here = reader.own if len(reader.own) else torch.zeros(1, dtype=torch.long, device=rows.device)
             run(self.model, self.tokens[here], self.positions[here], reader)
 
     def next_logits(self, question: Tensor) -> Tensor:
-        """Logits `[vocabulary]` of what follows the question, on every rank. The cache stays as it is."""
-        check_tokens("question", question)
+        """Logits `[vocabulary]` of the token after the question, on every rank. The cache is not changed."""
+        check_tokens(self.model, "question", question)
         reader = _Asking(self, len(question), range(0), 2)
         logits = run(self.model, question.to(self.model.device), reader.places, reader, with_logits=True)
         assert logits is not None
         return logits
 
     def gather(self) -> Context:
-        """The whole context on every rank, to generate from. The one call that sends the cache itself."""
-        sizes = self._sizes()
-        keys, values = list[Tensor](), list[Tensor]()
-        for layer in self.cache.layers:
-            for side, whole in ((layer.keys[0], keys), (layer.values[0], values)):
-                shapes = [(side.shape[0], size, side.shape[2]) for size in sizes]
-                whole.append(torch.cat(self._everyones(side, shapes), 1))
-        tokens = torch.cat(self._everyones(self.tokens, [(size,) for size in sizes]))
-        offset = torch.cat(self._everyones(self._offset, [(size,) for size in sizes]))
+        """The whole context on every rank, to generate from. No other call sends the cache itself."""
+        layers = self.cache.layers
+        keys = [self._whole(layer.keys[0], 1) for layer in layers]
+        values = [self._whole(layer.values[0], 1) for layer in layers]
         positions = torch.arange(self.num_tokens, device=self.model.device)
+        tokens, offset = self._whole(self.tokens), self._whole(self._offset)
         return Context(tokens, positions, self.owner, offset, self.lengths, cache_of(keys, values))
+
+    def _whole(self, part: Tensor, dim: int = 0) -> Tensor:
+        """Every rank's rows, one rank after another."""
+        sizes = [stop - start for start, stop in pairwise(self.starts)]
+        return torch.cat(self.ranks.all_gather(part, sizes, dim), dim)
 
     # -- what this rank holds ------------------------------------------------------------------------------------
 
@@ -120,32 +120,15 @@ class SharedContext:
             kept[0] = 0
             self._offset = torch.cat([self._offset.new_zeros(prefix), self._offset])
             source = torch.cat([torch.arange(prefix, device=device), source])
-        self.tokens = torch.cat([chunk.tokens[start:] for chunk, start in zip(chunks, kept, strict=True)]).to(
-            device
-        )
+        texts = [chunk.tokens[start:] for chunk, start in zip(chunks, kept, strict=True)]
+        self.tokens = torch.cat(texts).to(device)
         self.positions = torch.arange(self.starts[index], self.starts[index + 1], device=device)
         self.cache = cache_of(*joined(chunks, kept, Turn(self.model, source, self.positions), device))
 
-    def _sizes(self) -> list[int]:
-        return [stop - start for start, stop in pairwise(self.starts)]
-
-    # -- what travels --------------------------------------------------------------------------------------------
-
     def _everyones_lengths(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        device = self.model.device
-        own = torch.tensor([chunk.length for chunk in chunks], device=device)
-        counts = self._everyones(torch.tensor([len(own)], device=device), [(1,)] * self.ranks.size)
-        return [lengths.tolist() for lengths in self._everyones(own, [(int(count),) for count in counts])]
-
-    def _everyones(self, own: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """A tensor of every rank, in their order."""
-        others = [rank != self.ranks.index for rank in range(self.ranks.size)]
-        outgoing = [[own] if other else [] for other in others]
-        incoming: list[Message] = [
-            (Parcel(shape, own.dtype),) if other else () for shape, other in zip(shapes, others, strict=True)
-        ]
-        found = self.ranks.exchange(outgoing, incoming).wait()
-        return [parts[0] if parts else own for parts in found]
+        own = torch.tensor([chunk.length for chunk in chunks], device=self.model.device)
+        counts = torch.cat(self.ranks.all_gather(own.new_tensor([len(own)]))).tolist()
+        return [lengths.tolist() for lengths in self.ranks.all_gather(own, counts)]
 
 
 class _Asking:
@@ -166,9 +149,7 @@ class _Asking:
         cached = self._shared.cache.layers[layer]
         here = attend(query, cached.keys, cached.values, self._far, scale=scale)
         itself = attend(query, key, value, self._near, positions=self._own, scale=scale)
-        ranks = self._shared.ranks.size
-        outs = self._shared._everyones(here.out, [tuple(here.out.shape)] * ranks)
-        logs = self._shared._everyones(here.lse, [tuple(here.lse.shape)] * ranks)
+        outs, logs = map(self._shared.ranks.all_gather, here)
         whole = reduce(merge_attended, [*map(Attended, outs, logs), itself])
         if layer in self._layers:
             weights = head_weights(query, cached.keys, scale, whole.lse)
@@ -179,7 +160,7 @@ class _Asking:
 
 
 class _Overwriting:
-    """Selected rows of all ranks: each rank writes its own, and reads for the ranks after it."""
+    """Recomputes selected rows: each rank writes its own, and reads its keys for the ranks after it."""
 
     def __init__(self, shared: SharedContext, rows: Tensor) -> None:
         self._shared = shared
@@ -216,26 +197,20 @@ class _Overwriting:
     def _queries(self, query: Tensor) -> Tensor:
         """Queries of this rank and of those after it."""
         ranks, index = self._shared.ranks, self._shared.ranks.index
-        outgoing = [[query] if rank < index else [] for rank in range(ranks.size)]
-        incoming: list[Message] = [
-            (Parcel((*query.shape[:2], count, query.shape[3]), query.dtype),) if rank > index else ()
+        outgoing = [query if rank <= index else query[:, :, :0] for rank in range(ranks.size)]
+        shapes = [
+            (*query.shape[:2], count * (rank >= index), query.shape[3])
             for rank, count in enumerate(self._counts)
         ]
-        found = ranks.exchange(outgoing, incoming).wait()
-        return torch.cat([query, *(part for parts in found for part in parts)], 2)
+        return torch.cat(ranks.all_to_all(outgoing, shapes), 2)
 
     def _returned(self, read: Attended) -> Tensor:
-        """What this rank read for later ranks goes to them; what earlier ranks read for this one is merged."""
+        """Send results to later ranks, and merge the results of earlier ranks for this one."""
         ranks, index = self._shared.ranks, self._shared.ranks.index
-        later = self._counts[index:]
-        outs, logs = read.out.split(later, 2), read.lse.split(later, 2)
-        outgoing = [
-            [outs[rank - index], logs[rank - index]] if rank > index else [] for rank in range(ranks.size)
-        ]
-        shape = outs[0].shape
-        message = (Parcel(tuple(shape), read.out.dtype), Parcel(tuple(shape[:3]), read.lse.dtype))
-        incoming: list[Message] = [message if rank < index else () for rank in range(ranks.size)]
-        found = ranks.exchange(outgoing, incoming).wait()
-        return reduce(
-            merge_attended, [Attended(outs[0], logs[0]), *(Attended(*parts) for parts in found if parts)]
-        ).out
+        sides = []
+        for side in read:
+            outgoing = [side[:, :, :0]] * index + list(side.split(self._counts[index:], 2))
+            own = outgoing[index]
+            shapes = [own.shape if rank <= index else own[:, :, :0].shape for rank in range(ranks.size)]
+            sides.append(ranks.all_to_all(outgoing, shapes)[: index + 1])
+        return reduce(merge_attended, map(Attended, *sides)).out

@@ -1,14 +1,13 @@
 """Where chunks are kept: in memory, or as one safetensors file each, in a directory or in any store that fsspec knows.
 
-A file is written beside its place and then moved there, so a reader sees a whole file or none, whoever writes at the
-same time and whenever a writer is killed. A checksum over everything in it tells later damage.
+A file is written under another name and then renamed, so a reader sees a whole file or none, whoever writes at the
+same time and whenever a writer is killed. A checksum over all of its contents shows later damage.
 """
 
 import hashlib
 import json
 import os
 import re
-import tempfile
 import threading
 import time
 import uuid
@@ -16,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import safetensors
 import safetensors.torch
@@ -24,25 +23,25 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import check_int, wrong_value
+from nearfield._files import replace_file
 from nearfield.retrieval.chunks import Chunk
 from nearfield.retrieval.fingerprint import differences
 
 _SUFFIX, _PART = ".safetensors", ".part"
-_STALE_SECONDS = 3600.0
 _ID = re.compile(r"[0-9a-f]{8,64}")
 _NAMES = {"tokens", "keys", "values"}
 
 
 class MissingChunk(LookupError):
-    """A chunk that is not, or no longer, in the store."""
+    """The chunk is not, or no longer, in the store."""
 
 
 class DamagedChunk(OSError):
-    """A file that is not what was written; it is never used."""
+    """The file is not what was written, and is never used."""
 
 
 class ForeignChunk(ValueError):
-    """A chunk that another model made, or the same in another precision or behind another prefix."""
+    """The chunk was made by another model, in another precision, or behind another prefix."""
 
 
 class _Shelf(Protocol):
@@ -57,7 +56,10 @@ class _Shelf(Protocol):
     def has(self, identity: str) -> bool: ...
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each chunk, the one that was not used for longest first."""
+        """Bytes of each chunk, the least recently used first."""
+
+    def unfinished(self) -> int:
+        """Bytes of files that are being written; those of killed writers are removed."""
 
 
 class ChunkStore:
@@ -65,8 +67,8 @@ class ChunkStore:
 
     Args:
         location: a directory, or a URL of fsspec (`s3://bucket/chunks`); None keeps chunks in memory.
-        max_bytes: when the chunks together exceed it, those that were not used for longest are removed. Object stores
-            do not note when something was read: there the oldest go first.
+        max_bytes: when chunks and files that are being written exceed it together, the least recently used chunks are
+            removed. Object stores do not note when something was read: there the oldest go first.
     """
 
     def __init__(self, location: str | Path | None = None, *, max_bytes: int | None = None) -> None:
@@ -76,15 +78,16 @@ class ChunkStore:
         self._shelf = _shelf(location)
 
     def put(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None:
-        """Keep a chunk, together with the facts of `fingerprint`; one of the same id is replaced."""
+        """Store a chunk with the facts of `fingerprint`. It replaces a chunk of the same id."""
         _check_id(identity)
         if self.max_bytes is not None and chunk.num_bytes > self.max_bytes:
             wrong_value("max_bytes", f"hold a chunk of {chunk.num_bytes} bytes", self.max_bytes)
+        unfinished = self._shelf.unfinished()
         self._shelf.write(identity, chunk, facts)
-        self._evict(identity)
+        self._evict(identity, unfinished)
 
     def get(self, identity: str, facts: Mapping[str, str]) -> Chunk:
-        """The chunk; raises MissingChunk, DamagedChunk, or ForeignChunk if `facts` are not those it was made under."""
+        """Read a chunk. Raises MissingChunk, DamagedChunk, or ForeignChunk if it was made under other facts."""
         _check_id(identity)
         chunk, theirs = self._shelf.read(identity)
         unlike = differences(facts, theirs)
@@ -111,15 +114,15 @@ class ChunkStore:
     def num_bytes(self) -> int:
         return sum(self._shelf.sizes().values())
 
-    def _evict(self, newest: str) -> None:
+    def _evict(self, newest: str, unfinished: int) -> None:
         if self.max_bytes is None:
             return
         sizes = self._shelf.sizes()
-        excess = sum(sizes.values()) - self.max_bytes
+        excess = sum(sizes.values()) + unfinished - self.max_bytes
         for identity, size in sizes.items():
             if excess <= 0:
                 return
-            # The newest may exceed the limit by the header of its file; it stays until the next is written.
+            # The newest chunk may exceed the limit by the header of its file. It stays until the next is written.
             if identity != newest:
                 self._shelf.remove(identity)
                 excess -= size
@@ -128,13 +131,12 @@ class ChunkStore:
 def _shelf(location: str | Path | None) -> _Shelf:
     if location is None:
         return _Memory()
-    if not isinstance(location, str) or "://" not in location:
-        return _Directory(Path(location))
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
-    files, root = url_to_fs(location)
-    return _Directory(Path(root)) if isinstance(files, LocalFileSystem) else _Remote(files, root)
+    is_url = "://" in str(location)
+    files, root = url_to_fs(location) if is_url else (LocalFileSystem(), os.path.abspath(location))
+    return (_Directory if isinstance(files, LocalFileSystem) else _Folder)(files, root)
 
 
 def _check_id(identity: str) -> None:
@@ -177,81 +179,25 @@ class _Memory:
         with self._lock:
             return {identity: chunk.num_bytes for identity, (chunk, _) in self._held.items()}
 
-
-class _Directory:
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def write(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None:
-        self._clear_stale_parts()
-        data = _packed(identity, chunk, facts)
-        handle, name = tempfile.mkstemp(dir=self._directory, prefix=f".{identity[:8]}-", suffix=_PART)
-        part = Path(name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.chmod(0o644)
-            part.replace(self._path(identity))
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-
-    def read(self, identity: str) -> tuple[Chunk, Mapping[str, str]]:
-        path = self._path(identity)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            _missing(identity)
-        found = _unpacked(identity, data, str(path))
-        with suppress(OSError):  # a directory that may only be read, or another process's eviction
-            os.utime(path)
-        return found
-
-    def remove(self, identity: str) -> None:
-        self._path(identity).unlink(missing_ok=True)
-
-    def has(self, identity: str) -> bool:
-        return self._path(identity).is_file()
-
-    def sizes(self) -> dict[str, int]:
-        found = []
-        for path in self._directory.glob(f"*{_SUFFIX}"):
-            with suppress(FileNotFoundError):  # removed by another process in between
-                facts = path.stat()
-                found.append((facts.st_mtime_ns, path.name.removesuffix(_SUFFIX), facts.st_size))
-        return {identity: size for _, identity, size in sorted(found) if _ID.fullmatch(identity)}
-
-    def _path(self, identity: str) -> Path:
-        return self._directory / f"{identity}{_SUFFIX}"
-
-    def _clear_stale_parts(self) -> None:
-        """Remove what killed writers left. A part that is still being written is younger."""
-        for part in self._directory.glob(f".*{_PART}"):
-            with suppress(FileNotFoundError):
-                if time.time() - part.stat().st_mtime > _STALE_SECONDS:
-                    part.unlink()
+    def unfinished(self) -> int:
+        return 0
 
 
-class _Remote:
-    """A place that fsspec reaches. Object stores show an object when all of it is there, others when it is renamed."""
+class _Folder:
+    """Chunks as one file each, in a place that fsspec reaches.
+
+    Object stores show an object when all of it is there; elsewhere it is there when it is renamed.
+    """
+
+    patience: ClassVar[float] = 3600.0  # the last step, a move, may be a copy
+    """Seconds after its last write when a part is taken for that of a killed writer."""
 
     def __init__(self, files: Any, root: str) -> None:
         self._files, self._root = files, root.rstrip("/")
         files.makedirs(self._root, exist_ok=True)
 
     def write(self, identity: str, chunk: Chunk, facts: Mapping[str, str]) -> None:
-        self._clear_stale_parts()
-        part = f"{self._root}/{identity}-{uuid.uuid4().hex}{_PART}"
-        try:
-            self._files.pipe_file(part, _packed(identity, chunk, facts))
-            self._files.mv(part, self._path(identity))
-        except BaseException:
-            with suppress(Exception):
-                self._files.rm_file(part)
-            raise
+        self._replace(self._path(identity), _packed(identity, chunk, facts))
 
     def read(self, identity: str) -> tuple[Chunk, Mapping[str, str]]:
         path = self._path(identity)
@@ -262,46 +208,83 @@ class _Remote:
         return _unpacked(identity, data, path)
 
     def remove(self, identity: str) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm_file(self._path(identity))
+        self._delete(self._path(identity))
 
     def has(self, identity: str) -> bool:
-        self._files.invalidate_cache(self._root)
+        self._files.invalidate_cache(self._root)  # other machines write, too
         return bool(self._files.isfile(self._path(identity)))
 
     def sizes(self) -> dict[str, int]:
-        found = []
-        for name, size in self._listed(_SUFFIX):
-            identity = name.rpartition("/")[2].removesuffix(_SUFFIX)
-            if _ID.fullmatch(identity):
-                found.append((self._modified(name), identity, size))
-        return {identity: size for _, identity, size in sorted(found)}
+        names = {path.rpartition("/")[2]: size for _, path, size in sorted(self._listed(_SUFFIX))}
+        found = {name.removesuffix(_SUFFIX): size for name, size in names.items()}
+        return {identity: size for identity, size in found.items() if _ID.fullmatch(identity)}
+
+    def unfinished(self) -> int:
+        total = 0
+        for written, path, size in self._listed(_PART):
+            if written and time.time() - written > self.patience:
+                self._delete(path)
+            else:
+                total += size
+        return total
 
     def _path(self, identity: str) -> str:
         return f"{self._root}/{identity}{_SUFFIX}"
 
-    def _listed(self, suffix: str) -> list[tuple[str, int]]:
-        self._files.invalidate_cache(self._root)  # other machines write, too
+    def _replace(self, path: str, data: bytes) -> None:
+        part = f"{self._root}/{uuid.uuid4().hex}{_PART}"
+        try:
+            self._files.pipe_file(part, data)
+            self._files.mv(part, path)
+        except BaseException:
+            with suppress(Exception):
+                self._files.rm_file(part)
+            raise
+
+    def _delete(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm_file(path)
+
+    def _listed(self, suffix: str) -> list[tuple[float, str, int]]:
+        """When each file was written or used last (0 where nobody knows), its path, and its bytes."""
+        self._files.invalidate_cache(self._root)
         try:
             entries = self._files.ls(self._root, detail=True)
         except FileNotFoundError:  # an empty folder of an object store
             return []
-        return [(entry["name"], entry["size"]) for entry in entries if entry["name"].endswith(suffix)]
+        found = [(entry["name"], entry["size"]) for entry in entries if entry["name"].endswith(suffix)]
+        return [(self._modified(path), path, size) for path, size in found]
 
-    def _modified(self, name: str) -> float:
-        """When something was written, in seconds; 0 where nobody knows."""
+    def _modified(self, path: str) -> float:
         try:
-            moment: float = self._files.modified(name).timestamp()
+            moment: float = self._files.modified(path).timestamp()
         except (NotImplementedError, FileNotFoundError):
             return 0.0
         return moment
 
-    def _clear_stale_parts(self) -> None:
-        for name, _ in self._listed(_PART):
-            written = self._modified(name)
-            if written and time.time() - written > _STALE_SECONDS:
-                with suppress(FileNotFoundError):
-                    self._files.rm_file(name)
+
+class _Directory(_Folder):
+    """A folder of this machine, where files are synced to the disk and their times show when they were read."""
+
+    patience = 60.0  # a stalled writer that loses its part cannot store the chunk, and can do without
+
+    def read(self, identity: str) -> tuple[Chunk, Mapping[str, str]]:
+        found = super().read(identity)
+        with suppress(OSError):  # a directory that may only be read, or another process's eviction
+            os.utime(self._path(identity))
+        return found
+
+    def _replace(self, path: str, data: bytes) -> None:
+        replace_file(Path(path), lambda part: part.write_bytes(data))
+
+    def _listed(self, suffix: str) -> list[tuple[float, str, int]]:
+        found = []
+        for path in Path(self._root).iterdir():
+            if path.name.endswith(suffix):
+                with suppress(FileNotFoundError):  # removed by another process in between
+                    facts = path.stat()
+                    found.append((facts.st_mtime_ns / 1e9, path.as_posix(), facts.st_size))
+        return found
 
 
 def _packed(identity: str, chunk: Chunk, facts: Mapping[str, str]) -> bytes:
@@ -318,7 +301,7 @@ def _unpacked(identity: str, data: bytes, where: str) -> tuple[Chunk, Mapping[st
         header = _header(data)
         about = header["nearfield"]
         intact = tensors.keys() == _NAMES and header["checksum"] == _checksum(tensors, about)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         _damaged(where, str(error))
     if not intact:
         _damaged(where, "contents that do not match their checksum")
@@ -334,7 +317,7 @@ def _damaged(where: str, found: str) -> NoReturn:
 
 
 def _header(data: bytes) -> dict[str, str]:
-    """What a file says of itself: eight bytes give the length of the JSON that follows them."""
+    """The metadata of a file: eight bytes give the length of the JSON that follows them."""
     length = int.from_bytes(data[:8], "little")
     found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
     return found
