@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from nearfield._checks import wrong_value
 from nearfield.methods import Method, method_classes
-from nearfield.methods.fields import as_document
+from nearfield.methods import fields as method_fields
 
 Fields = dict[str, Any]
 
@@ -163,7 +163,7 @@ class Search:
 
     def _trial(self, fields: Fields, purpose: str = "search") -> Trial:
         method = changed(self.method, fields)
-        every: Fields = as_document(method)["fields"]
+        every: Fields = method_fields.as_document(method)["fields"]
         for trial in self.trials:
             if _plain(trial.fields) == _plain(every) and trial.purpose == purpose:
                 return trial

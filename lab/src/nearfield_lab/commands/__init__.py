@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli import weights
-from nearfield.cli.arguments import UsageError
-from nearfield.cli.drawing import add_drawer
+from nearfield.cli import UsageError, add_drawer, weights
 from nearfield_lab.commands import (
     generating,
     retrieving,

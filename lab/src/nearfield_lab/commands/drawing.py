@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nearfield.cli.arguments import UsageError, wrong
+from nearfield.cli import UsageError, wrong
 from nearfield_lab.missing import MissingExtra
 from nearfield_lab.plots.figures import require_matplotlib
 

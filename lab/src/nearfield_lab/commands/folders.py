@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nearfield.cli.arguments import wrong
+from nearfield.cli import wrong
 
 _SETTINGS = "settings.json"
 

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nearfield.cli.arguments import wrong
+from nearfield.cli import wrong
 
 _COLUMN = 26
 

@@ -7,11 +7,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import OK, UsageError, command, integer, member, output_file, wrong
-from nearfield.cli.methods import DENSE, add_method, recipe_of
-from nearfield.cli.options import DEVICE_WORDS, add_integer, add_json, add_weights, device_of
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import note_load, write_reports
+from nearfield.cli import (
+    DENSE,
+    DEVICE_WORDS,
+    OK,
+    Bar,
+    UsageError,
+    add_integer,
+    add_json,
+    add_method,
+    add_weights,
+    command,
+    device_of,
+    integer,
+    member,
+    note_load,
+    output_file,
+    recipe_of,
+    write_reports,
+    wrong,
+)
 from nearfield.methods import DEFAULT
 from nearfield_lab.commands.further import Further
 from nearfield_lab.commands.launched import local_rank, mesh_of_ranks, num_ranks
@@ -26,7 +41,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from nearfield.methods.recipes import Recipe
+    from nearfield.methods import Recipe
     from nearfield_lab.embedded.generate import Run, Sampler
     from nearfield_lab.embedded.sampler import OnStep
 

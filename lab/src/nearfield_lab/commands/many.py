@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import FAILED, OK, UsageError, wrong
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import write_reports
+from nearfield.cli import FAILED, OK, Bar, UsageError, write_reports, wrong
 from nearfield_lab.commands.folders import check_settings, missing_pictures, runs_of
 from nearfield_lab.commands.generating import (
     chosen_device,
@@ -27,7 +25,7 @@ from nearfield_lab.commands.generating import (
 )
 
 if TYPE_CHECKING:
-    from nearfield.methods.recipes import Recipe
+    from nearfield.methods import Recipe
     from nearfield_lab.engines import Outcome, Workers
 
 _TRIES = 3

@@ -8,10 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import OK, UsageError, command, member, wrong
-from nearfield.cli.options import add_device, add_integer, add_json, add_number, add_plot
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import write_reports
+from nearfield.cli import (
+    OK,
+    Bar,
+    UsageError,
+    add_device,
+    add_integer,
+    add_json,
+    add_number,
+    add_plot,
+    command,
+    member,
+    write_reports,
+    wrong,
+)
 from nearfield_lab.commands.drawing import require_reports
 from nearfield_lab.commands.generating import chosen_device
 
@@ -19,8 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from nearfield.retrieval import Answer, Reuse
-    from nearfield.retrieval.fidelity import Compared, Teacher
+    from nearfield.retrieval import Answer, Compared, Reuse, Teacher
 
 _ENDINGS = (".txt", ".md", ".rst")
 _PLOTTED = (0.05, 0.15, 0.3, 0.6)
@@ -135,7 +144,7 @@ def retrieval_told() -> Iterator[None]:
         raise UsageError(
             f"Retrieval needs {' and '.join(absent)}. Install with `pip install 'nearfield[retrieval]'`."
         )
-    from nearfield.retrieval.embedded import MissingModel
+    from nearfield.retrieval import MissingModel
 
     try:
         yield
@@ -154,8 +163,7 @@ def opened(folder: Path | None, device: "torch.device", store: str | None = None
     """A model that answers: out of a folder, or the small one of its own package; checked before it is trusted."""
     import torch
 
-    from nearfield.retrieval import ChunkStore, Reuse, verify
-    from nearfield.retrieval.embedded import load_embedded, load_folder
+    from nearfield.retrieval import ChunkStore, Reuse, load_embedded, load_folder, verify
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, tokenizer = load_embedded(device, dtype) if folder is None else load_folder(folder, device, dtype)
@@ -167,8 +175,7 @@ def chosen_parts(
     reuse: "Reuse", texts: Mapping[str, str], question: str, chunk_tokens: int, top: int
 ) -> dict[str, "Tensor"]:
     """Parts of the texts, by name: those most about the question, in the order of the folder."""
-    from nearfield.retrieval.prompt import token_ids
-    from nearfield.retrieval.ranking import rank
+    from nearfield.retrieval import rank, token_ids
 
     parts: dict[str, Tensor] = {}
     for name, text in texts.items():
@@ -193,9 +200,7 @@ def _compared(
     arguments: argparse.Namespace, reuse: "Reuse", answer: "Answer"
 ) -> tuple["Teacher", list["Compared"]]:
     """Full prefill of the same prompt, and beside it what was asked for."""
-    from nearfield.retrieval import assemble
-    from nearfield.retrieval.fidelity import compare, teacher_of
-    from nearfield.retrieval.prompt import question_ids
+    from nearfield.retrieval import assemble, compare, question_ids, teacher_of
 
     chunks = reuse.chunks(answer.report.chunks)
     asked = question_ids(reuse.tokenizer, reuse.prompt, arguments.ask)

@@ -5,9 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nearfield.cli.arguments import FAILED, OK, UsageError, number, wrong
-from nearfield.cli.progress import Bar, time_for
-from nearfield.cli.reports import write_reports
+from nearfield.cli import FAILED, OK, Bar, UsageError, number, time_for, write_reports, wrong
 from nearfield_lab.commands.folders import check_settings, missing_pictures, run_length
 from nearfield_lab.commands.further import Further
 

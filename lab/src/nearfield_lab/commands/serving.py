@@ -5,8 +5,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from nearfield.cli.arguments import OK, command, wrong
-from nearfield.cli.options import add_device, add_integer
+from nearfield.cli import OK, add_device, add_integer, command, wrong
 from nearfield_lab.commands.drawing import require_drawing
 from nearfield_lab.commands.generating import chosen_device, missing_extras_told
 

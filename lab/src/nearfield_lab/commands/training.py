@@ -5,27 +5,27 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import (
+from nearfield.cli import (
+    DENSE,
+    DEVICE_WORDS,
     FAILED,
     INTERRUPTED,
     OK,
-    UsageError,
-    command,
-    member,
-    show_help_without_command,
-    wrong,
-)
-from nearfield.cli.methods import DENSE, add_method, recipe_of
-from nearfield.cli.options import (
-    DEVICE_WORDS,
+    Bar,
     TakesOptions,
+    UsageError,
     add_integer,
     add_json,
+    add_method,
     add_number,
     add_weights,
+    command,
+    member,
+    recipe_of,
+    show_help_without_command,
+    write_reports,
+    wrong,
 )
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import write_reports
 from nearfield.methods import DEFAULT
 from nearfield_lab.commands.further import Further
 from nearfield_lab.commands.generating import chosen_device, missing_extras_told

@@ -5,11 +5,22 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import FAILED, OK, UsageError, command, output_file, wrong
-from nearfield.cli.methods import DENSE, add_method, method_of, settings_of
-from nearfield.cli.options import add_number, add_plot
-from nearfield.cli.progress import time_for
-from nearfield.methods.fields import as_document
+from nearfield.cli import (
+    DENSE,
+    FAILED,
+    OK,
+    UsageError,
+    add_method,
+    add_number,
+    add_plot,
+    command,
+    method_of,
+    output_file,
+    settings_of,
+    time_for,
+    wrong,
+)
+from nearfield.methods import fields
 from nearfield_lab.commands.drawing import require_drawing
 from nearfield_lab.commands.further import Further
 from nearfield_lab.commands.generating import (
@@ -109,7 +120,7 @@ def _search(arguments: argparse.Namespace, method: "Method") -> tuple["Search", 
 
     path = _trials_path(arguments)
     settings = {name: getattr(arguments, name) for name in _SETTINGS} | {"weights": _weights(arguments)}
-    settings["method"] = as_document(method)
+    settings["method"] = fields.as_document(method)
     search = tuning.Search(
         method,
         evaluate,

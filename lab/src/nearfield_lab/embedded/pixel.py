@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
 from nearfield._checks import check_int, check_tensor, shape_of, wrong_value
-from nearfield._types import Impl
-from nearfield.layout.geometry import Geometry
-from nearfield.layout.ordering import Ordering
+from nearfield.layout import Geometry, Ordering
 from nearfield.methods import Method, Projections, method_class
-from nearfield.methods.fields import as_document, name_of
+from nearfield.methods import fields as method_fields
 from nearfield_lab.embedded.dense_kernels import DenseKernel, called_with
 from nearfield_lab.embedded.model import Packing, put_weights, read_weights, write_weights
 from nearfield_lab.embedded.storage import BadFile
@@ -71,7 +69,11 @@ class PixelConfig:
         """With a method, or full attention; all of the method's fields are kept."""
         if method is None:
             return cls(**sizes)
-        return cls(attention=name_of(method), fields=as_document(method)["fields"], **sizes)
+        return cls(
+            attention=method_fields.name_of(method),
+            fields=method_fields.as_document(method)["fields"],
+            **sizes,
+        )
 
     @property
     def dim(self) -> int:
@@ -104,10 +106,10 @@ class Place(NamedTuple):
 class PixelTransformer(nn.Module):
     """Images and a noise level to velocities. `compiled_body` makes `body` faster."""
 
-    def __init__(self, config: PixelConfig, impl: Impl = "auto") -> None:
+    def __init__(self, config: PixelConfig) -> None:
         super().__init__()
         self.config = config
-        self.body = Body(config, impl)
+        self.body = Body(config)
         self._places: dict[tuple[int, int, torch.device], Place] = {}
 
     def forward(self, images: Tensor, level: Tensor, body: Any = None) -> Tensor:
@@ -139,13 +141,13 @@ class PixelTransformer(nn.Module):
 class Body(nn.Module):
     """The layers, on pixels that already stand in their order."""
 
-    def __init__(self, config: PixelConfig, impl: Impl = "auto") -> None:
+    def __init__(self, config: PixelConfig) -> None:
         super().__init__()
         self.entrance = nn.Linear(CHANNELS, config.dim)
         self.level = nn.Sequential(
             nn.Linear(_FREQUENCIES, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim)
         )
-        self.layers = nn.ModuleList(Layer(config, impl) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.modulation = nn.Linear(config.dim, 2 * config.dim)
         self.exit = nn.Linear(config.dim, CHANNELS)
         self.apply(_start)
@@ -198,10 +200,10 @@ def compiled_body(body: Body, dense_kernel: DenseKernel = "auto") -> Callable[..
 class Layer(nn.Module):
     """Attention and a feed-forward network, each scaled, shifted and gated by the noise level."""
 
-    def __init__(self, config: PixelConfig, impl: Impl) -> None:
+    def __init__(self, config: PixelConfig) -> None:
         super().__init__()
         dim = config.dim
-        self.attention = SelfAttention(config, impl)
+        self.attention = SelfAttention(config)
         self.network = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU("tanh"), nn.Linear(4 * dim, dim))
         self.modulation = nn.Linear(dim, 6 * dim)
 
@@ -215,9 +217,9 @@ class Layer(nn.Module):
 class SelfAttention(Projections):
     """Projections, norms and rotation around full attention or a method's, with the parameters a method asks for."""
 
-    def __init__(self, config: PixelConfig, impl: Impl) -> None:
+    def __init__(self, config: PixelConfig) -> None:
         super().__init__(config.dim, config.heads, bias=True)
-        self.impl = impl
+        self.impl = "auto"
         self.query_norm, self.key_norm = (nn.RMSNorm(config.head_dim, eps=1e-6) for _ in range(2))
         method = config.method()
         self.extra = None if method is None else method.module(config.dim, config.heads)

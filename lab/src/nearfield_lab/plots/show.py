@@ -13,8 +13,7 @@ import torch
 
 from nearfield import Geometry, Method
 from nearfield._checks import wrong_value
-from nearfield.methods import Composition, PlanLayer
-from nearfield.methods.view import View
+from nearfield.methods import Composition, PlanLayer, View
 from nearfield_lab.plots.cells import canvas_of
 from nearfield_lab.plots.method import LayerPicture, MethodPicture, Reading, method_overview
 

@@ -12,11 +12,9 @@ from typing import Any, NoReturn
 import torch
 
 from nearfield._files import write_json
-from nearfield.cli.arguments import UsageError
-from nearfield.cli.methods import settings_of
-from nearfield.layout.geometry import Geometry
-from nearfield.methods import Borders
-from nearfield.methods.fields import made
+from nearfield.cli import UsageError, settings_of
+from nearfield.layout import Geometry
+from nearfield.methods import Borders, fields
 from nearfield_lab.missing import MissingExtra
 from nearfield_lab.quality import inception
 from nearfield_lab.quality.inception import WHERE_TO_GET_IT, MissingWeights
@@ -214,7 +212,7 @@ def _borders(arguments: argparse.Namespace, size: int) -> Borders | None:
     q_block = None if arguments.q_block is None else _integer("--q-block", arguments.q_block, 16)
     geometry = Geometry((size // pixels, size // pixels), text=text)
     try:
-        method = made(arguments.seam_method, settings_of(arguments))
+        method = fields.made(arguments.seam_method, settings_of(arguments))
         borders = method.borders(geometry, q_block=q_block)
     except (TypeError, ValueError) as error:
         raise UsageError(f"`--seam-method` cannot be used: {error}") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nearfield._checks import check_int, wrong_value
-from nearfield.layout.geometry import Geometry
+from nearfield.layout import Geometry
 from nearfield.methods import PlanMethod
 
 FORMAT = 1

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_value
-from nearfield.cli.arguments import UsageError
+from nearfield.cli import UsageError
 from nearfield_lab.commands.retrieving import NAMES, chosen_parts, opened, read_texts, retrieval_told
 
 if TYPE_CHECKING:
-    from nearfield.retrieval.selectors import SelectorName
+    from nearfield.retrieval import SelectorName
 
 SELECTORS = NAMES
 AGAIN = "computed again"
@@ -70,7 +70,7 @@ class Library:
         """A package or a model that is not there, told before anybody asks."""
         try:
             with retrieval_told():
-                from nearfield.retrieval.embedded import check_embedded, check_folder
+                from nearfield.retrieval import check_embedded, check_folder
 
                 check_embedded() if self._model is None else check_folder(self._model)
         except UsageError as error:
@@ -99,9 +99,7 @@ def _check(question: Question) -> None:
 
 
 def _answered(reuse: Any, texts: dict[str, str], question: Question) -> Asked:
-    from nearfield.retrieval import assemble
-    from nearfield.retrieval.fidelity import compare, teacher_of
-    from nearfield.retrieval.prompt import question_ids
+    from nearfield.retrieval import assemble, compare, question_ids, teacher_of
 
     parts = chosen_parts(reuse, texts, question.text, question.chunk_tokens, question.top)
     identities = [reuse.add(part) for part in parts.values()]

@@ -21,8 +21,7 @@ from torch.nn.functional import mse_loss
 
 from nearfield import recipes
 from nearfield._checks import check_int, wrong_value
-from nearfield.diffusers import apply
-from nearfield.diffusers.compiling import compiled_blocks
+from nearfield.diffusers import apply, compiled_blocks
 from nearfield.methods import Method
 from nearfield_lab.embedded.model import TinyFlux
 from nearfield_lab.embedded.sampler import precision

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from nearfield._checks import check_int, check_member, wrong_value
-from nearfield.diffusers import apply
-from nearfield.diffusers.compiling import compiled_blocks
+from nearfield.diffusers import apply, compiled_blocks
 from nearfield.methods import Method
 from nearfield_lab.embedded.autoencoder import PIXELS_PER_TOKEN
 from nearfield_lab.embedded.dense_kernels import called_with
