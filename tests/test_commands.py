@@ -23,8 +23,8 @@ from nearfield_lab.commands import generating, training
 from nearfield_lab.embedded import generate
 from nearfield_lab.embedded.model import Packing, save_model
 from nearfield_lab.embedded.storage import read_tensors, write_tensors
-from nearfield_lab.training.flow import Backend
 from nearfield_lab.training.loop import Diverged
+from nearfield_lab.training.runs import Backend
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,8 +82,8 @@ BAD_CALLS = {
     "distill --out x --data . --method dense": "`--method` must be sparse: dense needs no tuning; got dense.",
     "distill --out x --data . --option full=true --option rank=4": "`rank` must be left out with `full`, which trains "
     "no LoRA; got 4.",
-    "distill --out x --model y --prompts z --option full=true": "`full` must be left out with `--model`; got y. "
-    "Large models are tuned by a LoRA.",
+    "distill --out x --model y --prompts pyproject.toml --option full=true": "`full` must be left out with `--model`; "
+    "got y. Large models are tuned by a LoRA.",
     "distill --out x --model y": "`--prompts` must be given with `--model`, and only there; got None.",
 }
 

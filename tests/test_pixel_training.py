@@ -99,7 +99,7 @@ def test_the_loss_is_that_of_rescaled_noise(
     monkeypatch.setattr(PixelTransformer, "forward", velocity)
     loss = run.loss(0, 0)
     images, level = seen[0]
-    clean = run.pixels.take(run._draws.indices(0, 0, 3, 1, 6))
+    clean = run.data.take(run._draws.indices(0, 0, 3, 1, 6))
     share = level[:, None, None, None]
     noise = (images - (1 - share) * clean) / share
     assert float(noise.std()) == pytest.approx(max(1, size / 64), rel=0.05)
@@ -234,15 +234,15 @@ def test_train_and_sample(
         5,
     ]
     printed = run(capsys, *sample, "--option", "batch=2")
-    assert "wrote 5 pictures" in printed
+    assert "made 5 pictures" in printed
     files = sorted((tmp_path / "s").glob("*.png"))
     assert len(files) == 5
     kept = files[3].read_bytes()
     for file in files[2:4]:
         file.unlink()
     printed = run(capsys, *sample, "--json", tmp_path / "sample.json")
-    assert "wrote 2 pictures" in printed
-    assert "5 of 5 are there" in printed
+    assert "made 2 pictures" in printed
+    assert f"5 of 5 pictures are in {tmp_path / 's'}" in printed
     assert files[3].read_bytes() == kept
     assert json.loads((tmp_path / "sample.json").read_text())["pictures_of_this_run"] == 2
 
@@ -276,7 +276,7 @@ BAD_CALLS = {
     "train pixel --data . --out x --steps 1 --method loglinear --set levels=9": "`levels` must be at most 3 for 4096 "
     "tokens in blocks of 16; got 9.",
     "train pixel --data . --out x --steps 1 --init none": "`--init` must name a file that is there; got 'none'.",
-    "generate --weights none --option minutes=0": "`minutes` must be a number above 0; got '0'.",
+    "generate --option minutes=0": "`minutes` must be a number above 0; got '0'.",
 }
 
 

@@ -386,7 +386,7 @@ def test_a_compiled_model_asks_for_its_kernel_itself(
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile_model(model, backend=kept))
     torch.compiler.reset()
-    flow(tmp_path, 1, size=64, compiled=True, attention=kernel).run()
+    flow(tmp_path, 1, size=64, compiled=True, dense_kernel=kernel).run()
     asked = [words for words in found if "_backend_from_string" in words]
     assert found
     assert [SDPBackend.MATH.name in words for words in asked[:1]] == [True] * (kernel == "math")
@@ -601,7 +601,7 @@ def test_any_model_that_apply_supports_is_distilled(kind: str, tmp_path: Path) -
     model = getattr(tiny_models, kind)()
     inputs = getattr(tiny_models, f"{kind}_inputs")((16, 16))
     schedule = Schedule(steps=8, learning_rate=1e-3, warm_up=0, average=0.5, checkpoint_seconds=1e9)
-    recipe = distill.Recipe(METHOD, saves_memory=kind == "flux")
+    recipe = distill.Recipe(METHOD, save_memory=kind == "flux")
     losses = distill.Distillation(model, lambda *_: inputs, tmp_path, recipe, schedule).run().losses
     assert 0 < losses[-1] < losses[0], losses
     prefix = "unet." if kind == "sdxl" else "transformer."

@@ -512,7 +512,7 @@ def test_the_model_may_stand_first(
         asked.append((arguments.model, arguments.prompt))
         raise OSError("no such pipeline")
 
-    monkeypatch.setattr("nearfield_lab.commands.tuning.prepared", opened)
+    monkeypatch.setattr("nearfield_lab.commands.tuning.opened", opened)
     for call in (["nobody/nothing"], ["--model", "nobody/nothing"]):
         assert main(["tune", *call, "--prompt", "a cat"]) == 1
     assert asked == [("nobody/nothing", "a cat")] * 2

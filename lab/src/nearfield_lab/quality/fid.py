@@ -4,7 +4,7 @@ All are computed in float64. FID falls with the number of images: compare equal 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -84,16 +84,13 @@ class Statistics:
 
 
 @torch.no_grad()
-def features_of(
-    batches: Iterable[Tensor], network: nn.Module, on_batch: Callable[[int], None] = lambda _: None
-) -> Tensor:
-    """Features `[images, d]` float32 on the CPU of batches of images; `on_batch` hears how many images each had."""
+def features_of(batches: Iterable[Tensor], network: nn.Module) -> Tensor:
+    """Features `[images, d]` float32 on the CPU of batches of images."""
     device = next(iter(network.state_dict().values())).device
     collected = []
     for images in batches:
         with full_precision():
             collected.append(network(images.to(device)).float().cpu())
-        on_batch(len(images))
     if not collected:
         wrong_value("batches", "hold at least one image", "none")
     return torch.cat(collected)
