@@ -22,7 +22,7 @@ from nearfield.methods import BlockTopK, method_class, method_classes
 from nearfield_lab.commands import generating, training
 from nearfield_lab.embedded import generate
 from nearfield_lab.embedded.model import Packing, save_model
-from nearfield_lab.embedded.storage import read_tensors, write_tensors
+from nearfield_lab.storage import read_tensors, write_tensors
 from nearfield_lab.training.loop import Diverged
 from nearfield_lab.training.runs import Backend
 

@@ -15,7 +15,8 @@ from tests.tiles import paper
 from nearfield import FineGrained, Hilbert, Merge, _files, apply
 from nearfield.diffusers.region import Region
 from nearfield.methods import Composition
-from nearfield_lab.embedded import generate, pictures, storage
+from nearfield_lab import storage
+from nearfield_lab.embedded import generate, pictures
 from nearfield_lab.embedded.autoencoder import WEIGHTS
 from nearfield_lab.embedded.model import (
     EMBEDDED,

@@ -50,14 +50,15 @@ FIRST_WITH_EXTRAS = PLACE["diffusers"]
 LAB_EXCEPTIONS = {"nearfield._checks", "nearfield._files"}
 LAB_READS = {
     "__init__": set(),
-    "dense": set(),
     "missing": set(),
+    "storage": {"missing"},
+    "images": {"missing"},
     "tuning": set(),
-    "embedded": {"missing"},
+    "embedded": {"missing", "storage"},
     "engines": {"missing"},
-    "quality": {"missing"},
-    "training": {"missing", "embedded"},
-    "plots": {"missing", "dense", "quality", "tuning"},
+    "quality": {"missing", "storage", "images"},
+    "training": {"missing", "storage", "images", "embedded"},
+    "plots": {"missing", "quality", "tuning"},
 }
 LAB_READS |= {room: {*LAB_READS, "commands", "studio"} for room in ("commands", "studio", "__main__")}
 LAB_OWNERS = {

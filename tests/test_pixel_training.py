@@ -15,7 +15,7 @@ from torch import Tensor
 from nearfield import LogLinear
 from nearfield.methods import GatedBlocks, method_classes
 from nearfield_lab.embedded.pixel import PixelConfig, PixelTransformer, load_pixel_model, save_pixel_model
-from nearfield_lab.embedded.storage import BadFile, write_tensors
+from nearfield_lab.storage import BadFile, write_tensors
 from nearfield_lab.training.data import Pixels, pictures, read_pixels
 from nearfield_lab.training.loop import LOG, Diverged, Draws, Schedule
 from nearfield_lab.training.pixel import _EVALUATION, PixelRecipe, PixelTraining, evaluated_loss

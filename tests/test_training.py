@@ -26,10 +26,11 @@ from nearfield import FineGrained, Hilbert, apply
 from nearfield.diffusers.compiling import compiled_blocks
 from nearfield_lab.embedded.lora import AdapterLora, FusedLora, suits
 from nearfield_lab.embedded.model import load_model, save_model
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield_lab.images import Picture
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 from nearfield_lab.training import distill, recording
 from nearfield_lab.training import loop as loop_module
-from nearfield_lab.training.data import Latents, Picture, encode, pictures
+from nearfield_lab.training.data import Latents, encode, pictures
 from nearfield_lab.training.flow import FlowTraining, Recipe, mixed, noise_levels
 from nearfield_lab.training.loop import CHECKPOINT, LOG, Diverged, Draws, Loop, Outcome, Schedule
 from nearfield_lab.training.runs import MODEL
@@ -52,7 +53,7 @@ def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="holds neither tar files of pictures nor pictures"):
         pictures(tmp_path)
     (tmp_path / "a.tar").write_bytes(b"x" * 1024)
-    with pytest.raises(BadFile, match="is no whole, uncompressed tar file"):
+    with pytest.raises(BadFile, match="is not a tar archive, or not a whole one: file could not be opened"):
         pictures(tmp_path)
     (tmp_path / "a.tar").unlink()
     (tmp_path / "a.png").write_bytes(b"x")

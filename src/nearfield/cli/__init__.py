@@ -20,7 +20,6 @@ from nearfield.cli.arguments import (
     show_help_without_command,
     wrong,
 )
-from nearfield.cli.check import Inputs
 from nearfield.cli.drawing import add_drawer
 from nearfield.cli.main import main
 from nearfield.cli.methods import DENSE, add_method, method_of, recipe_of, settings_of
@@ -35,7 +34,6 @@ from nearfield.cli.options import (
     add_weights,
     device_of,
 )
-from nearfield.cli.presets import Preset
 from nearfield.cli.progress import Bar, time_for
 from nearfield.cli.reports import note_load, write_all, write_reports
 
@@ -46,8 +44,6 @@ __all__ = [
     "INTERRUPTED",
     "OK",
     "Bar",
-    "Inputs",
-    "Preset",
     "TakesOptions",
     "UsageError",
     "add_device",

@@ -25,9 +25,10 @@ from nearfield_lab.embedded import generate
 from nearfield_lab.embedded.generate import Sampler
 from nearfield_lab.embedded.lora import lora_for
 from nearfield_lab.embedded.model import EMBEDDED
-from nearfield_lab.embedded.pictures import is_whole, numbered, packed, write_packed
+from nearfield_lab.embedded.pictures import numbered, packed, write_packed
 from nearfield_lab.embedded.sampler import DemoPipeline, OnStep
 from nearfield_lab.engines import OneWorker, Outcome, Workers, WorkersLost, cluster, mapped
+from nearfield_lab.images import is_whole
 
 _TRIES = 3
 _FAILURES_SHOWN = 10

@@ -12,7 +12,7 @@ from nearfield_lab.commands.launched import chosen_device
 from nearfield_lab.commands.many import Job, fill, identity, portable
 from nearfield_lab.embedded import pixel
 from nearfield_lab.embedded.pictures import packed
-from nearfield_lab.embedded.storage import read_facts
+from nearfield_lab.storage import read_facts
 from nearfield_lab.training.data import pictures, read_pixels
 from nearfield_lab.training.pixel import evaluated_loss
 

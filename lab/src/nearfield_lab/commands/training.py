@@ -41,7 +41,7 @@ from nearfield_lab.embedded.generate import embedded_weights, open_pipeline
 from nearfield_lab.embedded.model import ModelConfig, Packing, load_model, num_parameters, save_model
 from nearfield_lab.embedded.pixel import PixelConfig
 from nearfield_lab.training import distill, flow
-from nearfield_lab.training.data import Latents, Picture, encode, fits, pictures, read_pixels
+from nearfield_lab.training.data import Latents, encode, fits, pictures, read_pixels
 from nearfield_lab.training.loop import Diverged, Schedule
 from nearfield_lab.training.pixel import PixelRecipe, PixelTraining
 from nearfield_lab.training.recording import RecordedCalls, record
@@ -441,7 +441,7 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
 
 
 def _latents(arguments: argparse.Namespace, size: int) -> Latents:
-    source: list[Picture] = pictures(arguments.data)
+    source = pictures(arguments.data)
     device, kept = chosen_device(arguments.device), arguments.latents or arguments.out
     with Bar(len(source), "pictures") as bar, as_usage():
         return encode(source, kept, size, device=device, on_progress=_counted(bar))

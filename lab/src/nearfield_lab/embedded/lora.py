@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from nearfield import recipes
 from nearfield.methods import Composition, Method
 from nearfield_lab.embedded.sampler import DemoPipeline
-from nearfield_lab.embedded.storage import BadFile, read_tensors
 from nearfield_lab.missing import MissingExtra
+from nearfield_lab.storage import BadFile, read_tensors
 
 _ADAPTER = "nearfield"
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"

@@ -8,21 +8,22 @@ because fused attention likes sequences of whole multiples of 64 (a backward cra
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nearfield._checks import check_member, check_tensor, shape_of, wrong_value
 from nearfield_lab.embedded.autoencoder import CHANNELS, WEIGHTS
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
 from nearfield_lab.missing import MissingExtra
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 
 EMBEDDED = WEIGHTS / "cats.safetensors"
 EMBEDDED_LORA = WEIGHTS / "cats_hilbert_lora.safetensors"
 FORMAT = 1
 
 Packing = Literal["int8", "bf16", "none"]
+Model = TypeVar("Model", bound="TinyFlux")
 
 _GROUP = 64  # weights that share a scale
 SCALE = ":scale"
@@ -86,14 +87,15 @@ class TinyFlux(nn.Module):
         self._ids: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
         _start_as_identity(self.transformer)
 
-    def forward(self, latents: Tensor, noise_level: Tensor, network: Any = None) -> Tensor:
+    def forward(self, latents: Tensor, noise_level: Tensor, network: Any = None, **condition: Any) -> Tensor:
         """The velocity (noise minus image) at normalised latents `[B, 32, h, w]` and levels `[B]` in [0, 1].
 
         Args:
             network: what to call in the transformer's place: the same, compiled.
+            condition: further arguments of `arguments`, where a model has a condition that can be chosen.
         """
         network = self.transformer if network is None else network
-        (out,) = network(**self.arguments(latents, noise_level))
+        (out,) = network(**self.arguments(latents, noise_level, **condition))
         height, width = latents.shape[2:]
         velocity: Tensor = out.transpose(1, 2).unflatten(2, (height, width))
         return velocity
@@ -211,7 +213,7 @@ def put_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> 
         raise BadFile(f"{path} does not hold the weights its configuration asks for: {error}") from None
 
 
-def reconfigured(model: TinyFlux, **changes: Any) -> TinyFlux:
+def reconfigured(model: Model, **changes: Any) -> Model:
     """The same weights under a configuration that differs in `size` or `shift`."""
     model.config = replace(model.config, **changes)
     return model

@@ -22,7 +22,8 @@ from nearfield.methods import Method, Projections, method_class
 from nearfield.methods import fields as method_fields
 from nearfield_lab.embedded.dense_kernels import DenseKernel, called_with
 from nearfield_lab.embedded.model import Packing, put_weights, read_weights, write_weights
-from nearfield_lab.embedded.storage import BadFile
+from nearfield_lab.embedded.sampler import drawn, precision
+from nearfield_lab.storage import BadFile
 
 FULL = "full"
 CHANNELS = 3
@@ -297,11 +298,8 @@ def noise_scale(height: int, width: int) -> float:
 
 
 def noise(indices: range, sides: tuple[int, int], seed: int) -> Tensor:
-    """Noise for pictures by their numbers, made one by one on the CPU: a batch does not change a picture."""
-    check_int("seed", seed, at_least=0)
-    generators = (torch.Generator().manual_seed(seed * 1_000_003 + index) for index in indices)
-    drawn = torch.stack([torch.randn(CHANNELS, *sides, generator=generator) for generator in generators])
-    return noise_scale(*sides) * drawn
+    """Noise for pictures by their numbers, as strong as their size asks."""
+    return noise_scale(*sides) * drawn(indices, (CHANNELS, *sides), seed)
 
 
 @torch.no_grad()
@@ -325,7 +323,7 @@ def sample(
     sides = (size, size) if isinstance(size, int) else size
     device = next(model.parameters()).device
     images = noise(indices, sides, seed).to(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+    with precision(device):
         for step in range(steps):
             level = torch.full((len(images),), 1 - step / steps, device=device)
             images = images - model(images, level, body).float() / steps

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, conv2d, max_pool2d, relu
 
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
-from nearfield_lab.quality import storage
+from nearfield_lab.storage import read_tensors
 
 NUM_FEATURES = 2048
 INPUT_SIZE = 299
@@ -227,7 +227,7 @@ def load_inception(path: Path | None = None, device: torch.device | str = "cpu")
 
     Raises MissingWeights, which says where to get them, where there are none.
     """
-    tensors = storage.load(path) if path is not None else _packaged_tensors()
+    tensors = read_tensors(path)[0] if path is not None else _packaged_tensors()
     network = Inception()
     expected = {name: tensor.shape for name, tensor in network.state_dict().items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
@@ -243,20 +243,23 @@ def load_inception(path: Path | None = None, device: torch.device | str = "cpu")
     return network.to(device)
 
 
-def packaged_file() -> Path | None:
-    """The network inside the installed package, found without importing the package (which imports much else)."""
-    found = importlib.util.find_spec(_PACKAGE)
+def file_of(package: str, name: str) -> Path | None:
+    """A file inside an installed package, found without importing the package (which may import much else)."""
+    found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         return None
-    path = Path(found.origin).with_name(_PACKAGE_FILE)
+    path = Path(found.origin).parent / name
     return path if path.is_file() else None
 
 
-def _packaged_tensors() -> storage.Stored:
+def packaged_file() -> Path | None:
+    return file_of(_PACKAGE, _PACKAGE_FILE)
+
+
+def _packaged_tensors() -> dict[str, Tensor]:
     path = packaged_file()
     if path is None:
         raise MissingWeights(f"the FID Inception network is not installed. {WHERE_TO_GET_IT}")
     # TorchScript has a reader of its own, which makes tensors and nothing else: no Python runs from this file.
     script = torch.jit.load(path, map_location="cpu")
-    tensors = {name.removeprefix(_PACKAGE_PREFIX): tensor for name, tensor in script.state_dict().items()}
-    return storage.Stored(tensors, {})
+    return {name.removeprefix(_PACKAGE_PREFIX): tensor for name, tensor in script.state_dict().items()}

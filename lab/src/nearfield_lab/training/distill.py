@@ -25,8 +25,8 @@ from nearfield.diffusers import apply, compiled_blocks
 from nearfield.methods import Method
 from nearfield_lab.embedded.model import TinyFlux
 from nearfield_lab.embedded.sampler import precision
-from nearfield_lab.embedded.storage import write_tensors
 from nearfield_lab.missing import MissingExtra
+from nearfield_lab.storage import write_tensors
 from nearfield_lab.training.data import Latents
 from nearfield_lab.training.flow import check_compilable, mixed, shifted
 from nearfield_lab.training.loop import Draws, Loop, Outcome, Schedule
@@ -156,10 +156,12 @@ class Distillation(Run):
             _switch_lora(self.transformer, is_on=True)
             self._phase.step_index = 1
 
-    def save(self, path: Path) -> None:
-        """Write the LoRA, as diffusers' `load_lora_weights` reads it; or the model."""
+    def facts(self) -> dict[str, Any]:
         recipe = recipes.Recipe(self.recipe.method).as_document()
-        facts = {"recipe": recipe, "rank": self.recipe.rank, "step": self.loop.step}
+        return {"recipe": recipe, "rank": self.recipe.rank, "step": self.loop.step}
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Write the LoRA, as diffusers' `load_lora_weights` reads it; or the model."""
         if self._write is not None:
             self._write(path, facts)
         else:

@@ -81,12 +81,30 @@ class FlowTraining(TrainingRun[Latents]):
     ) -> None:
         super().__init__(latents, folder, recipe, schedule, device, on_step)
         self.recipe = recipe
-        self.model = _first_model(recipe, latents, config, start).to(self.device).train().requires_grad_(True)
+        model = reconfigured(self.first_model(latents, config, start), size=recipe.size, shift=recipe.shift)
+        self.model = model.to(self.device).train().requires_grad_(True)
         self.handle = self._sparse(schedule.parts)
         is_whole = recipe.compiled and recipe.method is None
         self._network = self._compiled_network() if is_whole else None
         facts = recipe.facts() | {"model": asdict(self.model.config)}
         self.loop = Loop(dict(self.model.named_parameters()), self.loss, schedule, folder, facts)
+
+    def first_model(self, latents: Latents, config: ModelConfig | None, start: Path | None) -> TinyFlux:
+        """The model before the first step: that of a file, or one with random weights."""
+        if start is not None:
+            return load_model(start)[0]
+        model = seeded(self.recipe.seed, lambda: self.new_model(config))
+        model.latent_mean.copy_(latents.mean)
+        model.latent_std.copy_(latents.std)
+        return model
+
+    def new_model(self, config: ModelConfig | None) -> TinyFlux:
+        return TinyFlux(config or ModelConfig())
+
+    def condition(self, indices: Tensor, generator: torch.Generator) -> dict[str, Any]:
+        """Further arguments of the model for some pictures, by their numbers."""
+        del indices, generator
+        return {}
 
     def _sparse(self, parts: int) -> Any:
         if self.recipe.method is None:
@@ -108,25 +126,30 @@ class FlowTraining(TrainingRun[Latents]):
 
     def loss(self, step: int, part: int) -> Tensor:
         """The mean squared error of the velocity over one part of a step's batch."""
-        latents, generator = self._batch(step, part)
+        latents, indices, generator = self._batch(step, part)
         clean = self.model.normalised(latents)
         noise = torch.randn(clean.shape, generator=generator, device=self.device)
         level = noise_levels(len(clean), self.recipe.shift, generator)
+        condition = self.condition(indices, generator)
         with precision(self.device):
-            velocity = self.model(mixed(clean, noise, level), level, self._network)
+            velocity = self.model(mixed(clean, noise, level), level, self._network, **condition)
         return mse_loss(velocity.float(), noise - clean)
 
-    def save(self, path: Path) -> None:
-        save_model(path, self.model, self._written_facts(), self.recipe.packing)
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        save_model(path, self.model, facts, self.recipe.packing)
 
     def samples(self) -> Tensor:
-        pipeline = DemoPipeline(self.model)
+        pipeline = self.pipeline()
         pipeline.autoencoder.to(self.device)
         # Graphs of another size would take longer than they save.
         with torch.compiler.set_stance("force_eager"):
             sampled = pipeline(self.recipe.samples, steps=self.recipe.sample_steps, batch=16)
         self.model.train()
         return sampled.images
+
+    def pipeline(self) -> DemoPipeline:
+        """What draws the samples."""
+        return DemoPipeline(self.model)
 
 
 def noise_levels(number: int, shift: float, generator: torch.Generator) -> Tensor:
@@ -143,15 +166,3 @@ def mixed(clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
     """Pictures at noise levels `[B]`."""
     share = level[:, None, None, None]
     return (1 - share) * clean + share * noise
-
-
-def _first_model(
-    recipe: Recipe, latents: Latents, config: ModelConfig | None, start: Path | None
-) -> TinyFlux:
-    if start is not None:
-        model, _ = load_model(start)
-    else:
-        model = seeded(recipe.seed, lambda: TinyFlux(config or ModelConfig()))
-        model.latent_mean.copy_(latents.mean)
-        model.latent_std.copy_(latents.std)
-    return reconfigured(model, size=recipe.size, shift=recipe.shift)

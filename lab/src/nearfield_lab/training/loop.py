@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nearfield._checks import check_int, wrong_value
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
 FORMAT = 1

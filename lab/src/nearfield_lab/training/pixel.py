@@ -76,12 +76,12 @@ class PixelTraining(TrainingRun[Pixels]):
 
     def loss(self, step: int, part: int) -> Tensor:
         """The mean squared error of the velocity over one part of a step's batch."""
-        clean, generator = self._batch(step, part)
+        clean, _, generator = self._batch(step, part)
         noise, level = _drawn(clean.shape, generator)
         return _velocity_error(self.model, clean, noise, level, self._body)
 
-    def save(self, path: Path) -> None:
-        save_pixel_model(path, self.model, self._written_facts(), self.recipe.packing)
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        save_pixel_model(path, self.model, facts, self.recipe.packing)
 
     def samples(self) -> Tensor:
         number, steps = self.recipe.samples, self.recipe.sample_steps

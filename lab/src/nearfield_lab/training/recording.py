@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_type
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 from nearfield_lab.training.loop import Draws
 
 _TENSOR = "__tensor__"

@@ -52,8 +52,12 @@ class Run(ABC):
         """Train and write what was learned."""
 
     @abstractmethod
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
         """Write what was learned as it is."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the file says about itself."""
 
     def _trained(self, pause_seconds: float) -> Outcome:
         return self.loop.run(self._on_step, self.publish, pause_seconds, self.keep)
@@ -61,13 +65,13 @@ class Run(ABC):
     def publish(self) -> None:
         """Write the averaged result."""
         with self.loop.averaged():
-            self.save(self.folder / self.result)
+            self.save(self.folder / self.result, self.facts())
 
     def keep(self, mark: Mark) -> None:
         """Write the averaged result of a moment to a file that stays as it is: `model-steps`, `model-seconds`."""
         path = self.folder / self.result
         with self.loop.averaged():
-            self.save(path.with_name(f"{path.stem}-{mark}{path.suffix}"))
+            self.save(path.with_name(f"{path.stem}-{mark}{path.suffix}"), self.facts())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +144,13 @@ class TrainingRun(Run, Generic[Data]):
     def samples(self) -> Tensor:
         """Pictures by the model as it is."""
 
-    def _batch(self, step: int, part: int) -> tuple[Tensor, torch.Generator]:
-        """The data of one part of a step, and what its noise is drawn from."""
+    def _batch(self, step: int, part: int) -> tuple[Tensor, Tensor, torch.Generator]:
+        """The data of one part of a step, their numbers, and what noise is drawn from."""
         parts = self.loop.schedule.parts
         indices = self._draws.indices(step, part, self._common.batch, parts, len(self.data))
-        return self.data.take(indices).to(self.device), self._draws.generator(step, part)
+        return self.data.take(indices).to(self.device), indices, self._draws.generator(step, part)
 
-    def _written_facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         return {"step": self.loop.step, "recipe": self._common.facts(), "nearfield": nearfield.__version__}
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nearfield.cli import Inputs, Preset
+from nearfield.cli.check import Inputs
+from nearfield.cli.presets import Preset
 
 _CUDA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
