@@ -138,20 +138,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def fail(part: Path) -> None:
-        part.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        _files.replace_file(path, fail)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 # -- sampler -----------------------------------------------------------------------------------------------------------
 
 

@@ -106,4 +106,4 @@ def check_fields(source: object, document: Any, fields: Mapping[str, Any]) -> No
 
 
 def _kind_of(value: object) -> str:
-    return f"{_WORDS.get(type(value), type(value).__name__)}"
+    return _WORDS.get(type(value), type(value).__name__)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nearfield._files import write_json
+from nearfield._files import read_json, write_json
 from nearfield.cli import FAILED, OK, Bar, UsageError, as_usage, machine, time_for, write_reports, wrong
 from nearfield.diffusers import apply
 from nearfield.methods import Recipe
@@ -84,10 +84,7 @@ def check_settings(argument: str, folder: Path, settings: dict[str, Any]) -> Non
             wrong(argument, rule, f"{folder}, whose pictures do not say how they were made", hint)
         write_json(path, settings)
         return
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        wrong(argument, rule, f"{folder}, where {_SETTINGS} is no JSON", hint)
+    known = read_json(path, {})
     for name, value in settings.items():
         if known.get(name) != value:
             wrong(argument, rule, f"{folder}, made with {name} = {known.get(name)} instead of {value}", hint)

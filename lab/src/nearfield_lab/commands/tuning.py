@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nearfield import Method, apply, recipes
-from nearfield._files import write_json
+from nearfield._files import read_json, write_json
 from nearfield.cli import (
     DENSE,
     FAILED,
@@ -138,7 +138,7 @@ def _known(path: Path, settings: dict[str, Any]) -> list[Trial]:
     """Trials of an earlier run with the same pictures."""
     if not path.exists():
         return []
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = read_json(path, {"settings": dict, "trials": list})
     if document["settings"] != json.loads(json.dumps(settings)):
         wrong(
             "--out",
@@ -146,7 +146,7 @@ def _known(path: Path, settings: dict[str, Any]) -> list[Trial]:
             str(path),
             f"Those are {document['settings']}.",
         )
-    return tuning.from_records(document["trials"])
+    return tuning.from_records(document["trials"], path)
 
 
 def _keep(path: Path, settings: dict[str, Any], search: Search, trial: Trial) -> None:

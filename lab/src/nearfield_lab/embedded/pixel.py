@@ -7,7 +7,7 @@ rotary rows with them. Attention is full, or by a method that can be trained.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from nearfield.layout import Geometry, Ordering
 from nearfield.methods import Method, Projections, method_class
 from nearfield.methods import fields as method_fields
 from nearfield_lab.embedded.dense_kernels import DenseKernel, called_with
-from nearfield_lab.embedded.model import Packing, put_weights, read_weights, write_weights
+from nearfield_lab.embedded.model import Packing, put_weights, read_weights, stored_config, write_weights
 from nearfield_lab.embedded.sampler import drawn, precision
 from nearfield_lab.storage import BadFile
 
@@ -350,8 +350,7 @@ def load_pixel_model(
             in addition starts at zero.
     """
     weights, facts = read_weights(path, KIND, COMMAND)
-    known = {field.name for field in fields(PixelConfig)}
-    stored = PixelConfig(**{name: value for name, value in facts["config"].items() if name in known})
+    stored = stored_config(path, PixelConfig, facts)
     if config is None:
         config = stored
     for name in ("layers", "heads", "head_dim", "span"):
