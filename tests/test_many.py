@@ -31,15 +31,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(weights: Path, tmp_path: Path) -> list[str]:
     fields = "--set tiles=4 --set dense_steps=0 --steps 1 --size 32 --num 7 --option first=2 --option batch=3"
     engine = "--option device=cpu --option engine=process"
-    return [
-        "generate",
-        "--weights",
-        str(weights),
-        *fields.split(),
-        *engine.split(),
-        "--images",
-        str(tmp_path / "made"),
-    ]
+    return f"generate --weights {weights} {fields} {engine} --images {tmp_path / 'made'}".split()
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
