@@ -22,7 +22,6 @@ from nearfield.cli import (
     as_usage,
     command,
     input_file,
-    integer,
     machine,
     member,
     note_load,
@@ -33,7 +32,7 @@ from nearfield.cli import (
 )
 from nearfield.methods import DEFAULT, Recipe
 from nearfield_lab import quality
-from nearfield_lab.commands.further import Further
+from nearfield_lab.commands.further import Further, add_path, add_switch
 from nearfield_lab.commands.launched import chosen_device, mesh_of_ranks, num_ranks
 from nearfield_lab.commands.many import generate_many, opened, sampler_of
 from nearfield_lab.commands.sampling import (
@@ -69,23 +68,15 @@ def add_commands(commands: Any) -> None:
         "  nearfield generate --num 10000 --images samples --option engine=ray",
     )
     add_method(parser)
-    parser.add_argument(
-        "--compare", action="store_true", help="make the dense model's pictures, too, and compare"
-    )
+    add_switch(parser, "--compare", "make the dense model's pictures, too, and compare")
     add_pictures(parser, steps=20, num=4)
     add_model(parser, "a model of `nearfield train demo` or `train pixel`")
-    parser.add_argument(
-        "--images",
-        type=Path,
-        metavar="DIR",
-        help="also write every picture to DIR/dense and DIR/METHOD, or DIR/RECIPE; for a model on pixels to DIR",
+    words = (
+        "also write every picture to DIR/dense and DIR/METHOD, or DIR/RECIPE; for a model on pixels to DIR"
     )
-    parser.add_argument(
-        "--out",
-        type=output_file("--out", ".png"),
-        metavar="FILE",
-        help="the sheet of pictures (default cats.png)",
-    )
+    add_path(parser, "--images", "DIR", words)
+    sheet = output_file("--out", ".png")
+    add_path(parser, "--out", "FILE", "the sheet of pictures (default cats.png)", type=sheet)
     add_json(parser, "write figures and machine facts")
     further = Further(parser)
     further.add_argument(
@@ -109,18 +100,9 @@ def _add_engine(further: Further) -> None:
         help="for many pictures, to --images DIR: process (this one) or ray (a Ray cluster); the same command goes on"
         " where it ended",
     )
-    further.add_argument(
-        "tries",
-        type=integer("tries", 1, 100),
-        metavar="N",
-        help="of pictures that fail (default 3); for engine",
-    )
-    further.add_argument(
-        "workers",
-        type=integer("workers", 1, 10**5),
-        metavar="N",
-        help="for engine=ray (default: one for each GPU of the cluster; where it has none, for each core)",
-    )
+    add_integer(further, "tries", None, "of pictures that fail (default 3); for engine", most=100)
+    words = "for engine=ray (default: one for each GPU of the cluster; where it has none, for each core)"
+    add_integer(further, "workers", None, words, most=10**5)
     further.add_argument(
         "ray-address",
         metavar="ADDRESS",

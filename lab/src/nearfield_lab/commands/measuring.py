@@ -16,7 +16,6 @@ from nearfield.cli import (
     add_json,
     as_usage,
     command,
-    integer,
     machine,
     output_file,
     settings_of,
@@ -24,6 +23,7 @@ from nearfield.cli import (
     wrong,
 )
 from nearfield.methods import Borders, fields
+from nearfield_lab.commands.further import add_path, add_switch
 from nearfield_lab.commands.launched import chosen_device
 from nearfield_lab.quality import inception
 from nearfield_lab.quality.inception import WHERE_TO_GET_IT
@@ -50,11 +50,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--metrics", metavar="A,B", help=f"any of {', '.join(METRICS)} (default: those that can be computed)"
     )
-    parser.add_argument(
-        "--pairs",
-        action="store_true",
-        help="A and B were made from the same seeds: compare image by image, too",
-    )
+    add_switch(parser, "--pairs", "A and B were made from the same seeds: compare image by image, too")
     parser.add_argument(
         "--seam-method",
         metavar="NAME",
@@ -70,28 +66,17 @@ def add_commands(commands: Any) -> None:
     )
     add_integer(parser, "--text", 0, "text tokens of that model", least=0)
     add_integer(parser, "--pixels", 16, "pixels per side of a token of that model")
-    parser.add_argument(
-        "--q-block",
-        type=integer("--q-block", 16),
-        metavar="N",
-        help="queries per list where A was made: 128 for tiles on a GPU (default: what suits this device)",
-    )
+    words = "queries per list where A was made: 128 for tiles on a GPU (default: what suits this device)"
+    add_integer(parser, "--q-block", None, words, least=16)
     add_integer(parser, "--size", 512, "pixels per side of all images", least=32)
     add_integer(parser, "--num", None, "so many images of each, evenly spaced (default: all)", least=2)
-    parser.add_argument(
-        "--inception",
-        type=Path,
-        metavar="FILE",
-        help="the FID network as safetensors (default: the installed package's)",
+    add_path(
+        parser, "--inception", "FILE", "the FID network as safetensors (default: the installed package's)"
     )
     add_integer(parser, "--batch", 32, "images at once")
     add_device(parser)
-    parser.add_argument(
-        "--save",
-        type=output_file("--save", ".safetensors"),
-        metavar="FILE",
-        help="write the statistics of A (.safetensors)",
-    )
+    kind = output_file("--save", ".safetensors")
+    add_path(parser, "--save", "FILE", "write the statistics of A (.safetensors)", type=kind)
     add_json(parser, "write the figures and machine facts")
 
 

@@ -24,11 +24,11 @@ from nearfield.cli import (
     as_usage,
     command,
     machine,
-    member,
     write_reports,
     wrong,
 )
 from nearfield_lab.commands.drawing import require_reports
+from nearfield_lab.commands.further import add_choice, add_path, add_switch
 from nearfield_lab.commands.launched import chosen_device
 from nearfield_lab.plots.lines import fidelity_lines
 
@@ -53,16 +53,10 @@ def add_commands(commands: Any) -> None:
         "  nearfield rag --docs notes/ --ask '...' --store cache/ --compare --plot fidelity.png\n"
         "  nearfield rag --docs notes/ --ask '...' --model my-llama/ --ratio 0.3 --reorder --json answer.json",
     )
-    parser.add_argument(
-        "--docs", type=Path, required=True, metavar="DIR", help=f"texts: {', '.join(_ENDINGS)}"
-    )
+    add_path(parser, "--docs", "DIR", f"texts: {', '.join(_ENDINGS)}", required=True)
     parser.add_argument("--ask", required=True, metavar="TEXT", help="the question")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="a folder of transformers (default: SmolLM2-135M-Instruct, where its package is installed)",
-    )
+    small = "default: SmolLM2-135M-Instruct, where its package is installed"
+    add_path(parser, "--model", "DIR", f"a folder of transformers ({small})")
     parser.add_argument(
         "--store", metavar="PLACE", help="a folder or fsspec URL to keep chunks in (default: memory)"
     )
@@ -70,17 +64,9 @@ def add_commands(commands: Any) -> None:
     add_integer(parser, "--top", 8, "chunks to answer from; those that share most words with the question")
     add_integer(parser, "--max-new-tokens", 64, "tokens of the answer, at most")
     add_number(parser, "--ratio", 0.15, "share of the tokens to compute again")
-    parser.add_argument(
-        "--selector",
-        type=member("--selector", NAMES),
-        default="infoflow",
-        metavar="NAME",
-        help=f"which tokens those are: {', '.join(NAMES)} (default infoflow)",
-    )
-    parser.add_argument(
-        "--reorder", action="store_true", help="put the chunks that the question attends to most last"
-    )
-    parser.add_argument("--compare", action="store_true", help="all selectors beside full prefill")
+    add_choice(parser, "--selector", NAMES, "infoflow", "which tokens those are")
+    add_switch(parser, "--reorder", "put the chunks that the question attends to most last")
+    add_switch(parser, "--compare", "all selectors beside full prefill")
     add_device(parser)
     add_json(parser, "write everything and machine facts")
     add_plot(parser, "draw fidelity against ratio for all selectors")

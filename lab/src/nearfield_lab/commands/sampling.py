@@ -3,11 +3,10 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from nearfield.cli import number, wrong
-from nearfield_lab.commands.further import Further
+from nearfield.cli import add_number, wrong
+from nearfield_lab.commands.further import Further, add_path, add_switch
 from nearfield_lab.commands.launched import chosen_device
 from nearfield_lab.commands.many import Job, fill, identity, portable
 from nearfield_lab.embedded import pixel
@@ -24,28 +23,19 @@ _OWN = ("minutes", "compile", "data", "pixels")
 
 def add_pixel_options(further: Further) -> None:
     """What only a model on pixels has."""
-    further.add_argument(
-        "minutes",
-        type=number("minutes", least=0, is_above=True),
-        metavar="X",
-        help="begin no further batch after this time, and go on with the same command; for models on pixels",
+    words = "begin no further batch after this time, and go on with the same command; for models on pixels"
+    add_number(further, "minutes", None, words, is_above=True)
+    words = (
+        "let torch.compile make the model faster; pays from some hundred pictures on, best a multiple of the batch;"
+        " for models on pixels"
     )
-    further.add_argument(
-        "compile",
-        action="store_true",
-        help="let torch.compile make the model faster; pays from some hundred pictures on, best a multiple of the"
-        " batch; for models on pixels",
+    add_switch(further, "compile", words)
+    words = (
+        "photographs: tell the model's loss with them, too, with noise that is the same for every model; for models"
+        " on pixels"
     )
-    further.add_argument(
-        "data",
-        type=Path,
-        metavar="DIR",
-        help="photographs: tell the model's loss with them, too, with noise that is the same for every model; for"
-        " models on pixels",
-    )
-    further.add_argument(
-        "pixels", type=Path, metavar="DIR", help="where the pixels of data are kept (default: --images)"
-    )
+    add_path(further, "data", "DIR", words)
+    add_path(further, "pixels", "DIR", "where the pixels of data are kept (default: --images)")
 
 
 def check_pixel_options(arguments: argparse.Namespace) -> None:

@@ -2,10 +2,10 @@
 
 import argparse
 import socket
-from pathlib import Path
 from typing import Any
 
 from nearfield.cli import OK, add_device, add_integer, command, input_file, wrong
+from nearfield_lab.commands.further import add_path, add_switch
 from nearfield_lab.commands.launched import chosen_device
 from nearfield_lab.plots.figures import require_matplotlib
 
@@ -26,24 +26,16 @@ def add_commands(commands: Any) -> None:
         help="where to listen (default 127.0.0.1: this machine alone)",
     )
     add_integer(parser, "--port", None, "(default: the first free from 7860)", most=65535)
-    parser.add_argument(
-        "--weights",
-        type=input_file("--weights"),
-        metavar="FILE",
-        help="a model of `nearfield train demo`, beside the embedded one",
-    )
+    words = "a model of `nearfield train demo`, beside the embedded one"
+    add_path(parser, "--weights", "FILE", words, type=input_file("--weights"))
     parser.add_argument(
         "--model", metavar="ID", help="a diffusers pipeline, beside it: its id on the Hub, or its folder"
     )
-    parser.add_argument("--docs", type=Path, metavar="DIR", help="texts to ask, as for `nearfield rag`")
-    parser.add_argument(
-        "--language-model",
-        type=Path,
-        metavar="DIR",
-        help="a folder of transformers that answers (default: SmolLM2-135M-Instruct, where its package is installed)",
-    )
+    add_path(parser, "--docs", "DIR", "texts to ask, as for `nearfield rag`")
+    small = "default: SmolLM2-135M-Instruct, where its package is installed"
+    add_path(parser, "--language-model", "DIR", f"a folder of transformers that answers ({small})")
     add_device(parser)
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    add_switch(parser, "--open", "open the page in the browser")
 
 
 def _studio(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -27,14 +26,13 @@ from nearfield.cli import (
     command,
     input_file,
     machine,
-    member,
     recipe_of,
     show_help_without_command,
     write_reports,
     wrong,
 )
 from nearfield.methods import DEFAULT
-from nearfield_lab.commands.further import Further
+from nearfield_lab.commands.further import Further, add_choice, add_path, add_switch
 from nearfield_lab.commands.launched import chosen_device
 from nearfield_lab.embedded.dense_kernels import DenseKernel
 from nearfield_lab.embedded.generate import embedded_weights, open_pipeline
@@ -101,7 +99,7 @@ def _add_train_pixel(models: Any) -> None:
         kept="pixels",
     )
     _add_schedule(further, learning_rate=1e-4, warm_up=200, average=0.9999)
-    _add_keep_steps(further, "the model of this step, in model-steps.safetensors")
+    add_integer(further, "keep-steps", None, "keep the model of this step, in model-steps.safetensors")
     add_number(
         further,
         "keep-seconds",
@@ -138,9 +136,8 @@ def _add_trained(
     add_integer(parser, "--batch", batch, "pictures per step")
     _add_ends(parser)
     option, words = start
-    parser.add_argument(option, dest="start", type=input_file(option), metavar="FILE", help=words)
-    tiny = "a model to try the chain with, in minutes on a CPU"
-    parser.add_argument("--tiny", action="store_true", help=tiny)
+    add_path(parser, option, "FILE", words, dest="start", type=input_file(option))
+    add_switch(parser, "--tiny", "a model to try the chain with, in minutes on a CPU")
     _add_compile(parser)
     add_method(parser, DENSE)
     add_json(parser)
@@ -150,25 +147,12 @@ def _add_trained(
 
 
 def _add_compile(parser: TakesOptions, name: str = "--compile") -> None:
-    words = "let torch.compile make the model, or its blocks, faster"
-    parser.add_argument(name, action="store_true", help=words)
+    add_switch(parser, name, "let torch.compile make the model, or its blocks, faster")
 
 
 def _add_results(further: Further, attention: str, packing: str) -> None:
-    further.add_argument(
-        "kernel",
-        type=member("kernel", BACKENDS),
-        default="auto",
-        metavar="NAME",
-        help=f"torch's for {attention}: {', '.join(BACKENDS)} (default auto)",
-    )
-    further.add_argument(
-        "packing",
-        type=member("packing", PACKINGS),
-        default=packing,
-        metavar="HOW",
-        help=f"how the model is written: {', '.join(PACKINGS)} (default {packing})",
-    )
+    add_choice(further, "kernel", BACKENDS, "auto", f"torch's for {attention}")
+    add_choice(further, "packing", PACKINGS, packing, "how the model is written", "HOW")
     add_integer(further, "samples", 16, "pictures on a sample sheet", least=0, most=256)
     add_number(further, "sample-seconds", 180.0, "time between sample sheets", is_above=True)
     _add_common(further)
@@ -190,12 +174,8 @@ def _add_distill(commands: Any) -> None:
     parser.add_argument(
         "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
     )
-    parser.add_argument(
-        "--prompts",
-        type=input_file("--prompts"),
-        metavar="FILE",
-        help="one prompt per line, whose calls are learned from; for --model",
-    )
+    words = "one prompt per line, whose calls are learned from; for --model"
+    add_path(parser, "--prompts", "FILE", words, type=input_file("--prompts"))
     add_weights(parser)
     add_integer(
         parser,
@@ -211,40 +191,26 @@ def _add_distill(commands: Any) -> None:
     add_json(parser)
     further = Further(parser)
     add_integer(further, "rank", None, "of the LoRA (default 4)", most=1024)
-    further.add_argument(
-        "full",
-        action="store_true",
-        help="train all weights instead of a LoRA, and write a model; not for --model",
-    )
-    further.add_argument(
-        "save-memory", action="store_true", help="compute activations again in the backward pass"
-    )
+    add_switch(further, "full", "train all weights instead of a LoRA, and write a model; not for --model")
+    add_switch(further, "save-memory", "compute activations again in the backward pass")
     _add_compile(further, "compile")
     _add_kept(further, "latents")
     add_integer(further, "denoising-steps", 20, "per prompt; for --model")
     _add_schedule(further, learning_rate=None, warm_up=50)
-    _add_keep_steps(further, "what was learned until this step, in a file whose name ends in -steps")
+    words = "keep what was learned until this step, in a file whose name ends in -steps"
+    add_integer(further, "keep-steps", None, words)
     _add_common(further)
 
 
 def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool) -> None:
-    parser.add_argument(
-        "--data",
-        type=Path,
-        required=is_data_needed,
-        metavar="DIR",
-        help="photographs: tar files in a folder, or a folder of pictures",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints and results")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the checkpoint in --out, if there is one"
-    )
+    words = "photographs: tar files in a folder, or a folder of pictures"
+    add_path(parser, "--data", "DIR", words, required=is_data_needed)
+    add_path(parser, "--out", "DIR", "checkpoints and results", required=True)
+    add_switch(parser, "--resume", "go on from the checkpoint in --out, if there is one")
 
 
 def _add_kept(further: Further, kept: str) -> None:
-    further.add_argument(
-        kept, type=Path, metavar="DIR", help=f"where the {kept} of photographs are kept (default: --out)"
-    )
+    add_path(further, kept, "DIR", f"where the {kept} of photographs are kept (default: --out)")
 
 
 def _add_ends(parser: argparse.ArgumentParser) -> None:
@@ -270,10 +236,6 @@ def _add_schedule(
     add_number(further, "average", average, "decay of the moving average of the weights")
     add_integer(further, "accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
     add_number(further, "checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
-
-
-def _add_keep_steps(further: Further, what: str) -> None:
-    add_integer(further, "keep-steps", None, f"keep {what}")
 
 
 def _add_common(further: Further) -> None:

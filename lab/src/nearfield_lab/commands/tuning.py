@@ -25,7 +25,7 @@ from nearfield.cli import (
 from nearfield.methods import fields
 from nearfield_lab import tuning
 from nearfield_lab.commands.drawing import require_reports
-from nearfield_lab.commands.further import Further
+from nearfield_lab.commands.further import Further, add_path
 from nearfield_lab.commands.generating import (
     add_further_pictures,
     add_model,
@@ -60,13 +60,8 @@ def add_commands(commands: Any) -> None:
         parser, "--max-lpips", 0.1, "mean distance to the dense pictures that is allowed", is_above=True
     )
     add_number(parser, "--minutes", None, "stop after so long; run again to go on", is_above=True)
-    parser.add_argument(
-        "--out",
-        type=output_file("--out"),
-        default="recipe.json",
-        metavar="FILE",
-        help="the recipe (default recipe.json); trials are kept beside it, in FILE.trials",
-    )
+    words = "the recipe (default recipe.json); trials are kept beside it, in FILE.trials"
+    add_path(parser, "--out", "FILE", words, type=output_file("--out"), default="recipe.json")
     add_plot(parser, "draw pairs kept against distance")
     add_further_pictures(Further(parser))
 
