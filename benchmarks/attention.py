@@ -14,12 +14,12 @@ from torch import Tensor
 from benchmarks.attention_calls import BACKWARD, BOTH, FORWARD, Call, Work, preset_of
 from benchmarks.attention_cases import CASES, DEFAULTS, MILLISECONDS
 from benchmarks.cases import Case
+from benchmarks.dense import Dense, dense_attention
 from benchmarks.report import Column, Record, error_cell, speed_figures, target_cell, times_cell
 from benchmarks.runner import Benchmark, require
 from nearfield.cli.arguments import UsageError
 from nearfield.cli.check import Inputs, check_forward
 from nearfield.cli.timing import Function, Timing, captured, measure
-from nearfield_lab.dense import Dense, dense_attention
 
 MODEL_LAYERS = 57
 """Attention layers of FLUX.1: tokens are reordered once for all of them."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks import layouts
 from benchmarks.cases import Case
+from benchmarks.dense import random_inputs
 from benchmarks.fitted import Fitted, FittedReader
 from benchmarks.runner import WrongAnswer
 from nearfield import FineGrained, Geometry, LogLinear, Method, attend_with, explain_choice, planning
@@ -30,7 +31,6 @@ from nearfield.methods import PlanLayer, SelectLayer
 from nearfield.methods.loglinear import Chosen, choose
 from nearfield.ops import attend, pool
 from nearfield.plan import Plan
-from nearfield_lab.dense import random_inputs
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 _TILES = 16

@@ -32,8 +32,9 @@ from nearfield.layout import Geometry
 from nearfield.methods import Composition, PlanLayer
 from nearfield.methods.hilbert.layout import block_sizes
 from nearfield_lab.embedded.sampler import DemoPipeline, noise
-from nearfield_lab.embedded.storage import BadFile
-from nearfield_lab.training.data import Picture, decoded, fingerprint, pictures
+from nearfield_lab.images import Picture
+from nearfield_lab.storage import BadFile
+from nearfield_lab.training.data import decoded, fingerprint, pictures
 
 DEVICE, GPU = "device", "gpu"
 _EVERY_STEP = "every step sparse"

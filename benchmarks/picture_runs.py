@@ -18,7 +18,7 @@ from nearfield_lab import quality
 from nearfield_lab.embedded.lora import lora_on
 from nearfield_lab.embedded.model import ModelConfig, TinyFlux
 from nearfield_lab.embedded.sampler import DemoPipeline, Sampled
-from nearfield_lab.embedded.storage import read_tensors
+from nearfield_lab.storage import read_tensors
 
 TINY = Path("tiny")
 """In place of a model file: an untrained model of a few narrow layers."""

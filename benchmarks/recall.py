@@ -30,7 +30,8 @@ from nearfield.ops import Blocks, predict
 from nearfield.ops.predict.reference import columns
 from nearfield_lab.embedded.autoencoder import Autoencoder
 from nearfield_lab.embedded.model import load_model
-from nearfield_lab.embedded.storage import BadFile, read_tensors
+from nearfield_lab.images import Picture
+from nearfield_lab.storage import BadFile, read_tensors
 from nearfield_lab.training import data
 
 QUERY_BLOCK = 128
@@ -352,7 +353,7 @@ def _picture_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _layer_samples(
-    options: argparse.Namespace, place: int, picture: data.Picture, device: torch.device
+    options: argparse.Namespace, place: int, picture: Picture, device: torch.device
 ) -> Iterator[Sample]:
     """Of every layer of the embedded model, for a noisy picture."""
     model, _ = load_model(options.weights)

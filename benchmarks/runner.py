@@ -22,7 +22,7 @@ from nearfield.cli.progress import Bar, time_for
 from nearfield.cli.reports import note_load, write_reports, write_so_far
 from nearfield.cli.timing import Effort
 from nearfield_lab.commands.drawing import require_reports
-from nearfield_lab.commands.generating import chosen_device, missing_extras_told
+from nearfield_lab.commands.launched import chosen_device
 
 
 class WrongAnswer(Exception):
@@ -225,7 +225,7 @@ def run(kind: type[Benchmark], options: argparse.Namespace) -> int:
         earlier = report.read(options.json, kind.name)
     except ValueError as error:
         raise UsageError(f"`--json` must name a new file or one of these results. {error}") from None
-    with missing_extras_told(), Bar(len(cases), "cases") as bar:
+    with Bar(len(cases), "cases") as bar:
         done = [0]
         session = Session(options, device, lambda text: bar.show(done[0], text), time_for(options.minutes))
         course = Run(kind(session), cases, earlier)

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+import pytest
 from benchmarks.__main__ import main as benchmarks
 
 from nearfield import cli
@@ -20,3 +21,12 @@ def main(words: Sequence[str]) -> int:
 def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of `nearfield` with the commands of the lab."""
     return parser_of([lab.add_commands], words)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    """What a command prints; on stderr where it is to fail. Texts are cut into words, anything else is one word."""
+    cut = [part for word in words for part in (word.split() if isinstance(word, str) else [str(word)])]
+    capsys.readouterr()
+    got, captured = main(cut), capsys.readouterr()
+    assert got == code, captured.err + captured.out
+    return captured.err if code else captured.out

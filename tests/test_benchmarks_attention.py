@@ -14,6 +14,7 @@ from benchmarks.attention import Attention, usable_dense
 from benchmarks.attention_calls import BOTH, FORWARD, Call, made_plan
 from benchmarks.attention_cases import CASES, DEFAULTS, MILLISECONDS, hilbert_fields
 from benchmarks.cases import Case
+from benchmarks.dense import dense_attention, random_inputs
 from benchmarks.fitted import FittedReader
 from benchmarks.report import Record
 from benchmarks.rivals import flex
@@ -30,7 +31,6 @@ from nearfield.cli.timing import Effort
 from nearfield.methods import PlanLayer, Summary
 from nearfield.ops import _triton as kernels
 from nearfield.ops.attention.dispatch import Choice
-from nearfield_lab.dense import dense_attention, random_inputs
 
 CPU = torch.device("cpu")
 SMALL = Preset("small", 1, 2, 16, (10, 13), text=20, kept=1.0)

@@ -35,8 +35,8 @@ from nearfield.methods import BipartiteMerge, Composition
 from nearfield_lab import quality
 from nearfield_lab.embedded.model import save_model
 from nearfield_lab.embedded.sampler import DemoPipeline
-from nearfield_lab.embedded.storage import write_tensors
 from nearfield_lab.quality.results import read_rows
+from nearfield_lab.storage import write_tensors
 from nearfield_lab.training import distill
 from nearfield_lab.training.loop import Schedule
 

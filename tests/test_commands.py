@@ -14,6 +14,7 @@ from PIL import Image
 from tests import command_line as cli
 from tests import tiny_models
 from tests.cats import CATS, lively_model
+from tests.command_line import run
 
 from nearfield import Hilbert, LogLinear, Merge
 from nearfield.cli import methods
@@ -22,9 +23,9 @@ from nearfield.methods import BlockTopK, method_class, method_classes
 from nearfield_lab.commands import generating, training
 from nearfield_lab.embedded import generate
 from nearfield_lab.embedded.model import Packing, save_model
-from nearfield_lab.embedded.storage import read_tensors, write_tensors
-from nearfield_lab.training.flow import Backend
+from nearfield_lab.storage import read_tensors, write_tensors
 from nearfield_lab.training.loop import Diverged
+from nearfield_lab.training.runs import Backend
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,14 +35,6 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "weights.safetensors"
     save_model(path, lively_model())
     return path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What a command that succeeds prints."""
-    code = cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert code == 0, captured.err + captured.out
-    return captured.out
 
 
 BAD_CALLS = {
@@ -82,8 +75,8 @@ BAD_CALLS = {
     "distill --out x --data . --method dense": "`--method` must be sparse: dense needs no tuning; got dense.",
     "distill --out x --data . --option full=true --option rank=4": "`rank` must be left out with `full`, which trains "
     "no LoRA; got 4.",
-    "distill --out x --model y --prompts z --option full=true": "`full` must be left out with `--model`; got y. "
-    "Large models are tuned by a LoRA.",
+    "distill --out x --model y --prompts pyproject.toml --option full=true": "`full` must be left out with `--model`; "
+    "got y. Large models are tuned by a LoRA.",
     "distill --out x --model y": "`--prompts` must be given with `--model`, and only there; got None.",
 }
 
@@ -168,35 +161,9 @@ def test_missing_packages_name_their_extra(
 
 def test_generate_compares(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
     sheet, document, images = tmp_path / "a.png", tmp_path / "a.json", tmp_path / "images"
-    printed = run(
-        *(
-            capsys,
-            "generate",
-            "--weights",
-            weights,
-            "--size",
-            "64x96",
-            "--steps",
-            3,
-            "--num",
-            3,
-            "--option",
-            "batch=2",
-        ),
-        *(
-            "--set",
-            "tiles=4",
-            "--set",
-            "dense_steps=1",
-            "--compare",
-            "--out",
-            sheet,
-            "--json",
-            document,
-            "--images",
-            images,
-        ),
-    )
+    words = "--size 64x96 --steps 3 --num 3 --option batch=2 --set tiles=4 --set dense_steps=1 --compare"
+    files = "--out", sheet, "--json", document, "--images", images
+    printed = run(capsys, "generate --weights", weights, words, *files)
     assert printed.startswith(f"wrote 3 pictures each to {images}\ndense: ")
     assert "Hilbert(tiles=4, dense_steps=1): " in printed
     assert "steps: the first 1 of 3 dense" in printed
@@ -235,10 +202,8 @@ def test_times_of_a_smaller_last_batch_are_no_sign(words: str, alike: bool) -> N
 
 
 def test_generate_dense_alone(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
-    printed = run(
-        *(capsys, "generate", "--weights", weights, "--method", "dense", "--steps", 1),
-        *("--num", 1, "--out", tmp_path / "b.png"),
-    )
+    words = "--method dense --steps 1 --num 1 --out"
+    printed = run(capsys, "generate --weights", weights, words, tmp_path / "b.png")
     assert printed.splitlines()[1:] == [f"wrote {tmp_path / 'b.png'}"]
 
 
@@ -246,22 +211,9 @@ def test_generate_dense_alone(capsys: pytest.CaptureFixture[str], weights: Path,
 def test_generate_with_another_method(
     method: str, capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
 ) -> None:
-    printed = run(
-        *(
-            capsys,
-            "generate",
-            "--weights",
-            weights,
-            "--method",
-            method,
-            "--compare",
-            "--steps",
-            2,
-            "--size",
-            64,
-        ),
-        *("--num", 1, "--out", tmp_path / "b.png", "--images", tmp_path / "images"),
-    )
+    words = f"--method {method} --compare --steps 2 --size 64 --num 1"
+    files = "--out", tmp_path / "b.png", "--images", tmp_path / "images"
+    printed = run(capsys, "generate --weights", weights, words, *files)
     assert f"nearfield: {method_class(method).__name__}(" in printed
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted(["dense", method])
 
@@ -285,39 +237,23 @@ def test_a_diffusers_pipeline_is_sampled(tmp_path: Path) -> None:
 def test_the_whole_chain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Photographs, latents, training, resumption, distillation, and pictures with what was learned."""
     out = tmp_path / "run"
-    train = [
-        "train",
-        "demo",
-        "--data",
-        CATS,
-        "--out",
-        out,
-        "--tiny",
-        "--size",
-        64,
-        "--batch",
-        4,
-        "--option",
-        "samples=1",
-    ]
-    printed = run(capsys, *train, "--steps", 2)
+    train = "train demo --tiny --size 64 --batch 4 --option samples=1 --data", CATS, "--out", out
+    printed = run(capsys, *train, "--steps 2")
     assert "parameters, 12 latents at 64 px" in printed
     assert "step 2: loss " in printed
-    assert cli.main([str(word) for word in (*train, "--steps", 3)]) == 2
-    assert "`--out` must hold no checkpoint unless `--resume` is given" in capsys.readouterr().err
-    printed = run(capsys, *train, "--steps", 3, "--resume", "--json", tmp_path / "train.json")
+    error = run(capsys, *train, "--steps 3", code=2)
+    assert "`--out` must hold no checkpoint unless `--resume` is given" in error
+    printed = run(capsys, *train, "--steps 3 --resume --json", tmp_path / "train.json")
     assert "resumed at step 2" in printed
     assert json.loads((tmp_path / "train.json").read_text())["steps_of_this_run"] == 1
 
     model, lora = out / "model.safetensors", tmp_path / "lora"
-    distill = ["distill", "--data", CATS, "--option", f"latents={out}", "--weights", model, "--out", lora]
-    distill += ["--set", "tiles=2"]
-    printed = run(capsys, *distill, "--steps", 2, "--batch", 2)
-    assert "wrote " + str(lora / "pytorch_lora_weights.safetensors") in printed
-    picture = tmp_path / "cats.png"
-    learned = lora / "pytorch_lora_weights.safetensors"
-    tuned = ["--option", f"lora={learned}", "--steps", 2, "--num", 1, "--out", picture]
-    words = [str(word) for word in ("generate", "--weights", model, *tuned)]
+    distill = "distill --data", CATS, f"--option latents={out} --weights", model, "--out", lora
+    printed = run(capsys, *distill, "--set tiles=2 --steps 2 --batch 2")
+    learned, picture = lora / "pytorch_lora_weights.safetensors", tmp_path / "cats.png"
+    assert f"wrote {learned}" in printed
+    words = ["generate", "--weights", str(model), "--option", f"lora={learned}"]
+    words += f"--steps 2 --num 1 --out {picture}".split()
     assert cli.main([*words, "--set", "tiles=2", "--compare"]) == 0
     printed = capsys.readouterr()
     assert "x as fast" in printed.out
@@ -330,31 +266,44 @@ def test_the_whole_chain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     tensors, facts = read_tensors(learned)
     recipe = facts["recipe"] | {"format": 99}
     write_tensors(tmp_path / "later.safetensors", tensors, facts | {"recipe": recipe})
-    words[words.index("--option") + 1] = f"lora={tmp_path / 'later.safetensors'}"
-    assert cli.main(words) == 2
     message = "`lora` must be for a method that is known. `recipe` must be a nearfield recipe of format 2;"
-    assert f"nearfield: error: {message}" in capsys.readouterr().err
+    later = f"lora={tmp_path / 'later.safetensors'}"
+    assert f"nearfield: error: {message}" in run(capsys, *words, "--option", later, code=2)
 
 
-def test_a_training_that_ends_badly_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    words = f"train demo --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --option samples=0 --steps 2".split()
-    for error, code, message in (
+@pytest.mark.parametrize(
+    ("kind", "place"), [("demo", "flow.FlowTraining.run"), ("pixel", "pixel.PixelTraining.loss")]
+)
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
         (Diverged("the loss is nan"), 1, "the loss is nan"),
         (
             torch.OutOfMemoryError("x"),
             2,
             "`--batch` must fit into the device's memory; got 2. Compute it in pieces:",
         ),
-    ):
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_training_that_ends_badly_says_so(
+    kind: str,
+    place: str,
+    error: Exception,
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
 
-        def fail(*_: object, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr("nearfield_lab.training.flow.FlowTraining.run", fail)
-        assert cli.main(words) == code
-        assert f"nearfield: error: {message}" in capsys.readouterr().err
+    monkeypatch.setattr(f"nearfield_lab.training.{place}", fail)
+    words = (
+        f"train {kind} --data {CATS} --out {tmp_path} --tiny --size 32 --batch 2 --option samples=0 --steps 2"
+    )
+    assert f"nearfield: error: {message}" in run(capsys, words, code=code)
 
 
 def test_a_terminated_training_exits_as_interrupted(tmp_path: Path) -> None:

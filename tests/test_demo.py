@@ -16,7 +16,8 @@ from tests.tiles import paper
 from nearfield import Hilbert, Merge, _files, apply
 from nearfield.diffusers.region import Region
 from nearfield.methods import Composition
-from nearfield_lab.embedded import generate, pictures, storage
+from nearfield_lab import storage
+from nearfield_lab.embedded import generate, pictures
 from nearfield_lab.embedded.autoencoder import WEIGHTS
 from nearfield_lab.embedded.model import (
     EMBEDDED,
@@ -136,20 +137,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     storage.write_tensors(path, tensors, facts)
     with pytest.raises(storage.BadFile, match="does not hold the weights"):
         load_model(path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def fail(part: Path) -> None:
-        part.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        _files.replace_file(path, fail)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 # -- sampler -----------------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ import pytest
 
 from nearfield_lab.engines import (
     Answer,
+    OneWorker,
     Outcome,
     Start,
     WorkersLost,
     cluster,
-    in_process,
     mapped,
 )
 from nearfield_lab.missing import MissingExtra
@@ -64,21 +64,18 @@ def failing(*failures: int) -> Start:
 
 
 def test_every_item_is_done_once() -> None:
-    with in_process(failing()) as workers:
-        outcomes = list(mapped(workers, range(5), tries=1))
+    outcomes = list(mapped(OneWorker(failing()), range(5), tries=1))
     assert outcomes == [Outcome(item, item * item, None, 1) for item in range(5)]
 
 
 def test_what_failed_is_tried_again_behind_the_others() -> None:
-    with in_process(failing(1, 1)) as workers:
-        outcomes = list(mapped(workers, range(3), tries=3))
+    outcomes = list(mapped(OneWorker(failing(1, 1)), range(3), tries=3))
     assert [(outcome.item, outcome.tries) for outcome in outcomes] == [(0, 1), (2, 1), (1, 3)]
     assert all(outcome.error is None for outcome in outcomes)
 
 
 def test_what_fails_too_often_is_given_up_and_the_rest_goes_on() -> None:
-    with in_process(failing(1, 1, 1)) as workers:
-        *done, last = mapped(workers, range(3), tries=2)
+    *done, last = mapped(OneWorker(failing(1, 1, 1)), range(3), tries=2)
     assert [outcome.item for outcome in done] == [0, 2]
     assert (last.item, last.value, str(last.error), last.tries) == (1, None, "no 1", 2)
 
@@ -121,8 +118,8 @@ def test_a_start_that_fails_is_raised() -> None:
     def start() -> Callable[[int], int]:
         raise FileNotFoundError("no weights")
 
-    with pytest.raises(FileNotFoundError, match="no weights"), in_process(start):
-        pass
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        OneWorker(start)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Every import counts: at the top, inside a function, under TYPE_CHECKING, or by `
 """
 
 import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,17 +44,21 @@ SHARED = {
 OWNERS = {"diffusers": "diffusers", "transformers": "retrieval"}
 FIRST_WITH_EXTRAS = PLACE["diffusers"]
 
-# The lab: which of its rooms each may import, and who owns an outside package. None of them imports the benchmarks.
+# The lab: which of its rooms each may import, and who owns an outside package. None of them imports the benchmarks. Of
+# the library it imports public names, those in the `__all__` of a room's `__init__`; and these modules, because it pins
+# the library's exact version.
+LAB_EXCEPTIONS = {"nearfield._checks", "nearfield._files"}
 LAB_READS = {
     "__init__": set(),
-    "dense": set(),
     "missing": set(),
+    "storage": {"missing"},
+    "images": {"missing"},
     "tuning": set(),
-    "embedded": {"missing"},
+    "embedded": {"missing", "storage"},
     "engines": {"missing"},
-    "quality": {"missing"},
-    "training": {"missing", "embedded"},
-    "plots": {"missing", "dense", "quality", "tuning"},
+    "quality": {"missing", "storage", "images"},
+    "training": {"missing", "storage", "images", "embedded"},
+    "plots": {"missing", "quality", "tuning"},
 }
 LAB_READS |= {room: {*LAB_READS, "commands", "studio"} for room in ("commands", "studio", "__main__")}
 LAB_OWNERS = {
@@ -225,6 +230,32 @@ def broken_lab_arrows(package: Path) -> list[str]:
     return broken
 
 
+def unpublic_imports(package: Path) -> list[str]:
+    """What is imported of the library though no `__init__` exports it, as `path:line: name`."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            where = f"{path.relative_to(package).as_posix()}:{node.lineno}"
+            found += [f"{where}: {name}" for name in names if not _is_public(name)]
+    return found
+
+
+def _is_public(name: str) -> bool:
+    """Whether a dotted name is none of the library's, a room of it, or exported by one; or in LAB_EXCEPTIONS."""
+    parts = name.split(".")
+    if parts[0] != "nearfield" or len(parts) == 1 or ".".join(parts[:2]) in LAB_EXCEPTIONS:
+        return True
+    room = ".".join(parts[:2] if parts[1] in PLACE else parts[:1])
+    rest = name.removeprefix(room).strip(".")
+    return not rest or rest in importlib.import_module(room).__all__
+
+
 def test_package_has_only_allowed_arrows() -> None:
     assert PACKAGE.is_dir()
     broken = broken_arrows(PACKAGE)
@@ -235,6 +266,28 @@ def test_lab_has_only_allowed_arrows() -> None:
     assert LAB.is_dir()
     broken = broken_lab_arrows(LAB)
     assert not broken, "\n" + "\n".join(broken)
+
+
+def test_lab_imports_public_names() -> None:
+    unpublic = unpublic_imports(LAB)
+    assert not unpublic, "\n" + "\n".join(unpublic)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import nearfield, torch\nfrom nearfield import Hilbert, methods\nimport nearfield.cli", []),
+        ("from nearfield.cli import Bar, machine\nfrom nearfield.methods import fields", []),
+        ("from nearfield._checks import wrong_value\nfrom nearfield import _files", []),
+        ("from nearfield._types import Impl", ["a.py:1: nearfield._types.Impl"]),
+        ("from nearfield import _types", ["a.py:1: nearfield._types"]),
+        ("def f():\n    import nearfield.cli.options", ["a.py:2: nearfield.cli.options"]),
+        ("from nearfield.cli.options import add_json", ["a.py:1: nearfield.cli.options.add_json"]),
+        ("from nearfield.cli import add_json, options", ["a.py:1: nearfield.cli.options"]),
+    ],
+)
+def test_public_names_are_those_that_are_exported(text: str, expected: list[str], tmp_path: Path) -> None:
+    assert unpublic_imports(write_tree(tmp_path, {"a.py": text}, "nearfield_lab")) == expected
 
 
 @pytest.mark.parametrize(

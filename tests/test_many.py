@@ -13,7 +13,7 @@ from tests.cats import lively_model
 
 from nearfield import Hilbert
 from nearfield_lab.commands import many
-from nearfield_lab.commands.folders import runs_of
+from nearfield_lab.commands.many import runs_of
 from nearfield_lab.embedded import generate
 from nearfield_lab.embedded.model import save_model
 
@@ -31,15 +31,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(weights: Path, tmp_path: Path) -> list[str]:
     fields = "--set tiles=4 --set dense_steps=0 --steps 1 --size 32 --num 7 --option first=2 --option batch=3"
     engine = "--option device=cpu --option engine=process"
-    return [
-        "generate",
-        "--weights",
-        str(weights),
-        *fields.split(),
-        *engine.split(),
-        "--images",
-        str(tmp_path / "made"),
-    ]
+    return f"generate --weights {weights} {fields} {engine} --images {tmp_path / 'made'}".split()
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -49,7 +41,7 @@ def pictures(folder: Path) -> dict[str, bytes]:
 def watch(monkeypatch: pytest.MonkeyPatch, change: Callable[[range], None]) -> list[range]:
     """Every batch that is begun; `change` sees it before and may raise."""
     seen = list[range]()
-    start = many._Job.__call__
+    start = many.Job.__call__
 
     def watched(job: Any) -> Make:
         make = start(job)
@@ -61,7 +53,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, change: Callable[[range], None]) -> l
 
         return made
 
-    monkeypatch.setattr(many._Job, "__call__", watched)
+    monkeypatch.setattr(many.Job, "__call__", watched)
     return seen
 
 
@@ -284,7 +276,7 @@ def test_a_job_travels(words: list[str], weights: Path) -> None:
 
     arguments = cli.parser(words).parse_args(words)
     arguments.weights = Path(arguments.weights.name)
-    job = many._Job(many._portable(arguments), None, None)
+    job = many.Job(many.portable(arguments), None, None)
     copy = pickle.loads(pickle.dumps(job))
     assert isinstance(copy.arguments, argparse.Namespace)
     assert copy.arguments.weights.is_absolute()

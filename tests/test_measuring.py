@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarks import layouts
 from benchmarks.attention import too_small_note
+from benchmarks.dense import random_inputs
 
 from nearfield import planning
 from nearfield._files import write_json
@@ -19,7 +20,6 @@ from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Effort, measure
 from nearfield.ops import attend
 from nearfield.plan.plan import BLOCKS, Plan
-from nearfield_lab.dense import random_inputs
 
 CPU = torch.device("cpu")
 SMALL = Preset("small", 2, 2, 16, (10, 13), text=20, kept=0.4, q_block=32)

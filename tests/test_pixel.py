@@ -26,7 +26,7 @@ from nearfield_lab.embedded.pixel import (
     sample,
     save_pixel_model,
 )
-from nearfield_lab.embedded.storage import BadFile, write_tensors
+from nearfield_lab.storage import BadFile, write_tensors
 
 TINY = {"layers": 1, "heads": 2, "head_dim": 16, "size": 12}
 SPARSE: dict[str, dict[str, Any]] = {

@@ -132,13 +132,11 @@ def test_statistics_are_unbiased_and_survive_a_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_features_of_keeps_the_order_and_counts() -> None:
+def test_features_of_keeps_the_order() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 5, bias=False))
     images = torch.arange(7 * 12.0).view(7, 3, 2, 2)
-    heard: list[int] = []
-    found = features_of(images.split(3), network, heard.append)
+    found = features_of(images.split(3), network)
     torch.testing.assert_close(found, network(images).detach())
-    assert heard == [3, 3, 1]
 
 
 def test_cosine_distance_by_hand() -> None:
@@ -428,10 +426,12 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
         open_images(tmp_path / "broken.tar")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.png").write_bytes(b"not a picture")
-    with pytest.raises(OSError, match="a cannot be read as an image"):
+    with pytest.raises(
+        OSError, match=r"a\.png in .* cannot be read as a picture: cannot identify image file"
+    ):
         next(open_images(tmp_path / "broken").batches(1, 32))
     (tmp_path / "weights.safetensors").write_bytes(b"not tensors")
-    with pytest.raises(ValueError, match="is not a safetensors file"):
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
         Statistics.load(tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="does not hold feature statistics"):
         Statistics.load(WEIGHTS)

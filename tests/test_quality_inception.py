@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nearfield_lab.quality import EfficientNet, inception, open_images, storage
+from nearfield_lab.quality import EfficientNet, inception, open_images
 from nearfield_lab.quality.inception import Inception, load_inception, resize_like_tensorflow
+from nearfield_lab.storage import write_tensors
 
 DATA = Path(__file__).with_name("data")
 
@@ -111,10 +112,10 @@ def test_weights_travel_through_a_file_in_half_precision(random_network: Incepti
     pytest.importorskip("safetensors")
     tensors = random_network.state_dict()
     halves = {name: tensor.half() if name.endswith("weight") else tensor for name, tensor in tensors.items()}
-    storage.save(tmp_path / "inception.safetensors", halves, {})
+    write_tensors(tmp_path / "inception.safetensors", halves, {})
     read = load_inception(tmp_path / "inception.safetensors").state_dict()
     assert all(torch.equal(read[name], halves[name].float()) for name in tensors)
-    storage.save(tmp_path / "part.safetensors", dict(list(halves.items())[:-1]), {})
+    write_tensors(tmp_path / "part.safetensors", dict(list(halves.items())[:-1]), {})
     with pytest.raises(
         ValueError, match=r"must hold the 376 tensors of the FID Inception network; got .*part"
     ):

@@ -14,14 +14,14 @@ from nearfield_lab.commands import many
 from nearfield_lab.embedded.pictures import packed
 
 
-def painting(mark: Path) -> type[many._Job]:
+def painting(mark: Path) -> type[many.Job]:
     """A job that loads no model, which takes long: every picture has the colour of its number.
 
     The batch that begins with 2 ends its worker where it is tried for the first time. The class travels by value: it
     is made here, and workers cannot import the tests.
     """
 
-    class Painting(many._Job):
+    class Painting(many.Job):
         def __call__(self) -> Callable[[range], list[bytes]]:
             def paint(numbers: range) -> list[bytes]:
                 if numbers[0] == 2 and not mark.exists():
@@ -39,7 +39,7 @@ def test_a_cluster_whose_worker_dies_makes_every_picture(
 ) -> None:
     ray = pytest.importorskip("ray")
     mark, report = tmp_path / "died", tmp_path / "ray.json"
-    monkeypatch.setattr(many, "_Job", painting(mark))
+    monkeypatch.setattr(many, "Job", painting(mark))
     words = ["generate", "--num", "5"]
     for option in ("batch=2", "engine=ray", "workers=1", "device=cpu"):
         words += ["--option", option]

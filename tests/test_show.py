@@ -51,16 +51,16 @@ def test_tiles_that_are_shown_are_those_of_the_plan(
     geometry, method = Geometry(grid, text=16), paper(**fields)
     shown = show.examine(geometry, method, [layer])
     drawn = show.picture(shown)
-    num_shared = int(drawn.is_shared.sum())
+    num_shared = int(drawn.view.is_shared.sum())
     assert num_shared == sum(method.pieces(geometry)[0][:-1])
     start, stop = shown.start + num_shared, geometry.num_tokens
     reads = shown.layers[layer].near.to_mask()[0, 0, start:stop, start:stop]
-    tile = shown.views[layer].group[drawn.sequence[num_shared:]]
+    tile = shown.views[layer].group[drawn.view.sequence[num_shared:]]
     same = tile[:, None] == tile[None]
     assert reads[same].all()
     # A block of keys at a cut is read by both sides; no more than that.
     assert (reads & ~same).sum(dim=1).max() < 2 * 16
-    assert torch.equal(drawn.sequence, method.ordering(geometry).order)
+    assert torch.equal(drawn.view.sequence, method.ordering(geometry).order)
 
 
 def test_more_tokens_are_drawn_in_larger_blocks_but_counted_in_fine_ones() -> None:
@@ -96,7 +96,7 @@ def test_what_is_shown_around_blocks_is_what_is_read(
     assert shown.density[2] == reader.num_pairs / geometry.num_tokens**2
     drawn = show.picture(shown)
     assert (drawn.q_block, drawn.k_block) == (reader.near.q_block, reader.near.k_block)
-    assert drawn.tile_name == "Blocks of queries"
+    assert drawn.view.group_name == "Blocks of queries"
     assert torch.equal(drawn.layers[0].reads, reader.near.block_counts()[0, 0] > 0)
     assert f"{around} tokens around each block of {drawn.q_block}" in drawn.facts
     assert f"around: {around} tokens, those nearest" in method.describe(geometry, q_block=q_block)
@@ -149,7 +149,7 @@ def test_the_block_in_the_middle_is_shown(
     cells = canvas_of(grid)
     own = (drawn.layers[0].tile == drawn.readings[0].block).nonzero().flatten()
     assert bool(torch.isin(own, cells.cells[cells.shown]).any())
-    assert bool((~drawn.is_shared[own]).any()) or bool(drawn.is_shared.all())
+    assert bool((~drawn.view.is_shared[own]).any()) or bool(drawn.view.is_shared.all())
     show.draw(tmp_path / "show.png", shown)
     assert (tmp_path / "show.png").stat().st_size > 5_000
 
@@ -264,8 +264,8 @@ def test_a_method_that_is_its_plan_alone_is_explained_and_drawn(
     geometry = Geometry((16, 20), text=16)
     shown = show.examine(geometry, bands(32), [0])  # type: ignore[call-arg]
     drawn = show.picture(shown)
-    assert drawn.tile_name == "Blocks of queries"
-    assert not drawn.is_shared.any()
+    assert drawn.view.group_name == "Blocks of queries"
+    assert not drawn.view.is_shared.any()
     near = bands(32).layer(geometry).near  # type: ignore[call-arg]
     assert shown.density[0] == near.density
     assert torch.equal(drawn.layers[0].reads, near.block_counts()[0, 0] > 0)

@@ -27,10 +27,11 @@ from nearfield import Hilbert, apply
 from nearfield.diffusers.compiling import compiled_blocks
 from nearfield_lab.embedded.lora import AdapterLora, FusedLora, suits
 from nearfield_lab.embedded.model import load_model, save_model
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield_lab.images import Picture
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 from nearfield_lab.training import distill, recording
 from nearfield_lab.training import loop as loop_module
-from nearfield_lab.training.data import Latents, Picture, encode, pictures
+from nearfield_lab.training.data import Latents, encode, pictures
 from nearfield_lab.training.flow import FlowTraining, Recipe, mixed, noise_levels
 from nearfield_lab.training.loop import CHECKPOINT, LOG, Diverged, Draws, Loop, Outcome, Schedule
 from nearfield_lab.training.runs import MODEL
@@ -53,7 +54,7 @@ def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="holds neither tar files of pictures nor pictures"):
         pictures(tmp_path)
     (tmp_path / "a.tar").write_bytes(b"x" * 1024)
-    with pytest.raises(BadFile, match="is no whole, uncompressed tar file"):
+    with pytest.raises(BadFile, match="is not a tar archive, or not a whole one: file could not be opened"):
         pictures(tmp_path)
     (tmp_path / "a.tar").unlink()
     (tmp_path / "a.png").write_bytes(b"x")
@@ -387,7 +388,7 @@ def test_a_compiled_model_asks_for_its_kernel_itself(
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile_model(model, backend=kept))
     torch.compiler.reset()
-    flow(tmp_path, 1, size=64, compiled=True, attention=kernel).run()
+    flow(tmp_path, 1, size=64, compiled=True, dense_kernel=kernel).run()
     asked = [words for words in found if "_backend_from_string" in words]
     assert found
     assert [SDPBackend.MATH.name in words for words in asked[:1]] == [True] * (kernel == "math")
@@ -602,7 +603,7 @@ def test_any_model_that_apply_supports_is_distilled(kind: str, tmp_path: Path) -
     model = getattr(tiny_models, kind)()
     inputs = getattr(tiny_models, f"{kind}_inputs")((16, 16))
     schedule = Schedule(steps=8, learning_rate=1e-3, warm_up=0, average=0.5, checkpoint_seconds=1e9)
-    recipe = distill.Recipe(METHOD, saves_memory=kind == "flux")
+    recipe = distill.Recipe(METHOD, save_memory=kind == "flux")
     losses = distill.Distillation(model, lambda *_: inputs, tmp_path, recipe, schedule).run().losses
     assert 0 < losses[-1] < losses[0], losses
     prefix = "unet." if kind == "sdxl" else "transformer."

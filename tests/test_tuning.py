@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests import tiny_models
 from tests.cats import CONFIG, lively_model
-from tests.command_line import main
+from tests.command_line import main, run
 from tests.tiles import paper
 
 from nearfield import Hilbert, LogLinear, Merge, apply, recipes
@@ -159,6 +159,11 @@ def test_ladders_are_fields_of_the_method(kind: Any) -> None:
 # -- recipes -------------------------------------------------------------------------------------------------------
 
 
+def written(recipe: Recipe, path: Path) -> Path:
+    path.write_text(json.dumps(recipe.as_document()), encoding="utf-8")
+    return path
+
+
 @pytest.mark.parametrize(
     "method",
     [
@@ -172,8 +177,7 @@ def test_ladders_are_fields_of_the_method(kind: Any) -> None:
 )
 def test_recipes_are_read_as_they_were_written(method: Any, tmp_path: Path) -> None:
     recipe = Recipe(method, "FluxTransformer2DModel", {"lpips": 0.05})
-    path = tmp_path / "recipe.json"
-    path.write_text(json.dumps(recipe.as_document()), encoding="utf-8")
+    path = written(recipe, tmp_path / "recipe.json")
     assert recipes.read(path) == recipe
     assert recipes.read(str(path)).method == method
     assert recipes.recipe_of(path).method == method
@@ -181,8 +185,7 @@ def test_recipes_are_read_as_they_were_written(method: Any, tmp_path: Path) -> N
 
 def test_a_recipe_may_merge_alone(tmp_path: Path) -> None:
     recipe = Recipe(Merge(ratio=0.3))
-    path = tmp_path / "recipe.json"
-    path.write_text(json.dumps(recipe.as_document()), encoding="utf-8")
+    path = written(recipe, tmp_path / "recipe.json")
     assert recipes.read(path) == recipe
     for given in (recipe, path, recipe.method):
         with apply(tiny_models.flux(), given) as handle:
@@ -216,21 +219,13 @@ def test_recipes_of_today_have_the_defaults() -> None:
     assert recipes.read(document).method == Merge(ratio=0.3) | Hilbert(tiles=8)
 
 
+FORMAT = "`recipe` must be a nearfield recipe of format 2; got "
 BAD: dict[str, tuple[Any, str]] = {
-    "format": (
-        {"format": 3, "method": "Hilbert"},
-        "`recipe` must be a nearfield recipe of format 2; got format 3",
-    ),
-    "older": (
-        {"format": 1, "method": "Hilbert"},
-        "`recipe` must be a nearfield recipe of format 2; got format 1",
-    ),
-    "switch": (
-        {"format": True, "method": "Hilbert"},
-        "`recipe` must be a nearfield recipe of format 2; got format True",
-    ),
-    "none": ({"method": "Hilbert"}, "`recipe` must be a nearfield recipe of format 2; got "),
-    "kind": ([1], "`recipe` must be a nearfield recipe of format 2; got list"),
+    "format": ({"format": 3, "method": "Hilbert"}, f"{FORMAT}format 3"),
+    "older": ({"format": 1, "method": "Hilbert"}, f"{FORMAT}format 1"),
+    "switch": ({"format": True, "method": "Hilbert"}, f"{FORMAT}format True"),
+    "none": ({"method": "Hilbert"}, FORMAT),
+    "kind": ([1], f"{FORMAT}list"),
     "method": ({"format": 2, "method": "Hilfiger"}, "`recipe` must name a method of "),
     "field": ({"format": 2, "method": "Hilbert", "fields": {"a": 1}}, "`recipe` must hold fields of Hilbert"),
     "value": (
@@ -347,21 +342,8 @@ def test_command_writes_a_recipe_that_apply_takes(
     monkeypatch.setattr(tuning, "LADDERS", {name: values[:2] for name, values in LADDERS.items()})
     monkeypatch.setattr(Hilbert, "ladders", {name: values[:2] for name, values in Hilbert.ladders.items()})
     out, picture = tmp_path / "recipe.json", tmp_path / "front.png"
-    command = [
-        "tune",
-        "--weights",
-        str(weights),
-        "--size",
-        "64",
-        "--steps",
-        "2",
-        "--num",
-        "1",
-        "--out",
-        str(out),
-    ]
-    assert main([*command, "--max-lpips", "10", "--plot", str(picture)]) == 0
-    told = capsys.readouterr().out
+    command = f"tune --weights {weights} --size 64 --steps 2 --num 1 --out {out}"
+    told = run(capsys, command, "--max-lpips 10 --plot", picture)
     assert "0 trials are known" in told
     assert picture.stat().st_size > 1000
     recipe = recipes.read(out)
@@ -372,32 +354,18 @@ def test_command_writes_a_recipe_that_apply_takes(
     with apply(pipeline, out) as handle:
         assert handle.method == recipe.method
         assert handle.num_layers == 3
-    assert main([*command, "--max-lpips", "10"]) == 0
-    again = capsys.readouterr().out
+    again = run(capsys, command, "--max-lpips 10")
     known = json.loads(Path(f"{out}.trials").read_text(encoding="utf-8"))["trials"]
     assert f"{len(known)} trials are known" in again
-    assert main([*command[:-2], "--seed", "7", "--out", str(out)]) == 2
-    assert "`--out` must name another file" in capsys.readouterr().err
+    assert "`--out` must name another file" in run(capsys, command, "--seed 7", code=2)
 
 
 def test_command_says_when_nothing_is_good_enough(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "recipe.json"
-    command = [
-        "tune",
-        "--weights",
-        str(weights),
-        "--size",
-        "64",
-        "--steps",
-        "4",
-        "--num",
-        "1",
-        "--out",
-        str(out),
-    ]
-    assert main([*command, "--max-lpips", "1e-12", "--minutes", "5"]) == 1
+    words = f"tune --weights {weights} --size 64 --steps 4 --num 1 --out {out} --max-lpips 1e-12 --minutes 5"
+    assert main(words.split()) == 1
     assert "no recipe: nothing keeps within LPIPS 1e-12" in capsys.readouterr().out
     assert not out.exists()
 
@@ -424,19 +392,8 @@ def test_generate_takes_a_recipe(weights: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_generate_takes_a_recipe_with_an_engine(weights: Path, tmp_path: Path) -> None:
-    few = [
-        "--weights",
-        str(weights),
-        "--steps",
-        "1",
-        "--num",
-        "1",
-        "--size",
-        "32",
-        "--option",
-        "engine=process",
-    ]
-    assert main(["generate", *few, "--recipe", "cats-close", "--images", str(tmp_path / "images")]) == 0
+    few = f"--weights {weights} --steps 1 --num 1 --size 32 --option engine=process"
+    assert main(f"generate {few} --recipe cats-close --images {tmp_path / 'images'}".split()) == 0
     folder = tmp_path / "images" / "cats-close"
     settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     assert settings["method"] == repr(recipes.read("cats-close").method)
@@ -464,9 +421,8 @@ def test_recipes_that_generate_refuses(
 def test_generate_refuses_a_recipe_for_another_model(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "recipe.json"
-    document = Recipe(Hilbert(), "WanTransformer3DModel", lora="none").as_document()
-    path.write_text(json.dumps(document), encoding="utf-8")
+    recipe = Recipe(Hilbert(), "WanTransformer3DModel", lora="none")
+    path = written(recipe, tmp_path / "recipe.json")
     assert generated(weights, tmp_path, "--recipe", str(path)) == 2
     assert (
         "must be one for FluxTransformer2DModel; got one for WanTransformer3DModel" in capsys.readouterr().err
@@ -512,7 +468,7 @@ def test_the_model_may_stand_first(
         asked.append((arguments.model, arguments.prompt))
         raise OSError("no such pipeline")
 
-    monkeypatch.setattr("nearfield_lab.commands.tuning.prepared", opened)
+    monkeypatch.setattr("nearfield_lab.commands.tuning.opened", opened)
     for call in (["nobody/nothing"], ["--model", "nobody/nothing"]):
         assert main(["tune", *call, "--prompt", "a cat"]) == 1
     assert asked == [("nobody/nothing", "a cat")] * 2

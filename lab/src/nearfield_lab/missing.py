@@ -1,8 +1,10 @@
 """A package that is not installed: one error for all of the lab, which says what to install."""
 
+from nearfield.cli import UsageError
 
-class MissingExtra(ImportError):
-    """A package that the lab needs cannot be imported.
+
+class MissingExtra(UsageError, ImportError):
+    """A package that the lab needs cannot be imported. Commands say so in one line, as of any wrong usage.
 
     Args:
         package: its name, as pip knows it.

@@ -9,11 +9,13 @@ on.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any, NamedTuple
 
 from nearfield._checks import wrong_value
+from nearfield._files import check_fields
 from nearfield.methods import Method, method_classes
-from nearfield.methods.fields import as_document
+from nearfield.methods import fields as method_fields
 
 Fields = dict[str, Any]
 
@@ -163,7 +165,7 @@ class Search:
 
     def _trial(self, fields: Fields, purpose: str = "search") -> Trial:
         method = changed(self.method, fields)
-        every: Fields = as_document(method)["fields"]
+        every: Fields = method_fields.as_document(method)["fields"]
         for trial in self.trials:
             if _plain(trial.fields) == _plain(every) and trial.purpose == purpose:
                 return trial
@@ -208,8 +210,15 @@ def as_records(trials: Iterable[Trial]) -> list[dict[str, Any]]:
     return [asdict(trial) for trial in trials]
 
 
-def from_records(records: Iterable[Mapping[str, Any]]) -> list[Trial]:
-    return [Trial(**record) for record in records]
+def from_records(records: Iterable[Any], source: object = "the records") -> list[Trial]:
+    """Trials of plain values, as JSON returns them; refuses others."""
+    kinds = dict.fromkeys(("lpips", "pairs_kept", "seconds_per_step", "speed_up"), float)
+    names = [each.name for each in dataclass_fields(Trial)]
+    found = []
+    for record in records:
+        check_fields(source, record, {"fields": dict, "purpose": str, **kinds})
+        found.append(Trial(**{name: record[name] for name in names}))
+    return found
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,6 +68,16 @@ def show_help_without_command(parser: argparse.ArgumentParser) -> None:
 def wrong(argument: str, rule: str, got: object, hint: str = "") -> NoReturn:
     # Not a ValueError: argparse would replace the message with its own.
     raise UsageError(f"`{argument}` must {rule}; got {got}." + (f" {hint}" if hint else ""))
+
+
+@contextmanager
+def as_usage(*kinds: type[Exception]) -> Iterator[None]:
+    """Inside, a ValueError, and errors of these kinds, are errors of usage."""
+    caught: tuple[type[Exception], ...] = (ValueError, *kinds)
+    try:
+        yield
+    except caught as error:
+        raise UsageError(str(error)) from None
 
 
 def grid_sides(text: str) -> tuple[int, ...]:
@@ -147,6 +158,18 @@ def layer_numbers(argument: str) -> Callable[[str], list[int]]:
                 )
             layers += range(start, stop + 1)
         return list(dict.fromkeys(layers))
+
+    return parse
+
+
+def input_file(argument: str) -> Callable[[str], Path]:
+    """A file that is there."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        if not path.is_file():
+            wrong(argument, "name a file that is there", repr(text))
+        return path
 
     return parse
 

@@ -1,10 +1,9 @@
 """Options that several commands have, each added by one call."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import IMPLS, integer, member, number, output_file, wrong
+from nearfield.cli.arguments import IMPLS, input_file, integer, member, number, output_file, wrong
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +66,8 @@ def add_impl(parser: argparse.ArgumentParser) -> None:
 
 def add_weights(parser: argparse.ArgumentParser, words: str = "a model of `nearfield train demo`") -> None:
     """`--weights FILE` instead of the embedded model."""
-    parser.add_argument("--weights", type=Path, metavar="FILE", help=f"{words} (default: the embedded one)")
+    parse = input_file("--weights")
+    parser.add_argument("--weights", type=parse, metavar="FILE", help=f"{words} (default: the embedded one)")
 
 
 def add_json(parser: argparse.ArgumentParser, words: str = "write results and machine facts") -> None:

@@ -4,6 +4,8 @@
 """
 
 from nearfield.diffusers.apply import Handle, apply, remove
+from nearfield.diffusers.compiling import compiled_blocks
+from nearfield.diffusers.lora import Switch
 from nearfield.diffusers.models.spec import (
     LEAVE,
     ComfyModel,
@@ -24,9 +26,11 @@ __all__ = [
     "Move",
     "Pixels",
     "Spec",
+    "Switch",
     "TokenLayout",
     "all_specs",
     "apply",
+    "compiled_blocks",
     "define",
     "remove",
 ]

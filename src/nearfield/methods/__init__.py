@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nearfield._types import Moment
-from nearfield.methods import recipes
+from nearfield.methods import fields, recipes
 from nearfield.methods.base import Method, PlanMethod, Section
 from nearfield.methods.blockwise import Kind
 from nearfield.methods.borders import Borders
@@ -20,6 +20,7 @@ from nearfield.methods.recipes import Recipe
 from nearfield.methods.registry import default_method, method_class, method_classes
 from nearfield.methods.select import SelectLayer, SelectMethod, Summaries
 from nearfield.methods.self_attention import Projections, SelfAttention, attend_with
+from nearfield.methods.view import View
 
 for _found in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_found.name}")
@@ -58,7 +59,9 @@ __all__ = [
     "SelfAttention",
     "Summaries",
     "Summary",
+    "View",
     "attend_with",
+    "fields",
     "full_layer",
     "method_class",
     "method_classes",

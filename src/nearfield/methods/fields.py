@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from nearfield._checks import wrong_value
+from nearfield._files import check_fields
 from nearfield.methods.base import Method
 from nearfield.methods.composition import Composition
 from nearfield.methods.registry import method_class, method_classes
@@ -180,10 +181,13 @@ def _document_of(method: Method) -> dict[str, Any]:
 
 def from_document(document: Mapping[str, Any]) -> Method:
     """The method of a document. Raises ValueError with what is wrong."""
-    name, given = document["method"], document.get("fields", {})
+    check_fields("`recipe`", document, {"method": str, "fields": (dict, NoneType)})
+    name, given = document["method"], document.get("fields") or {}
     if name == Composition.__name__:
         _check_names(name, given, ("merge", "attention"))
-        parts: dict[str, Any] = {key: value and from_document(value) for key, value in given.items()}
+        parts: dict[str, Any] = {
+            key: None if value is None else from_document(value) for key, value in given.items()
+        }
         return Composition(**parts)
     classes = {kind.__name__: kind for kind in method_classes().values()}
     if name not in classes:
@@ -192,7 +196,10 @@ def from_document(document: Mapping[str, Any]) -> Method:
     _check_names(name, given, [each.name for each in fields_of(kind)])
     # JSON has no tuples, and no method has lists.
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    method: Method = kind(**values)
+    try:
+        method: Method = kind(**values)
+    except TypeError as error:  # a value of another kind
+        raise ValueError(str(error)) from None
     return method
 
 

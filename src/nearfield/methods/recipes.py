@@ -4,14 +4,15 @@
 embedded model, and are known by name: `apply(pipe, "cats-close")`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args
 
 from nearfield._checks import check_member, wrong_type, wrong_value
+from nearfield._files import BadFile, check_fields, read_json
 from nearfield.methods.base import Method
 from nearfield.methods.fields import as_document, from_document
 from nearfield.methods.registry import default_method
@@ -84,7 +85,8 @@ def read(source: str | Path | Mapping[str, Any]) -> Recipe:
     if type(version) is not int or version != FORMAT or "method" not in document:
         hint = "`nearfield tune` writes recipes."
         wrong_value("recipe", f"be a nearfield recipe of format {FORMAT}", _words(document), hint)
-    facts = str(document.get("model", "")), document.get("measured", {}), document.get("lora", "")
+    check_fields("`recipe`", document, {"model": (str, NoneType), "measured": (dict, NoneType)})
+    facts = document.get("model") or "", document.get("measured") or {}, document.get("lora", "")
     return Recipe(from_document(document), *facts)
 
 
@@ -112,12 +114,12 @@ def _path_of(source: str | Path) -> Path:
 
 def _loaded(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
+    except BadFile as error:
+        wrong_value("recipe", "be a JSON file", f"{str(path)!r}", str(error))
     except OSError as error:
         rule = f"name a file that can be read, or one that ships ({', '.join(names())})"
         wrong_value("recipe", rule, f"{str(path)!r} ({error.strerror})")
-    except ValueError:
-        wrong_value("recipe", "be a JSON file", repr(str(path)))
 
 
 def _words(document: object) -> str:

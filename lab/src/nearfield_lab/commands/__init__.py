@@ -2,21 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nearfield.cli import weights
-from nearfield.cli.arguments import UsageError
-from nearfield.cli.drawing import add_drawer
-from nearfield_lab.commands import (
-    generating,
-    retrieving,
-    serving,
-    training,
-    tuning,
-)
-
-if TYPE_CHECKING:
-    from nearfield import Geometry, Method
+from nearfield import Geometry, Method
+from nearfield.cli import add_drawer, as_usage, weights
+from nearfield_lab.commands import generating, measuring, retrieving, serving, training, tuning
+from nearfield_lab.plots import show
+from nearfield_lab.plots.figures import require_matplotlib
 
 
 def add_commands(commands: Any) -> None:
@@ -25,27 +17,14 @@ def add_commands(commands: Any) -> None:
     for room in ("embedded", "quality"):
         weights.add_folder(lab / room / "weights")
     add_drawer(_draw_method)
-    for family in (generating, serving, retrieving, training, tuning):
+    for family in (generating, serving, retrieving, training, tuning, measuring):
         family.add_commands(commands)
-    _add_quality(commands)
 
 
-def _draw_method(path: Path, geometry: "Geometry", method: "Method", layers: Sequence[int]) -> None:
+def _draw_method(path: Path, geometry: Geometry, method: Method, layers: Sequence[int]) -> None:
     """What `nearfield explain --plot` draws."""
-    from nearfield_lab.commands.drawing import require_drawing
-    from nearfield_lab.plots import show
-
-    require_drawing("--plot")
-    try:
+    require_matplotlib()
+    with as_usage():
         show.require_drawable(geometry, layers)
         shown = show.examine(geometry, method, layers)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     show.draw(path, shown)
-
-
-def _add_quality(commands: Any) -> None:
-    from nearfield.cli import machine
-    from nearfield_lab.quality.command import add_command
-
-    add_command(commands, machine.facts)

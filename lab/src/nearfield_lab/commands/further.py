@@ -1,13 +1,30 @@
-"""`--option NAME=VALUE`: what a command seldom needs, so that its help stays short enough to read."""
+"""Options in a line each, and `--option NAME=VALUE`: what a command seldom needs, so that its help stays short."""
 
 import argparse
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from nearfield.cli.arguments import wrong
+from nearfield.cli import TakesOptions, member, wrong
 
 _COLUMN = 26
+
+
+def add_path(parser: TakesOptions, name: str, metavar: str, words: str, **more: Any) -> None:
+    parser.add_argument(name, metavar=metavar, help=words, **{"type": Path, **more})
+
+
+def add_switch(parser: TakesOptions, name: str, words: str) -> None:
+    parser.add_argument(name, action="store_true", help=words)
+
+
+def add_choice(
+    parser: TakesOptions, name: str, choices: Sequence[str], default: str, words: str, metavar: str = "NAME"
+) -> None:
+    """One of some words, which are said behind the help with their default."""
+    shown = f"{words}: {', '.join(choices)} (default {default})"
+    parser.add_argument(name, type=member(name, choices), default=default, metavar=metavar, help=shown)
 
 
 class _Option(NamedTuple):

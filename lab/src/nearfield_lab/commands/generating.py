@@ -2,33 +2,49 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nearfield.cli.arguments import OK, UsageError, command, integer, member, output_file, wrong
-from nearfield.cli.methods import DENSE, add_method, recipe_of
-from nearfield.cli.options import DEVICE_WORDS, add_integer, add_json, add_weights, device_of
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import note_load, write_reports
-from nearfield.methods import DEFAULT
-from nearfield_lab.commands.further import Further
-from nearfield_lab.commands.launched import local_rank, mesh_of_ranks, num_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from nearfield.cli import (
+    DENSE,
+    DEVICE_WORDS,
+    OK,
+    Bar,
+    UsageError,
+    add_integer,
+    add_json,
+    add_method,
+    add_weights,
+    as_usage,
+    command,
+    input_file,
+    machine,
+    member,
+    note_load,
+    output_file,
+    recipe_of,
+    write_reports,
+    wrong,
+)
+from nearfield.methods import DEFAULT, Recipe
+from nearfield_lab import quality
+from nearfield_lab.commands.further import Further, add_path, add_switch
+from nearfield_lab.commands.launched import chosen_device, mesh_of_ranks, num_ranks
+from nearfield_lab.commands.many import generate_many, opened, sampler_of
 from nearfield_lab.commands.sampling import (
     add_pixel_options,
     check_pixel_options,
     is_on_pixels,
     sample_pixels,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from nearfield.methods.recipes import Recipe
-    from nearfield_lab.embedded.generate import Run, Sampler
-    from nearfield_lab.embedded.sampler import OnStep
+from nearfield_lab.embedded import generate, pictures
+from nearfield_lab.embedded.generate import Run, Sampler
+from nearfield_lab.embedded.lora import lora_on, method_of_lora, suits
+from nearfield_lab.embedded.model import EMBEDDED_LORA
 
 _PIXELS, _ON_SHEET = 8, 8
 _LORA_OFF = "none"
@@ -52,27 +68,20 @@ def add_commands(commands: Any) -> None:
         "  nearfield generate --num 10000 --images samples --option engine=ray",
     )
     add_method(parser)
-    parser.add_argument(
-        "--compare", action="store_true", help="make the dense model's pictures, too, and compare"
-    )
+    add_switch(parser, "--compare", "make the dense model's pictures, too, and compare")
     add_pictures(parser, steps=20, num=4)
     add_model(parser, "a model of `nearfield train demo` or `train pixel`")
-    parser.add_argument(
-        "--images",
-        type=Path,
-        metavar="DIR",
-        help="also write every picture to DIR/dense and DIR/METHOD, or DIR/RECIPE; for a model on pixels to DIR",
+    words = (
+        "also write every picture to DIR/dense and DIR/METHOD, or DIR/RECIPE; for a model on pixels to DIR"
     )
-    parser.add_argument(
-        "--out",
-        type=output_file("--out", ".png"),
-        metavar="FILE",
-        help="the sheet of pictures (default cats.png)",
-    )
+    add_path(parser, "--images", "DIR", words)
+    sheet = output_file("--out", ".png")
+    add_path(parser, "--out", "FILE", "the sheet of pictures (default cats.png)", type=sheet)
     add_json(parser, "write figures and machine facts")
     further = Further(parser)
     further.add_argument(
         "lora",
+        type=lambda text: text if text == _LORA_OFF else str(input_file("lora")(text)),
         metavar="FILE",
         help="a LoRA of `nearfield distill` for the sparse pictures, or none (default: what the recipe says, else the"
         " embedded model's)",
@@ -91,18 +100,9 @@ def _add_engine(further: Further) -> None:
         help="for many pictures, to --images DIR: process (this one) or ray (a Ray cluster); the same command goes on"
         " where it ended",
     )
-    further.add_argument(
-        "tries",
-        type=integer("tries", 1, 100),
-        metavar="N",
-        help="of pictures that fail (default 3); for engine",
-    )
-    further.add_argument(
-        "workers",
-        type=integer("workers", 1, 10**5),
-        metavar="N",
-        help="for engine=ray (default: one for each GPU of the cluster; where it has none, for each core)",
-    )
+    add_integer(further, "tries", None, "of pictures that fail (default 3); for engine", most=100)
+    words = "for engine=ray (default: one for each GPU of the cluster; where it has none, for each core)"
+    add_integer(further, "workers", None, words, most=10**5)
     further.add_argument(
         "ray-address",
         metavar="ADDRESS",
@@ -142,31 +142,27 @@ def _generate(arguments: argparse.Namespace) -> int:
     # What the embedded LoRA was distilled for.
     recipe = recipe_of(arguments, DEFAULT.with_dense_steps(0) if _is_embedded(arguments) else DEFAULT)
     _check(arguments)
-    with missing_extras_told():
-        lora = _lora(arguments, recipe)
+    lora = _lora(arguments, recipe)
     if arguments.engine:
-        from nearfield_lab.commands.many import generate_many
-
-        return generate_many(arguments, recipe, lora)
+        return generate_many(arguments, folder_name(arguments), recipe, lora)
     arguments.out = arguments.out or _SHEET
-    with missing_extras_told():
-        from nearfield_lab.embedded import generate, pictures
-
-        if arguments.compare:
-            note_load(chosen_device(arguments.device).type)
-        with mesh_of_ranks(chosen_device(arguments.device)) as mesh:
-            on_step = _step_bar(arguments) if _speaks(mesh) else None
-            pipeline, sample = prepared(arguments, on_step=on_step)
+    device = chosen_device(arguments.device)
+    if arguments.compare:
+        note_load(device.type)
+    with mesh_of_ranks(device) as mesh:
+        pipeline = opened(arguments)
+        sample = sampler_of(arguments, pipeline, on_step=_step_bar(arguments) if _speaks(mesh) else None)
+        with as_usage():  # a size, fields that do not fit it, or a recipe for another model
             runs = _runs(arguments, pipeline, sample, recipe, lora, mesh)
-            if not _speaks(mesh):
-                return OK
-        records = generate.compared(runs, measures(arguments.device, runs[0].images) if len(runs) > 1 else {})
-        shown = [run._replace(images=run.images[:_ON_SHEET]) for run in runs]
-        if arguments.images:
-            for run, name in zip(runs, _folder_names(arguments), strict=True):
-                pictures.write_pictures(arguments.images / name, run.images, arguments.first)
-            print(f"wrote {arguments.num} pictures each to {arguments.images}")
-        pictures.write_rows(arguments.out, generate.rows(shown, records))
+        if not _speaks(mesh):
+            return OK
+    records = generate.compared(runs, measures(arguments.device, runs[0].images) if len(runs) > 1 else {})
+    shown = [run._replace(images=run.images[:_ON_SHEET]) for run in runs]
+    if arguments.images:
+        for run, name in zip(runs, ["dense"] * arguments.compare + [folder_name(arguments)], strict=True):
+            pictures.write_pictures(arguments.images / name, run.images, arguments.first)
+        print(f"wrote {arguments.num} pictures each to {arguments.images}")
+    pictures.write_rows(arguments.out, generate.rows(shown, records))
     for run, record in zip(runs, records, strict=True):
         print(f"{run.name}: {generate.figures(record)}")
         if run.summary:
@@ -182,7 +178,7 @@ def _are_batches_alike(arguments: argparse.Namespace) -> bool:
     return bool(arguments.model or arguments.num <= arguments.batch or arguments.num % arguments.batch == 0)
 
 
-def _note_unsteady(dense: "Run") -> None:
+def _note_unsteady(dense: Run) -> None:
     """Where steps of one kind took times of many kinds, something else was busy, too."""
     shortest, longest = dense.extremes
     if longest > _UNSTEADY * shortest:
@@ -190,7 +186,7 @@ def _note_unsteady(dense: "Run") -> None:
         print(f"note: {times}: something else was busy, too, and speed-ups are off", file=sys.stderr)
 
 
-def _speaks(mesh: "DeviceMesh | None") -> bool:
+def _speaks(mesh: DeviceMesh | None) -> bool:
     """Every rank has the whole picture; the first writes it."""
     return mesh is None or mesh.get_local_rank() == 0
 
@@ -202,8 +198,6 @@ def _check(arguments: argparse.Namespace) -> None:
     check_model(arguments)
     if arguments.compare and arguments.method == DENSE:
         wrong("--compare", "compare dense with another `--method`", DENSE)
-    if arguments.lora and arguments.lora != _LORA_OFF and not Path(arguments.lora).is_file():
-        wrong("lora", "name a file that is there", repr(arguments.lora))
     check_pixel_options(arguments)
     _check_engine(arguments)
 
@@ -237,46 +231,12 @@ def check_model(arguments: argparse.Namespace) -> None:
         wrong("--prompt", "be given with `--model`, and only there", repr(arguments.prompt))
     if arguments.model and arguments.first:
         wrong("first", "be left out with `--model`", arguments.first, "Use another --seed.")
-    if arguments.weights and not arguments.weights.is_file():
-        wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
 
 
-def prepared(arguments: argparse.Namespace, *, on_step: "OnStep | None" = None) -> tuple[Any, "Sampler"]:
-    """The pipeline, and what makes its pictures."""
-    pipeline = opened(arguments)
-    return pipeline, sampler_of(arguments, pipeline, on_step=on_step)
-
-
-def opened(arguments: argparse.Namespace) -> Any:
-    """The pipeline."""
-    from nearfield_lab.embedded import generate
-    from nearfield_lab.embedded.sampler import DemoPipeline
-
-    device = chosen_device(arguments.device)
-    if arguments.model:
-        return generate.open_pipeline(arguments.model, device)
-    return DemoPipeline.load(arguments.weights or generate.embedded_weights(), device)
-
-
-def sampler_of(arguments: argparse.Namespace, pipeline: Any, *, on_step: "OnStep | None" = None) -> "Sampler":
-    """What makes the pictures that were asked for."""
-    from nearfield_lab.embedded import generate
-
-    common = {"size": arguments.size, "steps": arguments.steps, "seed": arguments.seed}
-    if arguments.model:
-        common["size"] = arguments.size or 1024
-        return generate.pipeline_sampler(pipeline, arguments.prompt, arguments.num, on_step=on_step, **common)
-    common |= {"first": arguments.first, "batch": arguments.batch}
-    return generate.demo_sampler(pipeline, arguments.num, on_step, **common)
-
-
-def _lora(arguments: argparse.Namespace, recipe: "Recipe | None") -> Path | None:
+def _lora(arguments: argparse.Namespace, recipe: Recipe | None) -> Path | None:
     """The LoRA to use: the one that was named, what the recipe says, or the embedded one if it is for the method."""
     if recipe is None or arguments.lora == _LORA_OFF:
         return None
-    from nearfield_lab.embedded.lora import method_of_lora, suits
-    from nearfield_lab.embedded.model import EMBEDDED_LORA
-
     if arguments.lora:
         try:
             made_for = method_of_lora(Path(arguments.lora))
@@ -307,38 +267,26 @@ def _is_embedded(arguments: argparse.Namespace) -> bool:
 def _runs(
     arguments: argparse.Namespace,
     pipeline: Any,
-    sample: "Sampler",
-    recipe: "Recipe | None",
+    sample: Sampler,
+    recipe: Recipe | None,
     lora: Path | None,
-    mesh: "DeviceMesh | None" = None,
-) -> list["Run"]:
-    from nearfield_lab.embedded import generate
-    from nearfield_lab.embedded.lora import lora_on
-
-    runs = []
-    try:
-        if recipe is not None:
-            recipe.check_model(pipeline.transformer)
-        if recipe is None or arguments.compare:
-            runs.append(generate.run_dense(sample))
-        if recipe is not None:
-            with lora_on(pipeline, lora) as stepwise:
-                runs.append(generate.run_sparse(sample, pipeline, recipe.method, mesh, stepwise))
-    except ValueError as error:  # a size, fields that do not fit it, or a recipe for another model
-        raise UsageError(str(error)) from None
+    mesh: DeviceMesh | None,
+) -> list[Run]:
+    if recipe is not None:
+        recipe.check_model(pipeline.transformer)
+    runs = [generate.run_dense(sample)] if recipe is None or arguments.compare else []
+    if recipe is not None:
+        with lora_on(pipeline, lora) as stepwise:
+            runs.append(generate.run_sparse(sample, pipeline, recipe.method, mesh, stepwise))
     return runs
 
 
-def measures(
-    device_name: str | None, images: "torch.Tensor"
-) -> dict[str, Callable[["torch.Tensor", "torch.Tensor"], float]]:
+def measures(device_name: str | None, images: Tensor) -> dict[str, generate.Measure]:
     """Means over pairs of pictures like `images [num, height, width, 3]`: PSNR, and LPIPS where it applies."""
-    from nearfield_lab import quality
-
     device = chosen_device(device_name)
 
-    def mean_of(measure: Any) -> Callable[["torch.Tensor", "torch.Tensor"], float]:
-        def mean(first: "torch.Tensor", second: "torch.Tensor") -> float:
+    def mean_of(measure: Any) -> generate.Measure:
+        def mean(first: Tensor, second: Tensor) -> float:
             pairs = zip(first.split(4), second.split(4), strict=True)
             values = (measure(*(part.permute(0, 3, 1, 2).to(device) for part in pair)) for pair in pairs)
             return float(sum(value.sum() for value in values)) / len(first)
@@ -352,8 +300,6 @@ def measures(
 
 
 def _document(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:
-    from nearfield.cli import machine
-
     names = ("model", "prompt", "size", "steps", "seed", "num", "first", "batch", "method", "recipe")
     settings = {name: getattr(arguments, name) for name in names}
     weights = str(arguments.weights) if arguments.weights else None
@@ -372,10 +318,6 @@ def folder_name(arguments: argparse.Namespace) -> str:
     return Path(arguments.recipe).stem if arguments.recipe else str(arguments.method)
 
 
-def _folder_names(arguments: argparse.Namespace) -> list[str]:
-    return ["dense"] * arguments.compare + [folder_name(arguments)]
-
-
 def _step_bar(arguments: argparse.Namespace) -> Callable[[int, int], None]:
     per_run = arguments.steps * -(-arguments.num // (1 if arguments.model else arguments.batch))
     bar = Bar(per_run * (2 if arguments.compare else 1), "steps")
@@ -389,24 +331,6 @@ def _step_bar(arguments: argparse.Namespace) -> Callable[[int, int], None]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     return show
-
-
-@contextmanager
-def missing_extras_told() -> Iterator[None]:
-    """A package that is not installed is a matter of usage: the message names the remedy."""
-    from nearfield_lab.missing import MissingExtra
-
-    try:
-        yield
-    except MissingExtra as error:
-        raise UsageError(str(error)) from None
-
-
-def chosen_device(name: str | None) -> "torch.device":
-    """The device that was named; under torchrun each rank's own."""
-    if num_ranks() > 1 and device_of(name).type == "cuda" and name in (None, "cuda"):
-        name = f"cuda:{local_rank()}"
-    return device_of(name)
 
 
 def _size(text: str) -> int | tuple[int, int]:

@@ -1,19 +1,18 @@
-"""Commands that torchrun has started on several ranks at once: the mesh they form."""
+"""Where a command runs: its device, and the mesh of the ranks that torchrun has started."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nearfield.cli import device_of
 
 
 def num_ranks() -> int:
     """How many ranks run this command; 1 where nobody else does."""
-    import torch.distributed as dist
-
     if not dist.is_available():
         return 1
     if dist.is_initialized():
@@ -21,21 +20,19 @@ def num_ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
-def local_rank() -> int:
-    """The number of this rank on its machine: which GPU is its own."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def chosen_device(name: str | None) -> torch.device:
+    """The device that was named; under torchrun each rank's own GPU."""
+    if num_ranks() > 1 and device_of(name).type == "cuda" and name in (None, "cuda"):
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return device_of(name)
 
 
 @contextmanager
-def mesh_of_ranks(device: "torch.device") -> Iterator["DeviceMesh | None"]:
-    """All ranks as a mesh of one dimension, each on its device; None where there is but one rank."""
+def mesh_of_ranks(device: torch.device) -> Iterator[DeviceMesh | None]:
+    """All ranks as a mesh of one dimension, each on its device; None where there is one rank alone."""
     if num_ranks() == 1:
         yield None
         return
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     if device.type == "cuda":
         torch.cuda.set_device(device)
     is_mine = not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""`nearfield generate --option engine=NAME`: many pictures, each in a file of its own, by a process or a Ray cluster.
+"""Folders of numbered pictures, each in a file of its own, made by a process or a Ray cluster and gone on with.
 
 Workers send pictures, packed, to the process that was started, and that one writes them: each once, whole or not at
 all, whatever workers die meanwhile, and on clusters without a shared file system, too. What is there is not made again.
@@ -6,87 +6,136 @@ all, whatever workers die meanwhile, and on clusters without a shared file syste
 
 import argparse
 import hashlib
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nearfield.cli.arguments import FAILED, OK, UsageError, wrong
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import write_reports
-from nearfield_lab.commands.folders import check_settings, missing_pictures, runs_of
-from nearfield_lab.commands.generating import (
-    chosen_device,
-    folder_name,
-    missing_extras_told,
-    opened,
-    sampler_of,
-)
-
-if TYPE_CHECKING:
-    from nearfield.methods.recipes import Recipe
-    from nearfield_lab.engines import Outcome, Workers
+from nearfield._files import read_json, write_json
+from nearfield.cli import FAILED, OK, Bar, UsageError, as_usage, machine, time_for, write_reports, wrong
+from nearfield.diffusers import apply
+from nearfield.methods import Recipe
+from nearfield_lab.commands.launched import chosen_device
+from nearfield_lab.embedded import generate
+from nearfield_lab.embedded.generate import Sampler
+from nearfield_lab.embedded.lora import lora_for
+from nearfield_lab.embedded.model import EMBEDDED
+from nearfield_lab.embedded.pictures import numbered, packed, write_packed
+from nearfield_lab.embedded.sampler import DemoPipeline, OnStep
+from nearfield_lab.engines import OneWorker, Outcome, Workers, WorkersLost, cluster, mapped
+from nearfield_lab.images import is_whole
 
 _TRIES = 3
 _FAILURES_SHOWN = 10
+_SETTINGS = "settings.json"
 
 
-def generate_many(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path | None) -> int:
-    """Make what is missing of the pictures that were asked for."""
-    from nearfield_lab.engines import WorkersLost
+def generate_many(arguments: argparse.Namespace, name: str, recipe: Recipe | None, lora: Path | None) -> int:
+    """Make what is missing of the pictures of the embedded model, of one like it, or of a pipeline."""
+    job = Job(portable(arguments), recipe, lora and lora.resolve())
+    return fill(arguments, arguments.images / name, job, _settings(arguments, recipe, lora))
 
-    folder = arguments.images / folder_name(arguments)
-    settings = _settings(arguments, recipe, lora)
-    with missing_extras_told():
-        check_settings("--images", folder, settings)
-        tally = _Tally(folder, missing_pictures(folder, _numbers(arguments)), arguments.num)
-        try:
-            _make(arguments, _Job(_portable(arguments), recipe, lora and lora.resolve()), tally)
-        except ValueError as error:  # a size, or fields that do not fit it
-            raise UsageError(str(error)) from None
-        except WorkersLost as error:
-            tally.lost = str(error)
-        except KeyboardInterrupt:
-            print(f"\n{tally.whereabouts()}; the same command goes on", file=sys.stderr)
-            raise
+
+def fill(
+    arguments: argparse.Namespace,
+    folder: Path,
+    job: "Job",
+    settings: dict[str, Any],
+    further: Callable[[], dict[str, Any]] = dict,
+) -> int:
+    """Make what is missing of the pictures that were asked for, and report it.
+
+    Args:
+        job: what a worker does. It is called with nothing to load the model, and then makes batch after batch.
+        settings: all that a picture depends on besides its number.
+        further: measures what else the report holds, when the pictures are there.
+    """
+    check_settings("--images", folder, settings)
+    tally = _Tally(folder, missing_pictures(folder, _numbers(arguments)), arguments.num)
+    try:
+        with as_usage():  # a size, or fields that do not fit it
+            _make(arguments, job, tally)
+            found = further()
+    except WorkersLost as error:
+        tally.lost, found = str(error), {}
+    except KeyboardInterrupt:
+        print(f"\n{tally.whereabouts()}; the same command goes on", file=sys.stderr)
+        raise
     tally.say()
-    written = write_reports(_document(arguments, settings, tally), arguments.json)
-    return OK if written and tally.is_complete else FAILED
+    written = write_reports(_document(arguments, settings, tally) | found, arguments.json)
+    return OK if written and (tally.is_complete or tally.is_time_up) else FAILED
 
 
-def _make(arguments: argparse.Namespace, job: "_Job", tally: "_Tally") -> None:
-    from nearfield_lab.embedded.pictures import numbered, write_packed
-    from nearfield_lab.engines import mapped
+# -- the folder --------------------------------------------------------------------------------------------------------
 
+
+def check_settings(argument: str, folder: Path, settings: dict[str, Any]) -> None:
+    """A folder holds the pictures of one model and one way of making them."""
+    path, rule = folder / _SETTINGS, "hold pictures of the same settings, or none"
+    hint = "Name another folder."
+    settings = json.loads(json.dumps(settings))
+    if not path.exists():
+        if next(folder.glob("*.png"), None) is not None:
+            wrong(argument, rule, f"{folder}, whose pictures do not say how they were made", hint)
+        write_json(path, settings)
+        return
+    known = read_json(path, {})
+    for name, value in settings.items():
+        if known.get(name) != value:
+            wrong(argument, rule, f"{folder}, made with {name} = {known.get(name)} instead of {value}", hint)
+
+
+def missing_pictures(folder: Path, numbers: Sequence[int]) -> list[int]:
+    """The numbers of which there is no whole picture."""
+    with ThreadPoolExecutor() as readers:
+        found = readers.map(lambda number: is_whole(numbered(folder, number)), numbers)
+        return [number for number, is_there in zip(numbers, found, strict=True) if not is_there]
+
+
+def runs_of(numbers: Iterable[int], most: int) -> list[range]:
+    """Ascending numbers as ranges of at most `most`."""
+    runs = list[range]()
+    for number in numbers:
+        if runs and runs[-1].stop == number and len(runs[-1]) < most:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
+
+
+# -- making pictures ---------------------------------------------------------------------------------------------------
+
+
+def _make(arguments: argparse.Namespace, job: "Job", tally: "_Tally") -> None:
     if not tally.missing:
         return
+    has_time = time_for(arguments.minutes)
     batches = runs_of(tally.missing, arguments.batch)
     with _opened_engine(arguments, job) as workers, Bar(tally.num, "pictures") as bar:
         tally.workers = workers.num_workers
         bar.show(tally.num_there)
-        for outcome in mapped(
-            workers, batches, tries=arguments.tries or _TRIES, hopeless=(ValueError, UsageError)
-        ):
+        tries, hopeless = arguments.tries or _TRIES, (ValueError, UsageError)
+        for outcome in mapped(workers, batches, tries=tries, hopeless=hopeless):
             for number, content in zip(outcome.item, outcome.value or (), strict=outcome.error is None):
                 write_packed(numbered(tally.folder, number), content)
             tally.add(outcome)
             bar.show(tally.num_there, f"{tally.retries} retries" if tally.retries else "")
+            if not has_time():
+                tally.is_time_up = True
+                break
 
 
 @contextmanager
-def _opened_engine(arguments: argparse.Namespace, job: "_Job") -> Iterator["Workers"]:
-    if arguments.engine == "process":
-        from nearfield_lab.engines import in_process
-
+def _opened_engine(arguments: argparse.Namespace, job: "Job") -> Iterator[Workers]:
+    if arguments.engine != "ray":
         chosen_device(arguments.device)
-        with in_process(job) as workers:
-            yield workers
+        yield OneWorker(job)
         return
-    from nearfield_lab.engines import cluster
-
     if arguments.device not in (None, "cpu", "cuda"):
         hint = "Ray gives each worker a GPU of its own."
         wrong("device", "be cpu or cuda with `engine=ray`", repr(arguments.device), hint)
@@ -102,19 +151,33 @@ def _opened_engine(arguments: argparse.Namespace, job: "_Job") -> Iterator["Work
             yield ray_workers
 
 
+def opened(arguments: argparse.Namespace) -> Any:
+    """The pipeline that was named; the embedded model by default."""
+    device = chosen_device(arguments.device)
+    if arguments.model:
+        return generate.open_pipeline(arguments.model, device)
+    return DemoPipeline.load(arguments.weights or generate.embedded_weights(), device)
+
+
+def sampler_of(arguments: argparse.Namespace, pipeline: Any, *, on_step: OnStep | None = None) -> Sampler:
+    """What makes the pictures that were asked for."""
+    common = {"size": arguments.size, "steps": arguments.steps, "seed": arguments.seed}
+    if arguments.model:
+        common["size"] = arguments.size or 1024
+        return generate.pipeline_sampler(pipeline, arguments.prompt, arguments.num, on_step=on_step, **common)
+    common |= {"first": arguments.first, "batch": arguments.batch}
+    return generate.demo_sampler(pipeline, arguments.num, on_step, **common)
+
+
 @dataclass
-class _Job:
+class Job:
     """What a worker does: it loads the model once, then makes batch after batch of pictures."""
 
     arguments: argparse.Namespace
-    recipe: "Recipe | None"
-    lora: Path | None
+    recipe: Recipe | None = None
+    lora: Path | None = None
 
     def __call__(self) -> Callable[[range], list[bytes]]:
-        from nearfield.diffusers import apply
-        from nearfield_lab.embedded.lora import lora_for
-        from nearfield_lab.embedded.pictures import packed
-
         pipeline = opened(self.arguments)
         lora = None if self.lora is None else lora_for(pipeline, self.lora)
         if lora is not None:
@@ -139,12 +202,13 @@ class _Tally:
     workers: int = 0
     made: int = 0
     retries: int = 0
-    failed: list["Outcome"] = field(default_factory=list)
+    failed: list[Outcome] = field(default_factory=list)
     lost: str | None = None
+    is_time_up: bool = False
     started: float = field(default_factory=time.monotonic)
     seconds_to_first: float | None = None
 
-    def add(self, outcome: "Outcome") -> None:
+    def add(self, outcome: Outcome) -> None:
         self.retries += outcome.tries - 1
         if outcome.error is not None:
             self.failed.append(outcome)
@@ -178,11 +242,13 @@ class _Tally:
             print(f"... and {len(self.failed) - _FAILURES_SHOWN} more batches", file=sys.stderr)
         if self.lost:
             print(f"nearfield: error: {self.lost}", file=sys.stderr)
-        if not self.is_complete:
+        if self.is_time_up and not self.is_complete:
+            print("time is up; the same command goes on")
+        elif not self.is_complete:
             print("the same command tries the missing ones again", file=sys.stderr)
 
 
-def _failure(outcome: "Outcome") -> str:
+def _failure(outcome: Outcome) -> str:
     first, last = outcome.item[0], outcome.item[-1]
     which = f"picture {first}" if first == last else f"pictures {first} to {last}"
     return f"{which} failed {outcome.tries} times; the last: {type(outcome.error).__name__}: {outcome.error}"
@@ -200,29 +266,27 @@ def _numbered(arguments: argparse.Namespace, numbers: range) -> argparse.Namespa
     return argparse.Namespace(**(vars(arguments) | first | {"num": len(numbers), "batch": len(numbers)}))
 
 
-def _portable(arguments: argparse.Namespace) -> argparse.Namespace:
+def portable(arguments: argparse.Namespace) -> argparse.Namespace:
     """What a worker in another folder can use."""
     weights = arguments.weights.resolve() if arguments.weights else None
     kept = {name: value for name, value in vars(arguments).items() if name != "run"}
     return argparse.Namespace(**(kept | {"weights": weights}))
 
 
-def _settings(arguments: argparse.Namespace, recipe: "Recipe | None", lora: Path | None) -> dict[str, Any]:
+def _settings(arguments: argparse.Namespace, recipe: Recipe | None, lora: Path | None) -> dict[str, Any]:
     """All that a picture depends on besides its number. A method by all of its fields: defaults may change."""
     settings: dict[str, Any] = {
         "method": repr(recipe.method) if recipe is not None else "dense",
-        "lora": _identity(lora),
+        "lora": identity(lora),
         **{name: getattr(arguments, name) for name in ("model", "prompt", "size", "steps")},
     }
     if arguments.model:
         return settings
-    from nearfield_lab.embedded.model import EMBEDDED
-
     weights = arguments.weights or (EMBEDDED if EMBEDDED.exists() else None)
-    return settings | {"weights": _identity(weights), "seed": arguments.seed}
+    return settings | {"weights": identity(weights), "seed": arguments.seed}
 
 
-def _identity(path: Path | None) -> str | None:
+def identity(path: Path | None) -> str | None:
     """A file by its name and by what is in it."""
     if path is None:
         return None
@@ -230,8 +294,6 @@ def _identity(path: Path | None) -> str | None:
 
 
 def _document(arguments: argparse.Namespace, settings: dict[str, Any], tally: _Tally) -> dict[str, Any]:
-    from nearfield.cli import machine
-
     return {
         "format": 1,
         "command": "generate",

@@ -3,24 +3,37 @@
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import OK, UsageError, command, member, wrong
-from nearfield.cli.options import add_device, add_integer, add_json, add_number, add_plot
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import write_reports
+import torch
+from torch import Tensor
+
+from nearfield.cli import (
+    FAILED,
+    OK,
+    Bar,
+    UsageError,
+    add_device,
+    add_integer,
+    add_json,
+    add_number,
+    add_plot,
+    as_usage,
+    command,
+    machine,
+    write_reports,
+    wrong,
+)
 from nearfield_lab.commands.drawing import require_reports
-from nearfield_lab.commands.generating import chosen_device
+from nearfield_lab.commands.further import add_choice, add_path, add_switch
+from nearfield_lab.commands.launched import chosen_device
+from nearfield_lab.plots.lines import fidelity_lines
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from nearfield.retrieval import Answer, Reuse
-    from nearfield.retrieval.fidelity import Compared, Teacher
+if TYPE_CHECKING:  # which imports transformers
+    from nearfield.retrieval import Answer, Compared, Reuse, Teacher
 
 _ENDINGS = (".txt", ".md", ".rst")
 _PLOTTED = (0.05, 0.15, 0.3, 0.6)
@@ -40,16 +53,10 @@ def add_commands(commands: Any) -> None:
         "  nearfield rag --docs notes/ --ask '...' --store cache/ --compare --plot fidelity.png\n"
         "  nearfield rag --docs notes/ --ask '...' --model my-llama/ --ratio 0.3 --reorder --json answer.json",
     )
-    parser.add_argument(
-        "--docs", type=Path, required=True, metavar="DIR", help=f"texts: {', '.join(_ENDINGS)}"
-    )
+    add_path(parser, "--docs", "DIR", f"texts: {', '.join(_ENDINGS)}", required=True)
     parser.add_argument("--ask", required=True, metavar="TEXT", help="the question")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="a folder of transformers (default: SmolLM2-135M-Instruct, where its package is installed)",
-    )
+    small = "default: SmolLM2-135M-Instruct, where its package is installed"
+    add_path(parser, "--model", "DIR", f"a folder of transformers ({small})")
     parser.add_argument(
         "--store", metavar="PLACE", help="a folder or fsspec URL to keep chunks in (default: memory)"
     )
@@ -57,17 +64,9 @@ def add_commands(commands: Any) -> None:
     add_integer(parser, "--top", 8, "chunks to answer from; those that share most words with the question")
     add_integer(parser, "--max-new-tokens", 64, "tokens of the answer, at most")
     add_number(parser, "--ratio", 0.15, "share of the tokens to compute again")
-    parser.add_argument(
-        "--selector",
-        type=member("--selector", NAMES),
-        default="infoflow",
-        metavar="NAME",
-        help=f"which tokens those are: {', '.join(NAMES)} (default infoflow)",
-    )
-    parser.add_argument(
-        "--reorder", action="store_true", help="put the chunks that the question attends to most last"
-    )
-    parser.add_argument("--compare", action="store_true", help="all selectors beside full prefill")
+    add_choice(parser, "--selector", NAMES, "infoflow", "which tokens those are")
+    add_switch(parser, "--reorder", "put the chunks that the question attends to most last")
+    add_switch(parser, "--compare", "all selectors beside full prefill")
     add_device(parser)
     add_json(parser, "write everything and machine facts")
     add_plot(parser, "draw fidelity against ratio for all selectors")
@@ -81,19 +80,24 @@ def _rag(arguments: argparse.Namespace) -> int:
     require_reports("--plot", arguments.plot, arguments.json)
     texts = read_texts(arguments.docs)
     with retrieval_told():
-        reuse = _opened(arguments)
+        print("loading the model", file=sys.stderr)
+        reuse = opened(arguments.model, chosen_device(arguments.device), arguments.store)
         parts = chosen_parts(reuse, texts, arguments.ask, arguments.chunk_tokens, arguments.top)
-        identities = _added(reuse, list(parts.values()))
+        with Bar(len(parts), "chunks") as bar:
+            identities = added(reuse, parts, bar.show)
         answer = reuse.answer(
             arguments.ask,
-            identities,
+            list(identities),
             arguments.ratio,
             arguments.selector,
             arguments.reorder,
             max_new_tokens=arguments.max_new_tokens,
         )
-        teacher, rows = _compared(arguments, reuse, answer)
-    names = _in_order(parts, identities, answer)
+        print("full prefill, for comparison", file=sys.stderr)
+        cases = _cases(arguments)
+        with Bar(len(cases), "comparisons") as bar:
+            teacher, rows, _ = compared(reuse, answer, arguments.ask, cases, bar.show)
+    names = [identities[identity] for identity in answer.report.chunks]
     print(f"{answer.text.strip()}\n")
     for index, name in enumerate(names):
         again, length = answer.report.selected[index], answer.report.lengths[index]
@@ -102,11 +106,9 @@ def _rag(arguments: argparse.Namespace) -> int:
     print(f"{answer.report}\n\n{table(teacher.seconds, rows)}")
     document = _document(arguments, answer, teacher, rows, names)
     if arguments.plot:
-        from nearfield_lab.plots.lines import fidelity_lines
-
         fidelity_lines(arguments.plot, document["compared"], arguments.ask)
         print(f"wrote {arguments.plot}")
-    return OK if write_reports(document, arguments.json) else 1
+    return OK if write_reports(document, arguments.json) else FAILED
 
 
 def read_texts(folder: Path) -> dict[str, str]:
@@ -135,27 +137,18 @@ def retrieval_told() -> Iterator[None]:
         raise UsageError(
             f"Retrieval needs {' and '.join(absent)}. Install with `pip install 'nearfield[retrieval]'`."
         )
-    from nearfield.retrieval.embedded import MissingModel
+    from nearfield.retrieval import MissingModel
 
     try:
-        yield
+        with as_usage(NotImplementedError):
+            yield
     except MissingModel as error:
         raise UsageError(f"{error} Option: `--model`.") from None
-    except (ValueError, NotImplementedError) as error:
-        raise UsageError(str(error)) from None
 
 
-def _opened(arguments: argparse.Namespace) -> "Reuse":
-    print("loading the model", file=sys.stderr)
-    return opened(arguments.model, chosen_device(arguments.device), arguments.store)
-
-
-def opened(folder: Path | None, device: "torch.device", store: str | None = None) -> "Reuse":
+def opened(folder: Path | None, device: torch.device, store: str | None = None) -> "Reuse":
     """A model that answers: out of a folder, or the small one of its own package; checked before it is trusted."""
-    import torch
-
-    from nearfield.retrieval import ChunkStore, Reuse, verify
-    from nearfield.retrieval.embedded import load_embedded, load_folder
+    from nearfield.retrieval import ChunkStore, Reuse, load_embedded, load_folder, verify
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, tokenizer = load_embedded(device, dtype) if folder is None else load_folder(folder, device, dtype)
@@ -165,10 +158,9 @@ def opened(folder: Path | None, device: "torch.device", store: str | None = None
 
 def chosen_parts(
     reuse: "Reuse", texts: Mapping[str, str], question: str, chunk_tokens: int, top: int
-) -> dict[str, "Tensor"]:
+) -> dict[str, Tensor]:
     """Parts of the texts, by name: those most about the question, in the order of the folder."""
-    from nearfield.retrieval.prompt import token_ids
-    from nearfield.retrieval.ranking import rank
+    from nearfield.retrieval import rank, token_ids
 
     parts: dict[str, Tensor] = {}
     for name, text in texts.items():
@@ -180,32 +172,32 @@ def chosen_parts(
     return {names[index]: parts[names[index]] for index in sorted(best)}
 
 
-def _added(reuse: "Reuse", parts: Sequence["Tensor"]) -> list[str]:
-    identities = []
-    with Bar(len(parts), "chunks") as bar:
-        for index, part in enumerate(parts):
-            bar.show(index)
-            identities.append(reuse.add(part))
+def added(
+    reuse: "Reuse", parts: Mapping[str, Tensor], on_part: Callable[[int], None] = lambda _: None
+) -> dict[str, str]:
+    """Compute the parts that the store does not have; the name of each by its identity in the store."""
+    identities = {}
+    for index, (name, part) in enumerate(parts.items()):
+        on_part(index)
+        identities[reuse.add(part)] = name
     return identities
 
 
-def _compared(
-    arguments: argparse.Namespace, reuse: "Reuse", answer: "Answer"
-) -> tuple["Teacher", list["Compared"]]:
-    """Full prefill of the same prompt, and beside it what was asked for."""
-    from nearfield.retrieval import assemble
-    from nearfield.retrieval.fidelity import compare, teacher_of
-    from nearfield.retrieval.prompt import question_ids
+def compared(
+    reuse: "Reuse",
+    answer: "Answer",
+    question: str,
+    cases: Sequence[tuple[Any, float]],
+    on_case: Callable[[int], None] | None = None,
+) -> tuple["Teacher", list["Compared"], Tensor]:
+    """Full prefill of the prompt of an answer, selectors and ratios beside it, and the tokens of the context."""
+    from nearfield.retrieval import assemble, compare, question_ids, teacher_of
 
     chunks = reuse.chunks(answer.report.chunks)
-    asked = question_ids(reuse.tokenizer, reuse.prompt, arguments.ask)
     tokens = assemble(reuse.model, chunks).tokens
-    print("full prefill, for comparison", file=sys.stderr)
-    teacher = teacher_of(reuse.model, tokens, asked.to(tokens.device), _COMPARED_TOKENS)
-    cases = _cases(arguments)
-    with Bar(len(cases), "comparisons") as bar:
-        rows = compare(reuse.model, chunks, teacher, cases, bar.show)
-    return teacher, rows
+    asked = question_ids(reuse.tokenizer, reuse.prompt, question).to(tokens.device)
+    teacher = teacher_of(reuse.model, tokens, asked, _COMPARED_TOKENS)
+    return teacher, compare(reuse.model, chunks, teacher, cases, on_case), tokens
 
 
 def _cases(arguments: argparse.Namespace) -> list[tuple[Any, float]]:
@@ -232,12 +224,6 @@ def table(full_seconds: float, rows: Sequence["Compared"]) -> str:
     return "\n".join(lines)
 
 
-def _in_order(parts: Mapping[str, "Tensor"], identities: Sequence[str], answer: "Answer") -> list[str]:
-    """Names of the chunks as they stand in the prompt."""
-    names = dict(zip(identities, parts, strict=True))
-    return [names[identity] for identity in answer.report.chunks]
-
-
 def _document(
     arguments: argparse.Namespace,
     answer: "Answer",
@@ -245,8 +231,6 @@ def _document(
     rows: Sequence["Compared"],
     names: Sequence[str],
 ) -> dict[str, Any]:
-    from nearfield.cli import machine
-
     settings = ("ask", "ratio", "selector", "reorder", "chunk_tokens", "top", "max_new_tokens")
     return {
         "format": 1,

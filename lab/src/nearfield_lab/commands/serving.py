@@ -2,13 +2,12 @@
 
 import argparse
 import socket
-from pathlib import Path
 from typing import Any
 
-from nearfield.cli.arguments import OK, command, wrong
-from nearfield.cli.options import add_device, add_integer
-from nearfield_lab.commands.drawing import require_drawing
-from nearfield_lab.commands.generating import chosen_device, missing_extras_told
+from nearfield.cli import OK, add_device, add_integer, command, input_file, wrong
+from nearfield_lab.commands.further import add_path, add_switch
+from nearfield_lab.commands.launched import chosen_device
+from nearfield_lab.plots.figures import require_matplotlib
 
 
 def add_commands(commands: Any) -> None:
@@ -27,53 +26,42 @@ def add_commands(commands: Any) -> None:
         help="where to listen (default 127.0.0.1: this machine alone)",
     )
     add_integer(parser, "--port", None, "(default: the first free from 7860)", most=65535)
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FILE",
-        help="a model of `nearfield train demo`, beside the embedded one",
-    )
+    words = "a model of `nearfield train demo`, beside the embedded one"
+    add_path(parser, "--weights", "FILE", words, type=input_file("--weights"))
     parser.add_argument(
         "--model", metavar="ID", help="a diffusers pipeline, beside it: its id on the Hub, or its folder"
     )
-    parser.add_argument("--docs", type=Path, metavar="DIR", help="texts to ask, as for `nearfield rag`")
-    parser.add_argument(
-        "--language-model",
-        type=Path,
-        metavar="DIR",
-        help="a folder of transformers that answers (default: SmolLM2-135M-Instruct, where its package is installed)",
-    )
+    add_path(parser, "--docs", "DIR", "texts to ask, as for `nearfield rag`")
+    small = "default: SmolLM2-135M-Instruct, where its package is installed"
+    add_path(parser, "--language-model", "DIR", f"a folder of transformers that answers ({small})")
     add_device(parser)
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    add_switch(parser, "--open", "open the page in the browser")
 
 
 def _studio(arguments: argparse.Namespace) -> int:
     if arguments.model and arguments.weights:
         wrong("--weights", "be left out with `--model`", str(arguments.weights))
-    if arguments.weights and not arguments.weights.is_file():
-        wrong("--weights", "name a file that is there", repr(str(arguments.weights)))
     _require_free(arguments.host, arguments.port)
     device = chosen_device(arguments.device)
-    with missing_extras_told():
-        from nearfield_lab.studio.asking import Library
-        from nearfield_lab.studio.models import PictureModel
-        from nearfield_lab.studio.page import require_gradio
-        from nearfield_lab.studio.server import serve
+    from nearfield_lab.studio.asking import Library
+    from nearfield_lab.studio.models import PictureModel
+    from nearfield_lab.studio.page import require_gradio
+    from nearfield_lab.studio.server import serve
 
-        require_gradio()
-        require_drawing("studio")
-        models = [PictureModel(device)]
-        if arguments.weights or arguments.model:
-            given = PictureModel(device, arguments.weights, arguments.model)
-            models = [given] + [model for model in models if model.problem is None]
-        library = Library(arguments.docs, arguments.language_model, device)
-        serve(arguments.host, arguments.port, models, library, arguments.open)
+    require_gradio()
+    require_matplotlib()
+    models = [PictureModel(device)]
+    if arguments.weights or arguments.model:
+        given = PictureModel(device, arguments.weights, arguments.model)
+        models = [given] + [model for model in models if model.problem is None]
+    library = Library(arguments.docs, arguments.language_model, device)
+    serve(arguments.host, arguments.port, models, library, arguments.open)
     print("stopped")
     return OK
 
 
 def _require_free(host: str, port: int | None) -> None:
-    """Told before anything is loaded: an address that is not this machine's, or a port that is taken."""
+    """Refuse an address that is not this machine's, and a port that is taken, before anything is loaded."""
     hint = "Example: --host 127.0.0.1 --port 8000"
     try:  # Gradio cannot read addresses of IPv6
         found = socket.getaddrinfo(host.strip() or "?", port or 0, socket.AF_INET, socket.SOCK_STREAM)

@@ -2,41 +2,50 @@
 
 import argparse
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar, get_args
 
-from nearfield.cli.arguments import (
+import torch
+
+from nearfield import Geometry, Method
+from nearfield.cli import (
+    DENSE,
+    DEVICE_WORDS,
     FAILED,
     INTERRUPTED,
     OK,
-    UsageError,
-    command,
-    member,
-    show_help_without_command,
-    wrong,
-)
-from nearfield.cli.methods import DENSE, add_method, recipe_of
-from nearfield.cli.options import (
-    DEVICE_WORDS,
+    Bar,
     TakesOptions,
     add_integer,
     add_json,
+    add_method,
     add_number,
     add_weights,
+    as_usage,
+    command,
+    input_file,
+    machine,
+    recipe_of,
+    show_help_without_command,
+    write_reports,
+    wrong,
 )
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import write_reports
 from nearfield.methods import DEFAULT
-from nearfield_lab.commands.further import Further
-from nearfield_lab.commands.generating import chosen_device, missing_extras_told
+from nearfield_lab.commands.further import Further, add_choice, add_path, add_switch
+from nearfield_lab.commands.launched import chosen_device
+from nearfield_lab.embedded.dense_kernels import DenseKernel
+from nearfield_lab.embedded.generate import embedded_weights, open_pipeline
+from nearfield_lab.embedded.model import ModelConfig, Packing, load_model, num_parameters, save_model
+from nearfield_lab.embedded.pixel import PixelConfig
+from nearfield_lab.training import distill, flow
+from nearfield_lab.training.data import Latents, encode, fits, pictures, read_pixels
+from nearfield_lab.training.loop import Diverged, Schedule
+from nearfield_lab.training.pixel import PixelRecipe, PixelTraining
+from nearfield_lab.training.recording import RecordedCalls, record
+from nearfield_lab.training.runs import Run
 
-if TYPE_CHECKING:
-    from nearfield import Method
-    from nearfield_lab.training.data import Latents, Pixels
-    from nearfield_lab.training.loop import Outcome, Schedule
-
-PACKINGS = ("int8", "bf16", "none")
-BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+PACKINGS, BACKENDS = get_args(Packing), get_args(DenseKernel)
 
 # For trying the whole chain: minutes on a laptop, pictures of nothing much.
 _TINY = {"joint_blocks": 1, "single_blocks": 3, "heads": 4, "head_dim": 32, "condition_tokens": 16}
@@ -56,7 +65,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_train_demo(models: Any) -> None:
-    parser = command(
+    further = _add_trained(
         models,
         "demo",
         _train_demo,
@@ -64,29 +73,18 @@ def _add_train_demo(models: Any) -> None:
         "  nearfield train demo --data cats512 --out run256 --minutes 60 --compile --option kernel=flash\n"
         "  nearfield train demo --data cats512 --out run512 --size 512 --start run256/model.safetensors --steps 4000\n"
         "  nearfield train demo --data cats512 --out try --tiny --size 64 --batch 16 --steps 300",
+        size=(256, "pixels per side", 32, 4096),
+        batch=256,
+        start=("--start", "start from this model, such as one of a smaller size"),
+        kept="latents",
     )
-    _add_places(parser, is_data_needed=True)
-    add_integer(parser, "--size", 256, "pixels per side", least=32, most=4096)
-    add_integer(parser, "--batch", 256, "pictures per step")
-    _add_ends(parser)
-    parser.add_argument(
-        "--start", type=Path, metavar="FILE", help="start from this model, such as one of a smaller size"
-    )
-    _add_tiny(parser)
-    _add_compile(parser)
-    add_method(parser, DENSE)
-    add_json(parser)
-    further = Further(parser)
-    _add_kept(further, "latents")
     _add_schedule(further, learning_rate=4e-4, warm_up=200)
     add_number(further, "shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
-    _add_kernel(further, "dense attention")
-    _add_results(further, packing="int8")
-    _add_common(further)
+    _add_results(further, "dense attention", packing="int8")
 
 
 def _add_train_pixel(models: Any) -> None:
-    parser = command(
+    further = _add_trained(
         models,
         "pixel",
         _train_pixel,
@@ -95,25 +93,13 @@ def _add_train_pixel(models: Any) -> None:
         "  nearfield train pixel --data cats512 --out run128 --size 128 --method NAME"
         " --init run64/model.safetensors --minutes 60 --compile\n"
         "  nearfield train pixel --data cats512 --out try --tiny --size 32 --method NAME --steps 300",
+        size=(64, "pixels per side, each a token", 8, 1024),
+        batch=16,
+        start=("--init", "start from this model: one of a smaller size, or one with full attention"),
+        kept="pixels",
     )
-    _add_places(parser, is_data_needed=True)
-    add_integer(parser, "--size", 64, "pixels per side, each a token", least=8, most=1024)
-    add_integer(parser, "--batch", 16, "pictures per step")
-    _add_ends(parser)
-    parser.add_argument(
-        "--init",
-        type=Path,
-        metavar="FILE",
-        help="start from this model: one of a smaller size, or one with full attention",
-    )
-    _add_tiny(parser)
-    _add_compile(parser)
-    add_method(parser, DENSE)
-    add_json(parser)
-    further = Further(parser)
-    _add_kept(further, "pixels")
     _add_schedule(further, learning_rate=1e-4, warm_up=200, average=0.9999)
-    _add_keep_steps(further, "the model of this step, in model-steps.safetensors")
+    add_integer(further, "keep-steps", None, "keep the model of this step, in model-steps.safetensors")
     add_number(
         further,
         "keep-seconds",
@@ -122,42 +108,54 @@ def _add_train_pixel(models: Any) -> None:
         " when it was kept at both",
         is_above=True,
     )
-    _add_kernel(further, "full attention")
-    _add_results(further, packing="bf16")
-    _add_common(further)
+    _add_results(further, "full attention", packing="bf16")
 
 
-def _add_tiny(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
-    )
+def _add_trained(
+    models: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    examples: str,
+    *,
+    size: tuple[int, str, int, int],
+    batch: int,
+    start: tuple[str, str],
+    kept: str,
+) -> Further:
+    """A command that trains a model, with the options that both models have.
 
-
-def _add_kernel(further: Further, attention: str) -> None:
-    further.add_argument(
-        "kernel",
-        type=member("kernel", BACKENDS),
-        default="auto",
-        metavar="NAME",
-        help=f"torch's for {attention}: {', '.join(BACKENDS)} (default auto)",
-    )
+    Args:
+        size: its default, what it counts, its least and its most.
+        start: the option that names a model to start from, and its help.
+        kept: what of photographs is kept.
+    """
+    parser = command(models, name, run, summary, examples)
+    _add_places(parser, is_data_needed=True)
+    add_integer(parser, "--size", *size)
+    add_integer(parser, "--batch", batch, "pictures per step")
+    _add_ends(parser)
+    option, words = start
+    add_path(parser, option, "FILE", words, dest="start", type=input_file(option))
+    add_switch(parser, "--tiny", "a model to try the chain with, in minutes on a CPU")
+    _add_compile(parser)
+    add_method(parser, DENSE)
+    add_json(parser)
+    further = Further(parser)
+    _add_kept(further, kept)
+    return further
 
 
 def _add_compile(parser: TakesOptions, name: str = "--compile") -> None:
-    words = "let torch.compile make the model, or its blocks, faster"
-    parser.add_argument(name, action="store_true", help=words)
+    add_switch(parser, name, "let torch.compile make the model, or its blocks, faster")
 
 
-def _add_results(further: Further, packing: str) -> None:
-    further.add_argument(
-        "packing",
-        type=member("packing", PACKINGS),
-        default=packing,
-        metavar="HOW",
-        help=f"how the model is written: {', '.join(PACKINGS)} (default {packing})",
-    )
+def _add_results(further: Further, attention: str, packing: str) -> None:
+    add_choice(further, "kernel", BACKENDS, "auto", f"torch's for {attention}")
+    add_choice(further, "packing", PACKINGS, packing, "how the model is written", "HOW")
     add_integer(further, "samples", 16, "pictures on a sample sheet", least=0, most=256)
     add_number(further, "sample-seconds", 180.0, "time between sample sheets", is_above=True)
+    _add_common(further)
 
 
 def _add_distill(commands: Any) -> None:
@@ -176,12 +174,8 @@ def _add_distill(commands: Any) -> None:
     parser.add_argument(
         "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
     )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="one prompt per line, whose calls are learned from; for --model",
-    )
+    words = "one prompt per line, whose calls are learned from; for --model"
+    add_path(parser, "--prompts", "FILE", words, type=input_file("--prompts"))
     add_weights(parser)
     add_integer(
         parser,
@@ -197,40 +191,26 @@ def _add_distill(commands: Any) -> None:
     add_json(parser)
     further = Further(parser)
     add_integer(further, "rank", None, "of the LoRA (default 4)", most=1024)
-    further.add_argument(
-        "full",
-        action="store_true",
-        help="train all weights instead of a LoRA, and write a model; not for --model",
-    )
-    further.add_argument(
-        "save-memory", action="store_true", help="compute activations again in the backward pass"
-    )
+    add_switch(further, "full", "train all weights instead of a LoRA, and write a model; not for --model")
+    add_switch(further, "save-memory", "compute activations again in the backward pass")
     _add_compile(further, "compile")
     _add_kept(further, "latents")
     add_integer(further, "denoising-steps", 20, "per prompt; for --model")
     _add_schedule(further, learning_rate=None, warm_up=50)
-    _add_keep_steps(further, "what was learned until this step, in a file whose name ends in -steps")
+    words = "keep what was learned until this step, in a file whose name ends in -steps"
+    add_integer(further, "keep-steps", None, words)
     _add_common(further)
 
 
 def _add_places(parser: argparse.ArgumentParser, is_data_needed: bool) -> None:
-    parser.add_argument(
-        "--data",
-        type=Path,
-        required=is_data_needed,
-        metavar="DIR",
-        help="photographs: tar files in a folder, or a folder of pictures",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints and results")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the checkpoint in --out, if there is one"
-    )
+    words = "photographs: tar files in a folder, or a folder of pictures"
+    add_path(parser, "--data", "DIR", words, required=is_data_needed)
+    add_path(parser, "--out", "DIR", "checkpoints and results", required=True)
+    add_switch(parser, "--resume", "go on from the checkpoint in --out, if there is one")
 
 
 def _add_kept(further: Further, kept: str) -> None:
-    further.add_argument(
-        kept, type=Path, metavar="DIR", help=f"where the {kept} of photographs are kept (default: --out)"
-    )
+    add_path(further, kept, "DIR", f"where the {kept} of photographs are kept (default: --out)")
 
 
 def _add_ends(parser: argparse.ArgumentParser) -> None:
@@ -258,10 +238,6 @@ def _add_schedule(
     add_number(further, "checkpoint-seconds", 120.0, "time between checkpoints", is_above=True)
 
 
-def _add_keep_steps(further: Further, what: str) -> None:
-    add_integer(further, "keep-steps", None, f"keep {what}")
-
-
 def _add_common(further: Further) -> None:
     add_integer(further, "seed", 0, "of weights, order and noise", least=0)
     further.add_argument("device", metavar="NAME", help=DEVICE_WORDS)
@@ -270,38 +246,33 @@ def _add_common(further: Further) -> None:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def _method(arguments: argparse.Namespace, base: "Method") -> "Method | None":
+Asked = TypeVar("Asked")
+
+
+def _asked(kind: type[Asked], arguments: argparse.Namespace, **others: Any) -> Asked:
+    """A dataclass from the options that are called like its fields, and from what is given."""
+    options = {each.name: getattr(arguments, each.name, None) for each in fields(kind)}  # type: ignore[arg-type]
+    named = {name: value for name, value in options.items() if hasattr(arguments, name)}
+    with as_usage():
+        return kind(**(named | others))
+
+
+def _method(arguments: argparse.Namespace, base: Method) -> Method | None:
     recipe = recipe_of(arguments, base)
     return None if recipe is None else recipe.method
 
 
 def _train_demo(arguments: argparse.Namespace) -> int:
     method = _method(arguments, DEFAULT.with_dense_steps(0))
-    if arguments.start and not arguments.start.is_file():
-        wrong("--start", "name a file that is there", repr(str(arguments.start)))
     if arguments.start and arguments.tiny:
         wrong("--tiny", "be left out with `--start`, which brings a model", "both")
-    with missing_extras_told():
-        from nearfield_lab.embedded.model import ModelConfig, num_parameters
-        from nearfield_lab.training.flow import FlowTraining, Recipe
-        from nearfield_lab.training.runs import MODEL
-
-        schedule = _schedule(arguments)
-        recipe = Recipe(
-            size=arguments.size,
-            batch=arguments.batch,
-            shift=arguments.shift,
-            seed=arguments.seed,
-            method=method,
-            attention=arguments.kernel,
-            compiled=arguments.compile,
-            samples=arguments.samples,
-            packing=arguments.packing,
-            sample_seconds=arguments.sample_seconds,
-        )
-        latents = _latents(arguments, arguments.size)
-        with Bar(arguments.steps, "steps") as bar:
-            training = FlowTraining(
+    schedule = _schedule(arguments)
+    how = {"dense_kernel": arguments.kernel, "compiled": arguments.compile}
+    recipe = _asked(flow.Recipe, arguments, method=method, **how)
+    latents = _latents(arguments, arguments.size)
+    with Bar(arguments.steps, "steps") as bar:
+        with as_usage():
+            training = flow.FlowTraining(
                 latents,
                 arguments.out,
                 recipe,
@@ -309,93 +280,44 @@ def _train_demo(arguments: argparse.Namespace) -> int:
                 config=ModelConfig(**_TINY) if arguments.tiny else None,
                 start=arguments.start,
                 device=chosen_device(arguments.device),
-                on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
+                on_step=_shown(bar),
             )
-            _begin(arguments, training)
-            print(
-                f"{num_parameters(training.model):,} parameters, {len(latents):,} latents at {arguments.size} px"
-            )
-            if training.handle is not None:
-                print(training.handle.summary())
-            return _ended(arguments, training, MODEL)
+        _begin(arguments, training)
+        print(f"{num_parameters(training.model):,} parameters, {len(latents):,} latents at {recipe.size} px")
+        if training.handle is not None:
+            print(training.handle.summary())
+        return _ended(arguments, training)
 
 
 def _train_pixel(arguments: argparse.Namespace) -> int:
     method = _method(arguments, DEFAULT)
-    if arguments.init and not arguments.init.is_file():
-        wrong("--init", "name a file that is there", repr(str(arguments.init)))
-    with missing_extras_told():
-        from nearfield_lab.embedded.model import num_parameters
-        from nearfield_lab.embedded.pixel import PixelConfig
-        from nearfield_lab.training.pixel import PixelRecipe, PixelTraining
-        from nearfield_lab.training.runs import MODEL
-
-        schedule = _schedule(arguments)
-        try:
-            sizes: dict[str, Any] = TINY_PIXEL if arguments.tiny else {}
-            config = PixelConfig.of(method, size=arguments.size, **sizes)
-            _check_levels(config)
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from None
-        recipe = PixelRecipe(
-            config,
-            batch=arguments.batch,
-            seed=arguments.seed,
-            dense_kernel=arguments.kernel,
-            compiled=arguments.compile,
-            samples=arguments.samples,
-            packing=arguments.packing,
-            sample_seconds=arguments.sample_seconds,
-        )
-        pixels = _pixels(arguments)
-        with Bar(arguments.steps, "steps") as bar:
-            try:
-                training = PixelTraining(
-                    pixels,
-                    arguments.out,
-                    recipe,
-                    schedule,
-                    start=arguments.init,
-                    device=chosen_device(arguments.device),
-                    on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
-                )
-            except ValueError as error:
-                raise UsageError(str(error)) from None
-            _begin(arguments, training)
-            print(
-                f"{num_parameters(training.model):,} parameters, "
-                f"{len(pixels):,} pictures of {arguments.size**2:,} tokens, {_attention_words(config)}"
-            )
-            return _ended(arguments, training, MODEL)
-
-
-def _check_levels(config: Any) -> None:
-    """Fields that do not fit the size are found before photographs are read."""
-    from nearfield import Geometry
-
-    method = config.method()
-    if method is not None:
-        method.describe(Geometry((config.size, config.size)))
-
-
-def _attention_words(config: Any) -> str:
-    from nearfield import Geometry
-
-    method = config.method()
-    return "full attention" if method is None else str(method.describe(Geometry((config.size, config.size))))
-
-
-def _pixels(arguments: argparse.Namespace) -> "Pixels":
-    from nearfield_lab.training.data import pictures, read_pixels
-
+    schedule = _schedule(arguments)
+    sizes: dict[str, Any] = TINY_PIXEL if arguments.tiny else {}
+    with as_usage(TypeError):  # fields that do not fit the size are found before photographs are read
+        config = PixelConfig.of(method, size=arguments.size, **sizes)
+        whole = Geometry((config.size, config.size))
+        words = "full attention" if method is None else method.describe(whole)
+    how = {"dense_kernel": arguments.kernel, "compiled": arguments.compile}
+    recipe = _asked(PixelRecipe, arguments, config=config, **how)
     source = pictures(arguments.data)
     with Bar(len(source), "pictures") as bar:
-        return read_pixels(
-            source,
-            arguments.pixels or arguments.out,
-            arguments.size,
-            on_progress=lambda done, total, words: bar.show(done, words, total),
-        )
+        kept = arguments.pixels or arguments.out
+        pixels = read_pixels(source, kept, config.size, on_progress=_counted(bar))
+    with Bar(arguments.steps, "steps") as bar:
+        with as_usage():
+            training = PixelTraining(
+                pixels,
+                arguments.out,
+                recipe,
+                schedule,
+                start=arguments.start,
+                device=chosen_device(arguments.device),
+                on_step=_shown(bar),
+            )
+        _begin(arguments, training)
+        sizes_told = f"{len(pixels):,} pictures of {config.size**2:,} tokens"
+        print(f"{num_parameters(training.model):,} parameters, {sizes_told}, {words}")
+        return _ended(arguments, training)
 
 
 def _distill(arguments: argparse.Namespace) -> int:
@@ -412,81 +334,47 @@ def _distill(arguments: argparse.Namespace) -> int:
         wrong("rank", "be left out with `full`, which trains no LoRA", arguments.rank)
     if arguments.full and arguments.model:
         wrong("full", "be left out with `--model`", arguments.model, "Large models are tuned by a LoRA.")
-    for name in ("prompts", "weights"):
-        path = getattr(arguments, name)
-        if path and not path.is_file():
-            wrong(f"--{name}", "name a file that is there", repr(str(path)))
-    with missing_extras_told():
-        from nearfield_lab.training.distill import Distillation, Recipe, result_of
-
-        schedule = _schedule(arguments)
-        write = None
-        if arguments.model:
-            transformer, calls = _model_calls(arguments)
-        else:
-            model, calls = _demo_calls(arguments)
-            transformer = model.transformer
-            write = _model_writer(model) if arguments.full else None
-        if arguments.compile and not getattr(transformer, "_repeated_blocks", None):
-            name = type(transformer).__name__
-            wrong("compile", "be left out where diffusers cannot compile a model's blocks", name)
-        recipe = Recipe(
-            method,
-            None if arguments.full else arguments.rank or 4,
-            seed=arguments.seed,
-            saves_memory=arguments.save_memory,
-            compiled=arguments.compile,
-            is_one_size=not arguments.model,
+    schedule = _schedule(arguments)
+    write = None
+    if arguments.model:
+        transformer, calls = _model_calls(arguments)
+    else:
+        model, calls = _demo_calls(arguments)
+        transformer = model.transformer
+        if arguments.full:  # in 8 bits, as the embedded model ships
+            write = lambda path, facts: save_model(path, model, facts)  # noqa: E731
+    if arguments.compile and not getattr(transformer, "_repeated_blocks", None):
+        name = type(transformer).__name__
+        wrong("compile", "be left out where diffusers cannot compile a model's blocks", name)
+    how = {"compiled": arguments.compile, "is_one_size": not arguments.model}
+    rank = None if arguments.full else arguments.rank or 4
+    recipe = _asked(distill.Recipe, arguments, method=method, rank=rank, **how)
+    with Bar(arguments.steps, "steps") as bar:
+        distillation = distill.Distillation(
+            transformer, calls, arguments.out, recipe, schedule, on_step=_shown(bar), write=write
         )
-        with Bar(arguments.steps, "steps") as bar:
-            distillation = Distillation(
-                transformer,
-                calls,
-                arguments.out,
-                recipe,
-                schedule,
-                on_step=lambda step, loss: bar.show(step, _loss_words(loss)),
-                write=write,
-            )
-            _begin(arguments, distillation)
-            return _ended(arguments, distillation, result_of(recipe))
-
-
-def _model_writer(model: Any) -> Any:
-    """Writes the embedded model in 8 bits, as it ships."""
-    from nearfield_lab.embedded.model import save_model
-
-    return lambda path, facts: save_model(path, model, facts)
+        _begin(arguments, distillation)
+        return _ended(arguments, distillation)
 
 
 def _demo_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    from nearfield_lab.embedded.generate import embedded_weights
-    from nearfield_lab.embedded.model import load_model
-    from nearfield_lab.training.data import fits
-    from nearfield_lab.training.distill import latent_calls
-
     model, _ = load_model(arguments.weights or embedded_weights())
     device = chosen_device(arguments.device)
     model.to(device)
     latents = _latents(arguments, arguments.size or model.config.size)
     if fits(latents.values, device):
         latents = latents.to(device)
-    try:
-        calls = latent_calls(model, latents, arguments.batch, arguments.accumulate, arguments.seed)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return model, calls
+    with as_usage():
+        return model, distill.latent_calls(
+            model, latents, arguments.batch, arguments.accumulate, arguments.seed
+        )
 
 
 def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The calls that a pipeline makes for its prompts, recorded first. A step takes `--batch` of them."""
-    from nearfield_lab.embedded.generate import open_pipeline
-    from nearfield_lab.training.recording import RecordedCalls, record
-
     device = chosen_device(arguments.device)
-    prompts = [
-        line.strip() for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()
-    ]
+    lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
+    prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         wrong("--prompts", "hold a prompt per line", f"{arguments.prompts}, which holds none")
     pipeline = open_pipeline(arguments.model, device)
@@ -497,7 +385,7 @@ def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
             prompts,
             arguments.out / "calls",
             seed=arguments.seed,
-            on_progress=lambda done, total, words: bar.show(done, words),
+            on_progress=_counted(bar),
             height=size,
             width=size,
             num_inference_steps=arguments.denoising_steps,
@@ -505,48 +393,31 @@ def _model_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return pipeline.transformer, RecordedCalls(files, arguments.batch, device, arguments.seed)
 
 
-def _schedule(arguments: argparse.Namespace) -> "Schedule":
-    from nearfield_lab.training.loop import Schedule
-
-    keep: dict[str, Any] = {name: getattr(arguments, name, None) for name in ("keep_steps", "keep_seconds")}
-    if (arguments.steps, arguments.minutes, *keep.values()) == (None,) * 4:
+def _schedule(arguments: argparse.Namespace) -> Schedule:
+    keep = [getattr(arguments, name, None) for name in ("keep_steps", "keep_seconds")]
+    if (arguments.steps, arguments.minutes, *keep) == (None,) * 4:
         wrong("--steps", "be given, or `--minutes`", None, "Training has to end somewhere.")
     # Recorded calls come one by one, so a step has as many parts as samples.
     parts = arguments.batch if getattr(arguments, "model", None) else arguments.accumulate
-    try:
-        return Schedule(
-            steps=arguments.steps,
-            minutes=arguments.minutes,
-            learning_rate=arguments.learning_rate,
-            warm_up=arguments.warm_up,
-            cool_down=arguments.cool_down,
-            average=arguments.average,
-            parts=parts,
-            checkpoint_seconds=arguments.checkpoint_seconds,
-            **keep,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return _asked(Schedule, arguments, parts=parts)
 
 
-def _latents(arguments: argparse.Namespace, size: int) -> "Latents":
-    from nearfield_lab.training.data import encode, pictures
-
+def _latents(arguments: argparse.Namespace, size: int) -> Latents:
     source = pictures(arguments.data)
-    with Bar(len(source), "pictures") as bar:
-        try:
-            return encode(
-                source,
-                arguments.latents or arguments.out,
-                size,
-                device=chosen_device(arguments.device),
-                on_progress=lambda done, total, words: bar.show(done, words, total),
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+    device, kept = chosen_device(arguments.device), arguments.latents or arguments.out
+    with Bar(len(source), "pictures") as bar, as_usage():
+        return encode(source, kept, size, device=device, on_progress=_counted(bar))
 
 
-def _begin(arguments: argparse.Namespace, training: Any) -> None:
+def _counted(bar: Bar) -> Callable[[int, int, str], None]:
+    return lambda done, total, words: bar.show(done, words, total)
+
+
+def _shown(bar: Bar) -> Callable[[int, float | None], None]:
+    return lambda step, loss: bar.show(step, "" if loss is None else f"loss {loss:.4g}")
+
+
+def _begin(arguments: argparse.Namespace, training: Run) -> None:
     """Go on from a checkpoint; never write over one that nobody asked to go on from."""
     if not training.can_resume:
         return
@@ -557,16 +428,11 @@ def _begin(arguments: argparse.Namespace, training: Any) -> None:
     print(f"resumed at step {training.loop.step:,}")
 
 
-def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
+def _ended(arguments: argparse.Namespace, training: Run) -> int:
     """Run, then say and write what came of it."""
-    import torch
-
-    from nearfield.cli import machine
-    from nearfield_lab.training.loop import Diverged
-
     first = training.loop.step
     try:
-        outcome: Outcome = training.run()
+        outcome = training.run()
     except Diverged as error:
         print(f"nearfield: error: {error}", file=sys.stderr)
         return FAILED
@@ -579,8 +445,8 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
     if done and outcome.tokens_per_second:
         speed += f", {outcome.tokens_per_second:,.0f} tokens/s without pauses"
     print(f"step {outcome.step:,}: loss {outcome.loss:.4g}{speed} ({reasons[outcome.ending]})")
-    print(f"wrote {arguments.out / result}")
-    record = {
+    print(f"wrote {arguments.out / training.result}")
+    document = {
         "format": 1,
         "command": "train",
         "machine": machine.facts(),
@@ -593,10 +459,6 @@ def _ended(arguments: argparse.Namespace, training: Any, result: str) -> int:
         "tokens_per_second": outcome.tokens_per_second,
         "batch": arguments.batch,
     }
-    if not write_reports(record, arguments.json):
+    if not write_reports(document, arguments.json):
         return FAILED
     return INTERRUPTED if outcome.ending == "stopped" else OK
-
-
-def _loss_words(loss: float | None) -> str:
-    return "" if loss is None else f"loss {loss:.4g}"

@@ -3,28 +3,40 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nearfield.cli.arguments import FAILED, OK, UsageError, command, output_file, wrong
-from nearfield.cli.methods import DENSE, add_method, method_of, settings_of
-from nearfield.cli.options import add_number, add_plot
-from nearfield.cli.progress import time_for
-from nearfield.methods.fields import as_document
-from nearfield_lab.commands.drawing import require_drawing
-from nearfield_lab.commands.further import Further
+from nearfield import Method, apply, recipes
+from nearfield._files import read_json, write_json
+from nearfield.cli import (
+    DENSE,
+    FAILED,
+    OK,
+    UsageError,
+    add_method,
+    add_number,
+    add_plot,
+    command,
+    method_of,
+    output_file,
+    settings_of,
+    time_for,
+    wrong,
+)
+from nearfield.methods import fields
+from nearfield_lab import tuning
+from nearfield_lab.commands.drawing import require_reports
+from nearfield_lab.commands.further import Further, add_path
 from nearfield_lab.commands.generating import (
     add_further_pictures,
     add_model,
     add_pictures,
     check_model,
     measures,
-    missing_extras_told,
-    prepared,
 )
-
-if TYPE_CHECKING:
-    from nearfield import Method
-    from nearfield_lab.tuning import Figures, Search, Trial
+from nearfield_lab.commands.many import opened, sampler_of
+from nearfield_lab.embedded import generate
+from nearfield_lab.plots.fronts import tuning_front
+from nearfield_lab.tuning import Figures, Search, Trial
 
 _SETTINGS = ("model", "prompt", "size", "steps", "seed", "num")
 
@@ -48,13 +60,8 @@ def add_commands(commands: Any) -> None:
         parser, "--max-lpips", 0.1, "mean distance to the dense pictures that is allowed", is_above=True
     )
     add_number(parser, "--minutes", None, "stop after so long; run again to go on", is_above=True)
-    parser.add_argument(
-        "--out",
-        type=output_file("--out"),
-        default="recipe.json",
-        metavar="FILE",
-        help="the recipe (default recipe.json); trials are kept beside it, in FILE.trials",
-    )
+    words = "the recipe (default recipe.json); trials are kept beside it, in FILE.trials"
+    add_path(parser, "--out", "FILE", words, type=output_file("--out"), default="recipe.json")
     add_plot(parser, "draw pairs kept against distance")
     add_further_pictures(Further(parser))
 
@@ -64,56 +71,54 @@ def _tune(arguments: argparse.Namespace) -> int:
         wrong("--model", "be left out where MODEL is given", repr(arguments.model))
     arguments.model = arguments.pipeline or arguments.model
     check_model(arguments)
-    if arguments.plot:
-        require_drawing("--plot")
+    require_reports("--plot", arguments.plot)
     method = method_of(arguments)
     if method is None:
         wrong("--method", "be sparse: dense has nothing to seek", DENSE)
-    with missing_extras_told():
-        search, model = _search(arguments, method)
-        is_done = search.run(time_for(arguments.minutes))
-    _show_front(search)
+    search, model = _search(arguments, method)
+    is_done = search.run(time_for(arguments.minutes))
+    print("what nothing else beats, from the closest to the boldest:")
+    for trial in tuning.front([trial for trial in search.trials if trial.purpose == "search"]):
+        print(_line(trial, search))
     if arguments.plot:
-        from nearfield_lab.plots.fronts import tuning_front
-
-        tuning_front(Path(arguments.plot), search.trials, arguments.max_lpips)
+        tuning_front(arguments.plot, search.trials, arguments.max_lpips)
         print(f"wrote {arguments.plot}")
     if not is_done:
         print("time is up; run the same command again to go on")
     return _write_recipe(arguments, search, model)
 
 
-def _search(arguments: argparse.Namespace, method: "Method") -> tuple["Search", str]:
+def _search(arguments: argparse.Namespace, method: Method) -> tuple[Search, str]:
     """Makes the dense pictures, reads what an earlier run has found, and says every trial; also names the model."""
-    from nearfield import apply
-    from nearfield_lab import tuning
-    from nearfield_lab.embedded import generate
-
     try:
         ladders = tuning.ladders_of(method, held=settings_of(arguments))
     except ValueError as error:
         raise UsageError(str(error).replace("`method`", "`--method`")) from None
-    pipeline, sample = prepared(arguments)
+    pipeline = opened(arguments)
+    sample = sampler_of(arguments, pipeline)
     dense = generate.run_dense(sample)
     distance = measures(arguments.device, dense.images).get("lpips")
     if distance is None:
         wrong("--size", "be at least 64 pixels, for LPIPS", arguments.size)
 
-    def evaluate(method: Any) -> "Figures":
+    def evaluate(method: Any) -> Figures:
         with apply(pipeline, method) as handle:
             images, seconds = sample()
             kept = handle.pairs_kept()
         assert kept is not None  # the method decides, not queries and keys
         run = generate.Run("", images, seconds)
-        return tuning.Figures(distance(dense.images, images), kept, run.seconds_per_step)
+        return Figures(distance(dense.images, images), kept, run.seconds_per_step)
 
-    path = _trials_path(arguments)
-    settings = {name: getattr(arguments, name) for name in _SETTINGS} | {"weights": _weights(arguments)}
-    settings["method"] = as_document(method)
-    search = tuning.Search(
+    path = Path(f"{arguments.out}.trials")
+    weights = str(arguments.weights) if arguments.weights else None
+    settings = {name: getattr(arguments, name) for name in _SETTINGS}
+    settings |= {"weights": weights, "method": fields.as_document(method)}
+    with apply(pipeline, method) as handle:
+        num_layers = handle.num_layers
+    search = Search(
         method,
         evaluate,
-        _num_layers(pipeline, method),
+        num_layers,
         dense.seconds_per_step,
         arguments.max_lpips,
         ladders=ladders,
@@ -124,28 +129,11 @@ def _search(arguments: argparse.Namespace, method: "Method") -> tuple["Search", 
     return search, type(pipeline.transformer).__name__
 
 
-def _num_layers(pipeline: Any, method: "Method") -> int:
-    from nearfield import apply
-
-    with apply(pipeline, method) as handle:
-        return handle.num_layers
-
-
-def _weights(arguments: argparse.Namespace) -> str | None:
-    return str(arguments.weights) if arguments.weights else None
-
-
-def _trials_path(arguments: argparse.Namespace) -> Path:
-    return Path(f"{arguments.out}.trials")
-
-
-def _known(path: Path, settings: dict[str, Any]) -> "list[Trial]":
+def _known(path: Path, settings: dict[str, Any]) -> list[Trial]:
     """Trials of an earlier run with the same pictures."""
-    from nearfield_lab import tuning
-
     if not path.exists():
         return []
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = read_json(path, {"settings": dict, "trials": list})
     if document["settings"] != json.loads(json.dumps(settings)):
         wrong(
             "--out",
@@ -153,39 +141,21 @@ def _known(path: Path, settings: dict[str, Any]) -> "list[Trial]":
             str(path),
             f"Those are {document['settings']}.",
         )
-    return tuning.from_records(document["trials"])
+    return tuning.from_records(document["trials"], path)
 
 
-def _keep(path: Path, settings: dict[str, Any], search: "Search", trial: "Trial") -> None:
-    from nearfield._files import write_json
-    from nearfield_lab import tuning
-
+def _keep(path: Path, settings: dict[str, Any], search: Search, trial: Trial) -> None:
     write_json(path, {"settings": settings, "trials": tuning.as_records(search.trials)})
     print(_line(trial, search), flush=True)
 
 
-def _line(trial: "Trial", search: "Search") -> str:
-    from nearfield_lab import tuning
-
+def _line(trial: Trial, search: Search) -> str:
     mark = " " if trial.lpips <= search.max_lpips else "x"
     figures = f"LPIPS {trial.lpips:.4f}  {trial.pairs_kept:6.1%} of the pairs  {trial.speed_up:5.2f}x"
     return f"{mark} {figures}  {trial.purpose}: {tuning.changed(search.method, trial.fields).label}"
 
 
-def _show_front(search: "Search") -> None:
-    from nearfield_lab import tuning
-
-    searched = [trial for trial in search.trials if trial.purpose == "search"]
-    print("what nothing else beats, from the closest to the boldest:")
-    for trial in tuning.front(searched):
-        print(_line(trial, search))
-
-
-def _write_recipe(arguments: argparse.Namespace, search: "Search", model: str) -> int:
-    from nearfield import recipes
-    from nearfield._files import write_json
-    from nearfield_lab import tuning
-
+def _write_recipe(arguments: argparse.Namespace, search: Search, model: str) -> int:
     best = search.best
     if best is None:
         nearest = min((trial.lpips for trial in search.trials), default=float("nan"))

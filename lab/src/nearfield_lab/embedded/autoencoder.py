@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nearfield._checks import check_tensor, shape_of, wrong_value
-from nearfield_lab.embedded.storage import read_tensors
+from nearfield_lab.storage import read_tensors
 
 WEIGHTS = Path(__file__).parent / "weights"
 CHANNELS = 32

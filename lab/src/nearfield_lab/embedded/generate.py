@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nearfield.diffusers import apply
-from nearfield.diffusers.lora import Switch
-from nearfield.layout.geometry import Geometry
+from nearfield.diffusers import Switch, apply
+from nearfield.layout import Geometry
 from nearfield.methods import Method
 from nearfield_lab.embedded.model import EMBEDDED, from_diffusers
 from nearfield_lab.embedded.pictures import Row

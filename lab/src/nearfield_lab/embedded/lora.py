@@ -3,15 +3,18 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
 
 from nearfield import recipes
+from nearfield._checks import shape_of
+from nearfield._files import check_fields
 from nearfield.methods import Composition, Method
 from nearfield_lab.embedded.sampler import DemoPipeline
-from nearfield_lab.embedded.storage import BadFile, read_tensors
 from nearfield_lab.missing import MissingExtra
+from nearfield_lab.storage import BadFile, read_facts, read_tensors, require_finite
 
 _ADAPTER = "nearfield"
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
@@ -43,7 +46,7 @@ def lora_for(pipeline: Any, path: Path) -> "FusedLora | AdapterLora":
 
 def method_of_lora(path: Path) -> Method | None:
     """What a LoRA was distilled for; None where its file does not say."""
-    return _method_in(read_tensors(path)[1])
+    return _method_in(path, read_facts(path))
 
 
 def suits(lora: Method | None, method: Method) -> bool:
@@ -66,7 +69,7 @@ class FusedLora:
 
     def __init__(self, transformer: nn.Module, path: Path) -> None:
         tensors, facts = read_tensors(path)
-        self.method = _method_in(facts)
+        self.method = _method_in(path, facts)
         self._weights = [
             (layer.weight, layer.weight.data, _added(layer.weight.data, *factors))
             for layer, factors in _factors(transformer, tensors, path)
@@ -88,7 +91,7 @@ class AdapterLora:
     def __init__(self, transformer: Any, path: Path) -> None:
         self._transformer = transformer
         self._tensors, facts = read_tensors(path)
-        self.method = _method_in(facts)
+        self.method = _method_in(path, facts)
 
     @property
     def stepwise(self) -> str:
@@ -105,8 +108,9 @@ class AdapterLora:
             raise MissingExtra("peft", error, "train") from None
 
 
-def _method_in(facts: Mapping[str, Any]) -> Method | None:
-    return recipes.read(facts["recipe"]).method if "recipe" in facts else None
+def _method_in(path: Path, facts: Mapping[str, Any]) -> Method | None:
+    check_fields(path, facts, {"recipe": (dict, NoneType)})
+    return recipes.read(facts["recipe"]).method if facts.get("recipe") else None
 
 
 def _factors(
@@ -118,10 +122,16 @@ def _factors(
         raise BadFile(
             f"{path} is no LoRA of `nearfield distill`: those hold pairs of lora_A and lora_B alone"
         )
+    require_finite(path, tensors)
     for name in names:
         layer: Any = dict(transformer.named_modules()).get(name.removeprefix("transformer."))
-        factors = tensors[name + _DOWN], tensors[name + _UP]
-        if layer is None or layer.weight.shape != (factors[1].shape[0], factors[0].shape[1]):
+        factors = down, up = tensors[name + _DOWN], tensors[name + _UP]
+        if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
+            raise BadFile(
+                f"`{name}` in {path} must be two matrices that can be multiplied;"
+                f" got {shape_of(up)} and {shape_of(down)}"
+            )
+        if not isinstance(layer, nn.Linear) or layer.weight.shape != (up.shape[0], down.shape[1]):
             raise BadFile(f"{path} is a LoRA for another model: this one has no such layer as {name}")
         yield layer, factors
 

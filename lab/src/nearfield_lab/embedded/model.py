@@ -6,23 +6,26 @@ because fused attention likes sequences of whole multiples of 64 (a backward cra
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nearfield._checks import check_member, check_tensor, shape_of, wrong_value
+from nearfield._files import check_fields
 from nearfield_lab.embedded.autoencoder import CHANNELS, WEIGHTS
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
 from nearfield_lab.missing import MissingExtra
+from nearfield_lab.storage import BadFile, read_tensors, require_finite, write_tensors
 
 EMBEDDED = WEIGHTS / "cats.safetensors"
 EMBEDDED_LORA = WEIGHTS / "cats_hilbert_lora.safetensors"
 FORMAT = 1
 
 Packing = Literal["int8", "bf16", "none"]
+Model = TypeVar("Model", bound="TinyFlux")
+Config = TypeVar("Config")
 
 _GROUP = 64  # weights that share a scale
 SCALE = ":scale"
@@ -86,14 +89,15 @@ class TinyFlux(nn.Module):
         self._ids: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
         _start_as_identity(self.transformer)
 
-    def forward(self, latents: Tensor, noise_level: Tensor, network: Any = None) -> Tensor:
+    def forward(self, latents: Tensor, noise_level: Tensor, network: Any = None, **condition: Any) -> Tensor:
         """The velocity (noise minus image) at normalised latents `[B, 32, h, w]` and levels `[B]` in [0, 1].
 
         Args:
             network: what to call in the transformer's place: the same, compiled.
+            condition: further arguments of `arguments`, where a model has a condition that can be chosen.
         """
         network = self.transformer if network is None else network
-        (out,) = network(**self.arguments(latents, noise_level))
+        (out,) = network(**self.arguments(latents, noise_level, **condition))
         height, width = latents.shape[2:]
         velocity: Tensor = out.transpose(1, 2).unflatten(2, (height, width))
         return velocity
@@ -173,9 +177,7 @@ def save_model(
 def load_model(path: Path) -> tuple[TinyFlux, dict[str, Any]]:
     """The model in float32 on the CPU, and all facts of its file."""
     weights, facts = read_weights(path, "tiny-flux", "nearfield train demo")
-    known = {field.name for field in fields(ModelConfig)}
-    config = ModelConfig(**{name: value for name, value in facts["config"].items() if name in known})
-    model = TinyFlux(config)
+    model = TinyFlux(stored_config(path, ModelConfig, facts))
     put_weights(path, model, weights)
     return model.eval().requires_grad_(False), facts
 
@@ -199,9 +201,27 @@ def read_weights(path: Path, kind: str, command: str) -> tuple[dict[str, Tensor]
     stored, facts = read_tensors(path)
     if facts.get("kind") != kind:
         raise BadFile(f"{path} is no model of `{command}`")
-    if facts["format"] != FORMAT:
-        raise BadFile(f"{path} has format {facts['format']}; this version reads {FORMAT}")
-    return unpacked(stored), facts
+    if facts.get("format") != FORMAT:
+        raise BadFile(f"{path} has format {facts.get('format')}; this version reads {FORMAT}")
+    check_fields(path, facts, {"config": dict})
+    try:
+        weights = unpacked(stored)
+    except (RuntimeError, IndexError) as error:
+        raise BadFile(f"{path} must hold weights and scales that fit: {error}") from None
+    require_finite(path, weights)
+    return weights, facts
+
+
+def stored_config(path: Path, kind: type[Config], facts: Mapping[str, Any]) -> Config:
+    """The configuration of a model file; fields that this version does not know are passed over."""
+    known: Any = kind()
+    given = facts["config"]
+    kinds = {each: type(value) for each, value in asdict(known).items() if each in given}
+    check_fields(path, given, kinds)
+    try:
+        return kind(**{name: given[name] for name in kinds})
+    except (TypeError, ValueError) as error:
+        raise BadFile(f"{path} must hold a configuration of a model: {error}") from None
 
 
 def put_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -211,7 +231,7 @@ def put_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> 
         raise BadFile(f"{path} does not hold the weights its configuration asks for: {error}") from None
 
 
-def reconfigured(model: TinyFlux, **changes: Any) -> TinyFlux:
+def reconfigured(model: Model, **changes: Any) -> Model:
     """The same weights under a configuration that differs in `size` or `shift`."""
     model.config = replace(model.config, **changes)
     return model

@@ -69,17 +69,6 @@ def write_packed(path: Path, content: bytes) -> None:
     replace_file(path, lambda part: part.write_bytes(content))
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a file is there and is a picture from its first byte to its last, by its checksums."""
-    pillow = _pillow()
-    try:
-        with pillow.Image.open(path) as image:
-            image.verify()
-    except (OSError, SyntaxError):  # which Pillow raises for a file that begins as a picture and goes wrong
-        return False
-    return True
-
-
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Rows of pictures, one above the other, with their captions."""
     pillow = _pillow()

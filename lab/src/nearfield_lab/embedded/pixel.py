@@ -7,7 +7,7 @@ rotary rows with them. Attention is full, or by a method that can be trained.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
 from nearfield._checks import check_int, check_tensor, shape_of, wrong_value
-from nearfield._types import Impl
-from nearfield.layout.geometry import Geometry
-from nearfield.layout.ordering import Ordering
+from nearfield.layout import Geometry, Ordering
 from nearfield.methods import Method, Projections, method_class
-from nearfield.methods.fields import as_document, name_of
+from nearfield.methods import fields as method_fields
 from nearfield_lab.embedded.dense_kernels import DenseKernel, called_with
-from nearfield_lab.embedded.model import Packing, put_weights, read_weights, write_weights
-from nearfield_lab.embedded.storage import BadFile
+from nearfield_lab.embedded.model import Packing, put_weights, read_weights, stored_config, write_weights
+from nearfield_lab.embedded.sampler import drawn, precision
+from nearfield_lab.storage import BadFile
 
 FULL = "full"
 CHANNELS = 3
@@ -71,7 +70,11 @@ class PixelConfig:
         """With a method, or full attention; all of the method's fields are kept."""
         if method is None:
             return cls(**sizes)
-        return cls(attention=name_of(method), fields=as_document(method)["fields"], **sizes)
+        return cls(
+            attention=method_fields.name_of(method),
+            fields=method_fields.as_document(method)["fields"],
+            **sizes,
+        )
 
     @property
     def dim(self) -> int:
@@ -104,10 +107,10 @@ class Place(NamedTuple):
 class PixelTransformer(nn.Module):
     """Images and a noise level to velocities. `compiled_body` makes `body` faster."""
 
-    def __init__(self, config: PixelConfig, impl: Impl = "auto") -> None:
+    def __init__(self, config: PixelConfig) -> None:
         super().__init__()
         self.config = config
-        self.body = Body(config, impl)
+        self.body = Body(config)
         self._places: dict[tuple[int, int, torch.device], Place] = {}
 
     def forward(self, images: Tensor, level: Tensor, body: Any = None) -> Tensor:
@@ -139,13 +142,13 @@ class PixelTransformer(nn.Module):
 class Body(nn.Module):
     """The layers, on pixels that already stand in their order."""
 
-    def __init__(self, config: PixelConfig, impl: Impl = "auto") -> None:
+    def __init__(self, config: PixelConfig) -> None:
         super().__init__()
         self.entrance = nn.Linear(CHANNELS, config.dim)
         self.level = nn.Sequential(
             nn.Linear(_FREQUENCIES, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim)
         )
-        self.layers = nn.ModuleList(Layer(config, impl) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.modulation = nn.Linear(config.dim, 2 * config.dim)
         self.exit = nn.Linear(config.dim, CHANNELS)
         self.apply(_start)
@@ -198,10 +201,10 @@ def compiled_body(body: Body, dense_kernel: DenseKernel = "auto") -> Callable[..
 class Layer(nn.Module):
     """Attention and a feed-forward network, each scaled, shifted and gated by the noise level."""
 
-    def __init__(self, config: PixelConfig, impl: Impl) -> None:
+    def __init__(self, config: PixelConfig) -> None:
         super().__init__()
         dim = config.dim
-        self.attention = SelfAttention(config, impl)
+        self.attention = SelfAttention(config)
         self.network = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU("tanh"), nn.Linear(4 * dim, dim))
         self.modulation = nn.Linear(dim, 6 * dim)
 
@@ -215,9 +218,9 @@ class Layer(nn.Module):
 class SelfAttention(Projections):
     """Projections, norms and rotation around full attention or a method's, with the parameters a method asks for."""
 
-    def __init__(self, config: PixelConfig, impl: Impl) -> None:
+    def __init__(self, config: PixelConfig) -> None:
         super().__init__(config.dim, config.heads, bias=True)
-        self.impl = impl
+        self.impl = "auto"
         self.query_norm, self.key_norm = (nn.RMSNorm(config.head_dim, eps=1e-6) for _ in range(2))
         method = config.method()
         self.extra = None if method is None else method.module(config.dim, config.heads)
@@ -295,11 +298,8 @@ def noise_scale(height: int, width: int) -> float:
 
 
 def noise(indices: range, sides: tuple[int, int], seed: int) -> Tensor:
-    """Noise for pictures by their numbers, made one by one on the CPU: a batch does not change a picture."""
-    check_int("seed", seed, at_least=0)
-    generators = (torch.Generator().manual_seed(seed * 1_000_003 + index) for index in indices)
-    drawn = torch.stack([torch.randn(CHANNELS, *sides, generator=generator) for generator in generators])
-    return noise_scale(*sides) * drawn
+    """Noise for pictures by their numbers, as strong as their size asks."""
+    return noise_scale(*sides) * drawn(indices, (CHANNELS, *sides), seed)
 
 
 @torch.no_grad()
@@ -323,7 +323,7 @@ def sample(
     sides = (size, size) if isinstance(size, int) else size
     device = next(model.parameters()).device
     images = noise(indices, sides, seed).to(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+    with precision(device):
         for step in range(steps):
             level = torch.full((len(images),), 1 - step / steps, device=device)
             images = images - model(images, level, body).float() / steps
@@ -350,8 +350,7 @@ def load_pixel_model(
             in addition starts at zero.
     """
     weights, facts = read_weights(path, KIND, COMMAND)
-    known = {field.name for field in fields(PixelConfig)}
-    stored = PixelConfig(**{name: value for name, value in facts["config"].items() if name in known})
+    stored = stored_config(path, PixelConfig, facts)
     if config is None:
         config = stored
     for name in ("layers", "heads", "head_dim", "span"):

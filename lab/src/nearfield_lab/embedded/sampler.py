@@ -133,13 +133,17 @@ class DemoPipeline:
         return level
 
     @torch.no_grad()
-    def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """What the model says of normalised latents `[num, 32, h, w]` at one of the timesteps, in float32."""
+    def velocity(self, latents: Tensor, timestep: Tensor, context: str = "cond", **condition: Any) -> Tensor:
+        """What the model says of normalised latents `[num, 32, h, w]` at one of the timesteps, in float32.
+
+        Args:
+            context: the name of the call, by which methods with memory tell calls of one step apart.
+            condition: further arguments of the model.
+        """
         level = self.level(timestep).expand(len(latents))
         exactly = precision(self.device) if self.transformer.dtype == torch.float32 else nullcontext()
-        # Named, as pipelines name their calls: methods that remember from step to step know it by that.
-        with exactly, self.transformer.cache_context("cond"):
-            velocity: Tensor = self.model(latents, level)
+        with exactly, self.transformer.cache_context(context):
+            velocity: Tensor = self.model(latents, level, **condition)
         return velocity.float()
 
     @torch.no_grad()
@@ -166,9 +170,13 @@ class DemoPipeline:
 
 
 def noise(indices: range, sides: tuple[int, int], seed: int) -> Tensor:
-    """Noise for pictures by their numbers, made one by one on the CPU: a batch does not change a picture."""
+    """Noise for latents of pictures of so many pixels, by the numbers of the pictures."""
+    return drawn(indices, (CHANNELS, sides[0] // PIXELS_PER_TOKEN, sides[1] // PIXELS_PER_TOKEN), seed)
+
+
+def drawn(indices: range, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Noise `[num, *shape]` by numbers, made one by one on the CPU: a batch does not change a picture."""
     check_int("seed", seed, at_least=0)
-    shape = CHANNELS, sides[0] // PIXELS_PER_TOKEN, sides[1] // PIXELS_PER_TOKEN
     generators = (torch.Generator().manual_seed(seed * 1_000_003 + index) for index in indices)
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 

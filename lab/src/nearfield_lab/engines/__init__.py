@@ -5,7 +5,6 @@ An engine opens `Workers`; `mapped` hands them the items. What is retried, and w
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 Work = Callable[[Any], Any]
@@ -93,7 +92,7 @@ def _said(answer: Answer) -> str:
 
 
 class OneWorker:
-    """This process, which works while it is waited for."""
+    """The engine that needs nothing: this process, which works while it is waited for."""
 
     num_workers = 1
 
@@ -114,9 +113,3 @@ class OneWorker:
             return [Answer(item, self._work(item))]
         except Exception as error:
             return [Answer(item, error=error)]
-
-
-@contextmanager
-def in_process(start: Start) -> Iterator[OneWorker]:
-    """The engine that needs nothing."""
-    yield OneWorker(start)

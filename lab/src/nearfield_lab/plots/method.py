@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearfield import Geometry
+from nearfield.methods import View
 from nearfield_lab.plots.cells import (
     Canvas,
     canvas_of,
@@ -59,25 +61,15 @@ class MethodPicture(NamedTuple):
     """A method on one image, ready to be drawn.
 
     Args:
-        curve: `[n]` raster index of each token along the curve.
-        sequence: `[n]` raster index of each image token as they stand after the text.
-        is_shared: `[n]` bool in raster order.
-        shared_reads_all: whether shared tokens belong to no tile, as they read everything.
-        tile_name: what tiles are called; where there are none, what is coloured in their place.
+        view: of the first layer: the curve, the order of tokens, what is shared, and what one colour stands for.
         q_block, k_block: tokens per row and column of the masks.
         facts: lines to print beside the masks.
         readings: of up to two blocks of the first layer, where there are no tiles that show what is read.
     """
 
-    grid: tuple[int, ...]
-    text: int
-    curve: Tensor
-    curve_name: str
-    sequence: Tensor
-    is_shared: Tensor
-    shared_reads_all: bool
+    geometry: Geometry
+    view: View
     num_tiles: int
-    tile_name: str
     q_block: int
     k_block: int
     layers: Sequence[LayerPicture]
@@ -87,14 +79,14 @@ class MethodPicture(NamedTuple):
 
 def method_overview(path: Path, picture: MethodPicture) -> None:
     """The curve and the tiles of each layer above, who reads whom in each layer below; beside them what blocks read."""
-    canvas = canvas_of(picture.grid)
+    canvas = canvas_of(picture.geometry.grid)
     height, width = canvas.cells.shape
     figure, above, below = two_rows_of_axes(width / height, 1 + len(picture.layers) + bool(picture.readings))
-    shade(above[0], canvas, picture.is_shared)
-    draw_curve_lines(above[0], picture.curve, canvas)
+    shade(above[0], canvas, picture.view.is_shared)
+    draw_curve_lines(above[0], picture.view.curve, canvas)
     picture_frame(above[0], height, width)
-    slices = f"; frames {', '.join(map(str, canvas.frames))}" if len(picture.grid) == 3 else ""
-    heading(above[0], picture.curve_name, "x".join(map(str, picture.grid)) + slices)
+    slices = f"; frames {', '.join(map(str, canvas.frames))}" if len(picture.geometry.grid) == 3 else ""
+    heading(above[0], picture.view.curve_name, "x".join(map(str, picture.geometry.grid)) + slices)
     _write_facts(below[0], picture)
     number = len(picture.layers)
     for axis, reading in zip([above[-1], below[-1]][: len(picture.readings)], picture.readings, strict=True):
@@ -103,10 +95,10 @@ def method_overview(path: Path, picture: MethodPicture) -> None:
         below[-1].set_axis_off()
     axes = zip(picture.layers, above[1 : 1 + number], below[1 : 1 + number], strict=True)
     for layer, tiles_axis, mask_axis in axes:
-        label = torch.where(picture.is_shared & picture.shared_reads_all, -2, layer.tile)
+        label = torch.where(picture.view.is_shared & picture.view.shared_reads_all, -2, layer.tile)
         draw_cells(tiles_axis, _cell_colours(picture, layer), label, canvas)
-        outline(tiles_axis, canvas, picture.is_shared)
-        heading(tiles_axis, f"{picture.tile_name} of layer {layer.layer}", layer.subtitle)
+        outline(tiles_axis, canvas, picture.view.is_shared)
+        heading(tiles_axis, f"{picture.view.group_name} of layer {layer.layer}", layer.subtitle)
         draw_layer(mask_axis, picture, layer)
     save(figure, path)
 
@@ -117,7 +109,7 @@ def _draw_reading(axis: Any, picture: MethodPicture, reading: Reading, canvas: C
     colour = tile_colours(picture.num_tiles)[reading.block]
     colours = torch.where(reading.summary[:, None] >= 0, _lighter(rgb(FAR), 0.35), 1.0)
     colours[reading.exactly] = _lighter(colour, 0.5)
-    colours[reading.exactly & picture.is_shared] = rgb(SHARED_KEYS)
+    colours[reading.exactly & picture.view.is_shared] = rgb(SHARED_KEYS)
     colours[own] = colour
     label = torch.where(reading.exactly, -2, reading.summary)
     draw_cells(axis, colours, torch.where(own, -3, label), canvas, linewidth=0.8)
@@ -132,17 +124,17 @@ def _lighter(colour: Tensor, share: float) -> Tensor:
 def _cell_colours(picture: MethodPicture, layer: LayerPicture) -> Tensor:
     """Tiles in their colours; shared cells grey, or half so where they also belong to a tile."""
     colours = tile_colours(picture.num_tiles)[layer.tile]
-    mixed = rgb(SHARED) if picture.shared_reads_all else (colours + rgb(SHARED)) / 2
-    return torch.where(picture.is_shared[:, None], mixed, colours)
+    mixed = rgb(SHARED) if picture.view.shared_reads_all else (colours + rgb(SHARED)) / 2
+    return torch.where(picture.view.is_shared[:, None], mixed, colours)
 
 
 def draw_layer(axis: Any, picture: MethodPicture, layer: LayerPicture) -> None:
     """Blocks that are read, in the colour of the query's tile; text and shared keys grey; summaries at the right."""
-    num_tokens = picture.text + len(picture.sequence)
+    num_tokens = picture.geometry.text + len(picture.view.sequence)
     row_tile, row_kind = _in_sequence(picture, layer, picture.q_block)
     _, column_kind = _in_sequence(picture, layer, picture.k_block)
     colours = tile_colours(picture.num_tiles)[row_tile]
-    reads_all = (row_kind == 0) | ((row_kind == 1) & picture.shared_reads_all)
+    reads_all = (row_kind == 0) | ((row_kind == 1) & picture.view.shared_reads_all)
     colours[reads_all] = rgb(SHARED)
     cells = colours[:, None].expand(-1, len(column_kind), -1).clone()
     cells[:, column_kind == 0] = rgb(SHARED)
@@ -161,10 +153,10 @@ def draw_layer(axis: Any, picture: MethodPicture, layer: LayerPicture) -> None:
 
 def _in_sequence(picture: MethodPicture, layer: LayerPicture, block: int) -> tuple[Tensor, Tensor]:
     """The tile of the token in the middle of each block, and its kind: 0 text, 1 shared, 2 of a tile only."""
-    count = -(-(picture.text + len(picture.sequence)) // block)
-    middle = torch.arange(count) * block + block // 2 - picture.text
-    token = picture.sequence[middle.clamp(0, len(picture.sequence) - 1)]
-    kind = torch.where(picture.is_shared[token], 1, 2)
+    count = -(-(picture.geometry.text + len(picture.view.sequence)) // block)
+    middle = torch.arange(count) * block + block // 2 - picture.geometry.text
+    token = picture.view.sequence[middle.clamp(0, len(picture.view.sequence) - 1)]
+    kind = torch.where(picture.view.is_shared[token], 1, 2)
     return layer.tile[token], torch.where(middle < 0, 0, kind)
 
 
@@ -172,8 +164,10 @@ def _write_facts(axis: Any, picture: MethodPicture) -> None:
     """A legend, and below it what the method comes to."""
     axis.set_axis_off()
     kinds = {}
-    is_any_shared = bool(picture.is_shared.any())
-    names = ["text"] * bool(picture.text) + ["shared queries"] * (is_any_shared and picture.shared_reads_all)
+    is_any_shared = bool(picture.view.is_shared.any())
+    names = ["text"] * bool(picture.geometry.text) + ["shared queries"] * (
+        is_any_shared and picture.view.shared_reads_all
+    )
     if names:
         kinds[" and ".join(names)] = SHARED
     if is_any_shared:

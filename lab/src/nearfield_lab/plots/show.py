@@ -13,8 +13,7 @@ import torch
 
 from nearfield import Geometry, Method
 from nearfield._checks import wrong_value
-from nearfield.methods import Composition, PlanLayer
-from nearfield.methods.view import View
+from nearfield.methods import Composition, PlanLayer, View
 from nearfield_lab.plots.cells import canvas_of
 from nearfield_lab.plots.method import LayerPicture, MethodPicture, Reading, method_overview
 
@@ -101,15 +100,9 @@ def draw(path: Path, shown: Shown) -> None:
 def picture(shown: Shown) -> MethodPicture:
     view = shown.view
     return MethodPicture(
-        grid=shown.geometry.grid,
-        text=shown.geometry.text,
-        curve=view.curve,
-        curve_name=view.curve_name,
-        sequence=view.sequence,
-        is_shared=view.is_shared,
-        shared_reads_all=view.shared_reads_all,
+        shown.geometry,
+        view,
         num_tiles=1 + max(int(each.group.max()) for each in shown.views.values()),
-        tile_name=view.group_name,
         q_block=shown.q_block,
         k_block=next(iter(shown.layers.values())).near.k_block,
         layers=[_layer_picture(shown, layer) for layer in shown.layers],

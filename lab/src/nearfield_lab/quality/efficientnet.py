@@ -3,14 +3,13 @@
 Where one network's features see a difference that another's do not, it may be the network's and not the picture's.
 """
 
-import importlib.util
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, interpolate, pad, relu6
 
-from nearfield_lab.quality.inception import MissingWeights, check_images
+from nearfield_lab.quality.inception import MissingWeights, check_images, file_of
 
 NUM_FEATURES = 1280
 INPUT_SIZE = 224
@@ -140,9 +139,4 @@ def load_efficientnet(device: torch.device | str = "cpu") -> EfficientNet:
 
 
 def packaged_file() -> Path | None:
-    """The weights inside the installed package, found without importing it."""
-    found = importlib.util.find_spec(_PACKAGE)
-    if found is None or found.origin is None:
-        return None
-    path = Path(found.origin).parent / _PACKAGE_FILE
-    return path if path.is_file() else None
+    return file_of(_PACKAGE, _PACKAGE_FILE)

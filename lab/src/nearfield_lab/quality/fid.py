@@ -4,7 +4,7 @@ All are computed in float64. FID falls with the number of images: compare equal 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from nearfield._checks import check_int, check_tensor, shape_of, wrong_value
-from nearfield_lab.quality import storage
+from nearfield._files import check_fields
 from nearfield_lab.quality.precision import full_precision
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 
-_FORMAT = "nearfield feature statistics 1"
+_KIND = "feature statistics"
 _MOST_DISTANCES = 2**24
 """Distances that are held at once."""
 
@@ -69,31 +70,27 @@ class Statistics:
         tensors = {"mean": self.mean.cpu(), "covariance": self.covariance.cpu()}
         if with_features and self.features is not None:
             tensors["features"] = self.features.cpu()
-        facts = {"format": _FORMAT, "count": str(self.count), "size": str(self.size)}
-        storage.save(path, tensors, facts)
+        write_tensors(path, tensors, {"kind": _KIND, "format": 1, "count": self.count, "size": self.size})
 
     @classmethod
     def load(cls, path: Path) -> "Statistics":
-        stored = storage.load(path)
-        if stored.metadata.get("format") != _FORMAT or not {"mean", "covariance"} <= stored.keys():
-            raise ValueError(
-                f"{path} does not hold feature statistics; `nearfield quality` writes such files."
-            )
-        count, size = (int(stored.metadata[name]) for name in ("count", "size"))
-        return cls(stored["mean"], stored["covariance"], count, size, stored.get("features"))
+        stored, facts = read_tensors(path)
+        if facts.get("kind") != _KIND or not {"mean", "covariance"} <= stored.keys():
+            raise BadFile(f"{path} does not hold feature statistics; `nearfield quality` writes such files")
+        check_fields(path, facts, {"count": int, "size": int})
+        return cls(
+            stored["mean"], stored["covariance"], facts["count"], facts["size"], stored.get("features")
+        )
 
 
 @torch.no_grad()
-def features_of(
-    batches: Iterable[Tensor], network: nn.Module, on_batch: Callable[[int], None] = lambda _: None
-) -> Tensor:
-    """Features `[images, d]` float32 on the CPU of batches of images; `on_batch` hears how many images each had."""
+def features_of(batches: Iterable[Tensor], network: nn.Module) -> Tensor:
+    """Features `[images, d]` float32 on the CPU of batches of images."""
     device = next(iter(network.state_dict().values())).device
     collected = []
     for images in batches:
         with full_precision():
             collected.append(network(images.to(device)).float().cpu())
-        on_batch(len(images))
     if not collected:
         wrong_value("batches", "hold at least one image", "none")
     return torch.cat(collected)

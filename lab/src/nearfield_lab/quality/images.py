@@ -1,28 +1,31 @@
 """Images from folders, tar archives and contact sheets, as batches of uint8 at one size."""
 
-import io
 import os
-import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearfield._checks import check_int, wrong_value
-from nearfield_lab.missing import MissingExtra
+from nearfield_lab.images import (
+    ARCHIVES,
+    SUFFIXES,
+    Picture,
+    decode,
+    in_archive,
+    in_folder,
+    is_archive,
+    is_picture,
+    square,
+)
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-SUFFIXES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-ARCHIVES = (".tar", ".tar.gz", ".tgz")
-
-Opener = Callable[[], IO[bytes]]
-Reader = Callable[[], "Image"]
+Reader = Callable[[], Any]
+"""Gives one picture of Pillow, in colour."""
 
 
 @dataclass(frozen=True)
@@ -68,36 +71,7 @@ class ImageSet:
                 yield _stacked([future.result() for future in ready], self.source)
 
     def _read(self, index: int, size: int | None) -> Tensor:
-        from PIL import UnidentifiedImageError
-
-        try:
-            return _pixels(self.readers[index](), size)
-        except (UnidentifiedImageError, OSError) as error:
-            raise OSError(f"{self.source}: {self.names[index]} cannot be read as an image: {error}") from None
-
-
-def _decoder(opener: Opener) -> Reader:
-    def read() -> "Image":
-        from PIL import Image
-
-        with opener() as file, Image.open(file) as opened:
-            return opened.convert("RGB")
-
-    return read
-
-
-def _pixels(image: "Image", size: int | None) -> Tensor:
-    """A centred square at a size, by Lanczos; `[3, height, width]`."""
-    from PIL.Image import Resampling
-
-    if size is not None and image.size != (size, size):
-        side = min(image.size)
-        left, upper = ((length - side) // 2 for length in image.size)
-        # First cropped: with a box, the filter would reach beyond the box.
-        image = image.crop((left, upper, left + side, upper + side))
-        image = image.resize((size, size), Resampling.LANCZOS)
-    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return flat.view(image.height, image.width, 3).permute(2, 0, 1)
+        return square(self.readers[index](), size)
 
 
 def _stacked(images: Sequence[Tensor], source: str) -> Tensor:
@@ -114,15 +88,11 @@ def open_images(source: Path, sheet_cell: int | None = None) -> ImageSet:
         source: a folder of images and archives, an archive, or one picture, which is a sheet.
         sheet_cell: pixels per side of the images on a sheet, which stand in rows without gaps.
     """
-    try:
-        import PIL  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise MissingExtra("pillow", error, purpose="to read images") from None
     if source.is_dir():
-        found = _in_folder(source)
-    elif source.name.lower().endswith(ARCHIVES):
-        found = _in_archive(source)
-    elif source.suffix.lower() in SUFFIXES:
+        found = _set_of(source, _in_folder(source))
+    elif is_archive(source) and source.exists():
+        found = _set_of(source, in_archive(source))
+    elif is_picture(source.name) and source.exists():
         found = _on_sheet(source, sheet_cell)
     elif not source.exists():
         raise FileNotFoundError(f"{source} does not exist")
@@ -135,84 +105,29 @@ def open_images(source: Path, sheet_cell: int | None = None) -> ImageSet:
     return found
 
 
-def _in_folder(folder: Path) -> ImageSet:
+def _set_of(source: Path, pictures: Iterable[Picture]) -> ImageSet:
+    known = list(pictures)
+    names = tuple(Path(picture.name).stem for picture in known)
+    return ImageSet(str(source), names, tuple(picture.decoded for picture in known))
+
+
+def _in_folder(folder: Path) -> Iterator[Picture]:
     """Pictures in the order of their paths; archives count as folders."""
-    sets = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if path.name.lower().endswith(ARCHIVES):
-            sets.append(_in_archive(path))
-        elif path.suffix.lower() in SUFFIXES and not path.name.startswith("."):
-            sets.append(ImageSet(str(path), (path.stem,), (_decoder(_file_opener(path)),)))
-    return ImageSet(
-        str(folder),
-        tuple(name for part in sets for name in part.names),
-        tuple(reader for part in sets for reader in part.readers),
-    )
-
-
-def _file_opener(path: Path) -> Opener:
-    return lambda: path.open("rb")
-
-
-def _in_archive(archive: Path) -> ImageSet:
-    """Members in the order of their names. Each is read by its place in the file, so threads do not disturb others."""
-    try:
-        with tarfile.open(archive) as opened:
-            members = sorted(
-                (member for member in opened if member.isfile() and _is_picture(member.name)),
-                key=lambda member: member.name,
-            )
-            is_plain = archive.name.lower().endswith(".tar")
-            readers = [
-                _span_opener(archive, member.offset_data, member.size)
-                if is_plain
-                else _bytes_opener(_content(opened, member))
-                for member in members
-            ]
-    except tarfile.TarError as error:
-        raise ValueError(f"{archive} is not a tar archive: {error}") from None
-    names = tuple(Path(member.name).stem for member in members)
-    return ImageSet(str(archive), names, tuple(map(_decoder, readers)))
-
-
-def _is_picture(name: str) -> bool:
-    path = Path(name)
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
-
-
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    return file.read() if file is not None else b""
-
-
-def _span_opener(path: Path, start: int, length: int) -> Opener:
-    def opener() -> IO[bytes]:
-        with path.open("rb") as file:
-            file.seek(start)
-            return io.BytesIO(file.read(length))
-
-    return opener
-
-
-def _bytes_opener(content: bytes) -> Opener:
-    return lambda: io.BytesIO(content)
+    loose = [(picture.file, [picture]) for picture in in_folder(folder)]
+    archives = [(path, in_archive(path)) for path in folder.rglob("*") if is_archive(path)]
+    for _, pictures in sorted(loose + archives):
+        yield from pictures
 
 
 def _on_sheet(sheet: Path, cell: int | None) -> ImageSet:
-    from PIL import Image
-
     if cell is None:
         raise ValueError(f"{sheet} is one picture: a sheet needs the size of the images on it.")
-    with Image.open(sheet) as opened:
-        whole = opened.convert("RGB")
+    whole = decode(str(sheet), sheet.read_bytes)
     if whole.width % cell or whole.height % cell:
         wrong_value("size", f"divide the sheet of {whole.width} x {whole.height} pixels into images", cell)
-    corners = [
-        (left, upper) for upper in range(0, whole.height, cell) for left in range(0, whole.width, cell)
-    ]
-    readers = tuple(_cropper(whole, (left, upper, left + cell, upper + cell)) for left, upper in corners)
+    readers = tuple(
+        partial(whole.crop, (left, upper, left + cell, upper + cell))
+        for upper in range(0, whole.height, cell)
+        for left in range(0, whole.width, cell)
+    )
     return ImageSet(str(sheet), tuple(f"{index:05}" for index in range(len(readers))), readers, is_sheet=True)
-
-
-def _cropper(sheet: "Image", box: tuple[int, int, int, int]) -> Reader:
-    return lambda: sheet.crop(box)

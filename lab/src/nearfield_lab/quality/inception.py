@@ -6,7 +6,7 @@ is comparable with published ones only with this very network. Modules carry the
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, conv2d, max_pool2d, relu
 
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
-from nearfield_lab.quality import storage
+from nearfield_lab.storage import read_tensors
 
 NUM_FEATURES = 2048
 INPUT_SIZE = 299
@@ -96,50 +96,54 @@ def _halved(x: Tensor) -> Tensor:
     return max_pool2d(x, 3, stride=2)
 
 
-class _Mixed(nn.Module):
-    """Branches side by side: a convolution and two towers on the input, a convolution on its neighbourhood means."""
+class _Branches(nn.Module):
+    """Branches side by side, and behind them what `around` makes of the input.
 
-    def __init__(self, inputs: int, conv: int, towers: Sequence[nn.Sequential], pooled: int) -> None:
+    Args:
+        branches: by the names of their tensors, in the order of their channels. One called `tower_2` gets what `around`
+            makes, which then has no channels of its own.
+    """
+
+    def __init__(self, around: Callable[[Tensor], Tensor], **branches: nn.Module) -> None:
         super().__init__()
-        self.conv = _same(inputs, conv, 1)
-        self.tower, self.tower_1 = towers
-        self.tower_2 = _tower(inputs, (pooled, 1))
+        self._around, self._names = around, tuple(branches)
+        for name, branch in branches.items():
+            self.add_module(name, branch)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.conv(x), self.tower(x), self.tower_1(x), self.tower_2(_mean_around(x))], dim=1)
+        around = self._around(x)
+        parts = [self.get_submodule(name)(around if name == "tower_2" else x) for name in self._names]
+        return torch.cat(parts if "tower_2" in self._names else [*parts, around], dim=1)
 
 
-def _small_mixed(inputs: int, pooled: int) -> _Mixed:
-    towers = _tower(inputs, (48, 1), (64, 5)), _tower(inputs, (64, 1), (96, 3), (96, 3))
-    return _Mixed(inputs, 64, towers, pooled)
+def _mixed(inputs: int, conv: int, first: nn.Module, second: nn.Module, pooled: int) -> _Branches:
+    """A convolution and two towers, and a convolution of the means around each place."""
+    towers = {"tower": first, "tower_1": second, "tower_2": _tower(inputs, (pooled, 1))}
+    return _Branches(_mean_around, conv=_same(inputs, conv, 1), **towers)
 
 
-def _long_mixed(middle: int) -> _Mixed:
+def _small_mixed(inputs: int, pooled: int) -> _Branches:
+    first, second = _tower(inputs, (48, 1), (64, 5)), _tower(inputs, (64, 1), (96, 3), (96, 3))
+    return _mixed(inputs, 64, first, second, pooled)
+
+
+def _long_mixed(middle: int) -> _Branches:
     """Square convolutions as a row and a column."""
     row, column = (1, 7), (7, 1)
     first = _tower(768, (middle, 1), (middle, row), (192, column))
     second = _tower(768, (middle, 1), (middle, column), (middle, row), (middle, column), (192, row))
-    return _Mixed(768, 192, (first, second), 192)
+    return _mixed(768, 192, first, second, 192)
 
 
-class _HalvingSmall(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = _Conv(288, 384, 3, stride=2)
-        self.tower = _tower(288, (64, 1), (96, 3), (96, 3), last_stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.conv(x), self.tower(x), _halved(x)], dim=1)
+def _halving_small() -> _Branches:
+    tower = _tower(288, (64, 1), (96, 3), (96, 3), last_stride=2)
+    return _Branches(_halved, conv=_Conv(288, 384, 3, stride=2), tower=tower)
 
 
-class _HalvingLong(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = _tower(768, (192, 1), (320, 3), last_stride=2)
-        self.tower_1 = _tower(768, (192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3), last_stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.tower(x), self.tower_1(x), _halved(x)], dim=1)
+def _halving_long() -> _Branches:
+    first = _tower(768, (192, 1), (320, 3), last_stride=2)
+    second = _tower(768, (192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3), last_stride=2)
+    return _Branches(_halved, tower=first, tower_1=second)
 
 
 class _Wide(nn.Module):
@@ -180,9 +184,9 @@ class Inception(nn.Module):
         self.mixed, self.mixed_1, self.mixed_2 = (
             _small_mixed(*sizes) for sizes in ((192, 32), (256, 64), (288, 64))
         )
-        self.mixed_3 = _HalvingSmall()
+        self.mixed_3 = _halving_small()
         self.mixed_4, self.mixed_5, self.mixed_6, self.mixed_7 = map(_long_mixed, (128, 160, 160, 192))
-        self.mixed_8 = _HalvingLong()
+        self.mixed_8 = _halving_long()
         self.mixed_9 = _Wide(1280, pools_by_maximum=False)
         self.mixed_10 = _Wide(2048, pools_by_maximum=True)
         self.eval()
@@ -227,7 +231,7 @@ def load_inception(path: Path | None = None, device: torch.device | str = "cpu")
 
     Raises MissingWeights, which says where to get them, where there are none.
     """
-    tensors = storage.load(path) if path is not None else _packaged_tensors()
+    tensors = read_tensors(path)[0] if path is not None else _packaged_tensors()
     network = Inception()
     expected = {name: tensor.shape for name, tensor in network.state_dict().items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
@@ -243,20 +247,23 @@ def load_inception(path: Path | None = None, device: torch.device | str = "cpu")
     return network.to(device)
 
 
-def packaged_file() -> Path | None:
-    """The network inside the installed package, found without importing the package (which imports much else)."""
-    found = importlib.util.find_spec(_PACKAGE)
+def file_of(package: str, name: str) -> Path | None:
+    """A file inside an installed package, found without importing the package (which may import much else)."""
+    found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         return None
-    path = Path(found.origin).with_name(_PACKAGE_FILE)
+    path = Path(found.origin).parent / name
     return path if path.is_file() else None
 
 
-def _packaged_tensors() -> storage.Stored:
+def packaged_file() -> Path | None:
+    return file_of(_PACKAGE, _PACKAGE_FILE)
+
+
+def _packaged_tensors() -> dict[str, Tensor]:
     path = packaged_file()
     if path is None:
         raise MissingWeights(f"the FID Inception network is not installed. {WHERE_TO_GET_IT}")
     # TorchScript has a reader of its own, which makes tensors and nothing else: no Python runs from this file.
     script = torch.jit.load(path, map_location="cpu")
-    tensors = {name.removeprefix(_PACKAGE_PREFIX): tensor for name, tensor in script.state_dict().items()}
-    return storage.Stored(tensors, {})
+    return {name.removeprefix(_PACKAGE_PREFIX): tensor for name, tensor in script.state_dict().items()}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d, relu
 
 from nearfield._checks import shape_of, wrong_value
-from nearfield_lab.quality import storage
 from nearfield_lab.quality.similarity import PEAK, check_images
+from nearfield_lab.storage import read_tensors
 
 WEIGHTS = Path(__file__).with_name("weights") / "lpips_alex.safetensors"
 
@@ -78,7 +78,7 @@ def _unit_length(x: Tensor) -> Tensor:
 
 def load_lpips(path: Path = WEIGHTS, device: torch.device | str = "cpu") -> Lpips:
     """The network with its weights, which come with the package."""
-    stored = storage.load(path)
+    stored, _ = read_tensors(path)
     names = {"weight": "conv{}.w", "bias": "conv{}.b", "judge": "lin{}.w"}
     wanted = {
         f"{own}{index}": theirs.format(index)

@@ -1,7 +1,7 @@
 """Everything the command `quality` measures between two sets of images, as one record."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_value
+from nearfield.cli import Bar
 from nearfield.methods import Borders
 from nearfield_lab.quality import fid, lpips, seams, similarity
 from nearfield_lab.quality.images import ImageSet, open_images
 from nearfield_lab.quality.inception import load_inception
 from nearfield_lab.quality.precision import full_precision
-from nearfield_lab.quality.progress import ImageProgress
 
 BY_FEATURES = ("fid", "kid", "precision")
 BY_PAIRS = ("lpips", "psnr", "ssim")
@@ -122,10 +122,18 @@ def _collect(sources: Sequence[Source], task: Task) -> None:
     network = load_inception(task.inception, task.device)
     for source in waiting:
         assert source.images is not None
-        with ImageProgress(f"features of {source.path.name}", len(source)) as progress:
-            batches = source.images.batches(task.batch, task.size)
-            features = fid.features_of(batches, network, progress.advance)
-        source.statistics = fid.Statistics.of(features, task.size)
+        batches = _counted(source.images, task.batch, task.size, f"features of {source.path.name}")
+        source.statistics = fid.Statistics.of(fid.features_of(batches, network), task.size)
+
+
+def _counted(images: ImageSet, batch: int, size: int | None, text: str) -> Iterator[Tensor]:
+    """The images in batches, counted on stderr."""
+    done = 0
+    with Bar(len(images), "images") as bar:
+        for part in images.batches(batch, size):
+            bar.show(done, text)
+            yield part
+            done += len(part)
 
 
 def _by_features(first: fid.Statistics, second: fid.Statistics, metrics: Sequence[str]) -> dict[str, Any]:
@@ -166,19 +174,15 @@ def _by_pixels(first: Source, second: Source, task: Task) -> dict[str, Any]:
 def _pairs(first: ImageSet, second: ImageSet, metrics: Sequence[str], task: Task) -> dict[str, Any]:
     network = lpips.load_lpips(device=task.device) if "lpips" in metrics else None
     values: dict[str, list[Tensor]] = {name: [] for name in metrics}
-    with ImageProgress("pairs", len(first)) as progress:
-        batches = zip(
-            first.batches(task.batch, task.size), second.batches(task.batch, task.size), strict=True
-        )
-        for pair in batches:
-            one, other = (images.to(task.device) for images in pair)
-            if network is not None:
-                with full_precision():
-                    values["lpips"].append(network(one, other).cpu())
-            for name, function in (("psnr", similarity.psnr), ("ssim", similarity.ssim)):
-                if name in metrics:
-                    values[name].append(function(one, other).cpu())
-            progress.advance(len(one))
+    others = second.batches(task.batch, task.size)
+    for pair in zip(_counted(first, task.batch, task.size, "pairs"), others, strict=True):
+        one, other = (images.to(task.device) for images in pair)
+        if network is not None:
+            with full_precision():
+                values["lpips"].append(network(one, other).cpu())
+        for name, function in (("psnr", similarity.psnr), ("ssim", similarity.ssim)):
+            if name in metrics:
+                values[name].append(function(one, other).cpu())
     found: dict[str, Any] = {}
     for name, parts in values.items():
         whole = torch.cat(parts)
@@ -194,15 +198,13 @@ def _pairs(first: ImageSet, second: ImageSet, metrics: Sequence[str], task: Task
 def _seam_energy(images: ImageSet, task: Task) -> seams.SeamEnergy:
     assert task.borders is not None
     parts = []
-    with ImageProgress(f"seams of {Path(images.source).name}", len(images)) as progress:
-        # As they are: scaling would smooth the lines, and move them.
-        for batch in images.batches(task.batch, None):
-            if batch.shape[2:] != (task.size, task.size):
-                height, width = batch.shape[2:]
-                rule = "be that of the images where seams are measured"
-                wrong_value("--size", rule, f"{task.size} for {width} x {height} pixels")
-            parts.append(seams.line_gradients(batch.to(task.device), task.borders))
-            progress.advance(len(batch))
+    # As they are: scaling would smooth the lines, and move them.
+    for batch in _counted(images, task.batch, None, f"seams of {Path(images.source).name}"):
+        height, width = batch.shape[2:]
+        if (height, width) != (task.size, task.size):
+            rule = "be that of the images where seams are measured"
+            wrong_value("--size", rule, f"{task.size} for {width} x {height} pixels")
+        parts.append(seams.line_gradients(batch.to(task.device), task.borders))
     return seams.seam_energy(torch.cat(parts))
 
 

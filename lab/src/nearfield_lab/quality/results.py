@@ -1,14 +1,15 @@
 """What patterns of attention cost and what they do to images: rows of a table, kept as JSON."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from nearfield._checks import check_int, wrong_value
-from nearfield.layout.geometry import Geometry
+from nearfield._files import check_fields, read_json
+from nearfield.layout import Geometry
 from nearfield.methods import PlanMethod
 
 FORMAT = 1
@@ -151,13 +152,18 @@ def read_rows(path: Path) -> list[QualityRow]:
 
     Older rows do not say of which commit and date they are: they get the file's.
     """
-    document = json.loads(path.read_text(encoding="utf-8"))
-    kind = (document.get("benchmark"), document.get("format")) if isinstance(document, dict) else None
+    document = read_json(path, {})
+    kind = document.get("benchmark"), document.get("format")
     if kind not in (("quality", FORMAT), ("pictures", 2)):
         raise ValueError(f"{path} does not hold quality results of format {FORMAT}.")
-    rows = [QualityRow.of(record) for record in document["results"] if record.get("status", "ok") == "ok"]
-    machine = document.get("machine", {})
-    made = {"commit": machine.get("commit"), "date": machine.get("date")}
+    check_fields(path, document, {"results": list, "machine": (dict, NoneType)})
+    rows = []
+    for record in document["results"]:
+        check_fields(path, record, {"pattern": str, "pairs_kept": float, "samples": int})
+        if record.get("status", "ok") == "ok":
+            rows.append(QualityRow.of(record))
+    machine: dict[str, Any] = document.get("machine") or {}
+    made: dict[str, Any] = {"commit": machine.get("commit"), "date": machine.get("date")}
     return [row if row.date else replace(row, **made) for row in rows]
 
 

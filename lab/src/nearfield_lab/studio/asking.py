@@ -3,22 +3,26 @@
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_value
-from nearfield.cli.arguments import UsageError
-from nearfield_lab.commands.retrieving import NAMES, chosen_parts, opened, read_texts, retrieval_told
-
-if TYPE_CHECKING:
-    from nearfield.retrieval.selectors import SelectorName
+from nearfield.cli import UsageError
+from nearfield_lab.commands.retrieving import (
+    NAMES,
+    added,
+    chosen_parts,
+    compared,
+    opened,
+    read_texts,
+    retrieval_told,
+)
 
 SELECTORS = NAMES
 AGAIN = "computed again"
 MOST_NEW_TOKENS, MOST_CHUNKS, MOST_CHUNK_TOKENS = 256, 32, 2048
-_COMPARED_TOKENS = 16
 _STEPS = ("assemble", "score", "select", "recompute")
 HEADINGS = ("", *_STEPS, "first token", "speed-up", "KL to full", "same top token")
 Span = tuple[str, str | None]
@@ -26,7 +30,7 @@ Span = tuple[str, str | None]
 
 class Question(NamedTuple):
     text: str
-    selector: "SelectorName" = "infoflow"
+    selector: Any = "infoflow"
     ratio: float = 0.15
     top: int = 4
     chunk_tokens: int = 256
@@ -70,7 +74,7 @@ class Library:
         """A package or a model that is not there, told before anybody asks."""
         try:
             with retrieval_told():
-                from nearfield.retrieval.embedded import check_embedded, check_folder
+                from nearfield.retrieval import check_embedded, check_folder
 
                 check_embedded() if self._model is None else check_folder(self._model)
         except UsageError as error:
@@ -99,33 +103,20 @@ def _check(question: Question) -> None:
 
 
 def _answered(reuse: Any, texts: dict[str, str], question: Question) -> Asked:
-    from nearfield.retrieval import assemble
-    from nearfield.retrieval.fidelity import compare, teacher_of
-    from nearfield.retrieval.prompt import question_ids
-
     parts = chosen_parts(reuse, texts, question.text, question.chunk_tokens, question.top)
-    identities = [reuse.add(part) for part in parts.values()]
+    names = added(reuse, parts)
     answer = reuse.answer(
         question.text,
-        identities,
+        list(names),
         question.ratio,
         question.selector,
         max_new_tokens=question.max_new_tokens,
     )
-    chunks = reuse.chunks(answer.report.chunks)
-    tokens = assemble(reuse.model, chunks).tokens
-    asked = question_ids(reuse.tokenizer, reuse.prompt, question.text).to(tokens.device)
-    teacher = teacher_of(reuse.model, tokens, asked, _COMPARED_TOKENS)
-    compared = compare(reuse.model, chunks, teacher, [(question.selector, question.ratio)])
-    names = dict(zip(identities, parts, strict=True))
-    spans = spans_of(
-        reuse.tokenizer,
-        tokens.cpu(),
-        answer.report.rows,
-        answer.report.lengths,
-        [names[identity] for identity in answer.report.chunks],
-    )
-    return Asked(answer.text.strip(), spans, str(answer.report), _rows(teacher.seconds, compared))
+    report, cases = answer.report, [(question.selector, question.ratio)]
+    teacher, rows, tokens = compared(reuse, answer, question.text, cases)
+    shown = [names[identity] for identity in report.chunks]
+    spans = spans_of(reuse.tokenizer, tokens.cpu(), report.rows, report.lengths, shown)
+    return Asked(answer.text.strip(), spans, str(report), _rows(teacher.seconds, rows))
 
 
 def spans_of(

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 from nearfield._checks import wrong_value
 from nearfield.methods import DEFAULT, Method, method_classes
-from nearfield.methods.fields import Field, as_document, fields_of, kinds_of, made, name_of, shown
+from nearfield.methods import fields as method_fields
+
+Field = method_fields.Field
 
 METHODS: dict[str, tuple[Field, ...]] = {
-    DEFAULT.name: fields_of(type(DEFAULT)),
-    **{name: fields_of(kind) for name, kind in method_classes().items() if kind.takes_text},
+    DEFAULT.name: method_fields.fields_of(type(DEFAULT)),
+    **{name: method_fields.fields_of(kind) for name, kind in method_classes().items() if kind.takes_text},
 }
 """The fields of every method that reads sequences with text, as pictures have it; the default first."""
 
@@ -32,7 +34,7 @@ def boxes(name: str) -> list[Box]:
 
 def in_box(field: Field, value: Any) -> Any:
     """A value as its box shows it."""
-    return shown(value) if field.kind == "text" else value
+    return method_fields.shown(value) if field.kind == "text" else value
 
 
 def method_of(name: str, values: Mapping[str, Any]) -> Method:
@@ -41,7 +43,7 @@ def method_of(name: str, values: Mapping[str, Any]) -> Method:
     given = {
         key: _whole(known[key], value) for key, value in values.items() if value is not None and value != ""
     }
-    return made(name, given)
+    return method_fields.made(name, given)
 
 
 def _whole(field: Field, value: Any) -> Any:
@@ -52,9 +54,9 @@ def _whole(field: Field, value: Any) -> Any:
 
 def filled_in(method: Method) -> tuple[str, dict[str, Any]]:
     """The name of a method and its fields as the page shows them; refuses what the page does not offer."""
-    name = name_of(method)
+    name = method_fields.name_of(method)
     if name not in METHODS:
-        offered = ", ".join(kind.__name__ for each in METHODS for kind in kinds_of(each))
+        offered = ", ".join(kind.__name__ for each in METHODS for kind in method_fields.kinds_of(each))
         wrong_value("recipe", "have a method that the page offers", method.label, f"It offers {offered}.")
-    values = as_document(method)["fields"]
+    values = method_fields.as_document(method)["fields"]
     return name, {field.name: in_box(field, values[field.name]) for field in METHODS[name]}

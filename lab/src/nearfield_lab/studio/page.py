@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from nearfield import recipes
-from nearfield.cli.arguments import UsageError
-from nearfield.methods import DEFAULT
-from nearfield.methods.recipes import Recipe
+from nearfield.cli import UsageError
+from nearfield.methods import DEFAULT, Recipe
 from nearfield_lab.missing import MissingExtra
 from nearfield_lab.studio import asking, drawing, fields, jobs, results
 from nearfield_lab.studio.asking import Library

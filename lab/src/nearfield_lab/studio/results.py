@@ -1,10 +1,10 @@
 """Committed benchmark results, as tables and as the library's own plots."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nearfield._files import BadFile, read_json
 from nearfield_lab.plots.bars import attend_bars, call_bars, hilbert_bars, model_bars, step_bars
 from nearfield_lab.plots.fronts import pareto_panels, quality_front
 from nearfield_lab.plots.lines import fidelity_lines, loss_lines, recall_lines, scaling_lines
@@ -65,10 +65,10 @@ def read(name: str, folder: Path = RESULTS) -> Results:
         raise ValueError(f"`name` must be one of {', '.join(names(folder))}; got {name!r}.")
     path = folder / f"{name}.json"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path, {"machine": dict, "results": list})
         records, machine = _records(document), _machine(document)
         kind = document["benchmark"] if "benchmark" in document else document["command"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, BadFile) as error:
         raise ValueError(f"{path.name} holds no benchmark results: {type(error).__name__} {error}.") from None
     headings, rows = _table(kind, records)
     return Results(

@@ -7,24 +7,21 @@ that was interrupted goes on where it stopped; a chunk whose checksum does not f
 """
 
 import hashlib
-import io
-import json
-import tarfile
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearfield._checks import check_int, wrong_value
-from nearfield._files import write_json
+from nearfield._files import read_json, write_json
 from nearfield_lab.embedded.autoencoder import CHANNELS, PIXELS_PER_TOKEN, Autoencoder
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
-from nearfield_lab.missing import MissingExtra
+from nearfield_lab.images import SUFFIXES, Picture, in_archive, in_folder, is_archive, square
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 
-SUFFIXES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".webp")
 FORMAT = 1
 
 OnProgress = Callable[[int, int, str], None]
@@ -34,65 +31,22 @@ _CHUNK = 64
 _READERS = 16
 
 
-class Picture(NamedTuple):
-    """A picture in a folder, or inside a tar file."""
-
-    name: str
-    file: Path
-    offset: int
-    size: int
-
-    def read(self) -> bytes:
-        with self.file.open("rb") as file:
-            file.seek(self.offset)
-            return file.read(self.size)
-
-
 def pictures(folder: Path) -> list[Picture]:
     """All pictures of the tar files in a folder, or, without any, of the folder itself, or of one tar file; sorted by
     name."""
-    is_shard = folder.is_file() and folder.suffix == ".tar"
+    is_shard = folder.is_file() and is_archive(folder)
     if not is_shard and not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    shards = [folder] if is_shard else sorted(folder.glob("*.tar"))
-    found = (
-        [picture for shard in shards for picture in _in_tar(shard)] if shards else list(_in_folder(folder))
-    )
-    if not found:
+    shards = [folder] if is_shard else sorted(path for path in folder.iterdir() if is_archive(path))
+    found = [picture for shard in shards for picture in in_archive(shard)] if shards else in_folder(folder)
+    if not (known := sorted(found)):
         raise BadFile(f"{folder} holds neither tar files of pictures nor pictures ({', '.join(SUFFIXES)})")
-    return sorted(found)
-
-
-def _in_tar(shard: Path) -> Iterator[Picture]:
-    try:
-        with tarfile.open(shard, "r:") as archive:
-            for member in archive:
-                if member.isfile() and member.name.lower().endswith(SUFFIXES):
-                    yield Picture(member.name, shard, member.offset_data, member.size)
-    except tarfile.TarError as error:
-        raise BadFile(f"{shard} is no whole, uncompressed tar file: {error}") from None
-
-
-def _in_folder(folder: Path) -> Iterator[Picture]:
-    for path in folder.rglob("*"):
-        if path.is_file() and path.name.lower().endswith(SUFFIXES):
-            yield Picture(path.relative_to(folder).as_posix(), path, 0, path.stat().st_size)
+    return known
 
 
 def decoded(picture: Picture, size: int) -> Tensor:
     """The middle square of a picture at `size` pixels, `[3, size, size]` uint8."""
-    image_module = _pillow()
-    try:
-        with image_module.open(io.BytesIO(picture.read())) as image:
-            side = min(image.size)
-            left, top = (image.width - side) // 2, (image.height - side) // 2
-            square = image.convert("RGB").crop((left, top, left + side, top + side))
-    except (OSError, ValueError) as error:
-        raise BadFile(f"{picture.name} in {picture.file.parent} cannot be read: {error}") from None
-    if side != size:
-        square = square.resize((size, size), image_module.Resampling.LANCZOS)
-    values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
-    return values.view(size, size, 3).permute(2, 0, 1)
+    return square(picture.decoded(), size)
 
 
 def batches(
@@ -105,14 +59,6 @@ def batches(
                 on_progress(start, len(source), "reading")
             some = source[start : start + number]
             yield torch.stack(list(readers.map(lambda one: decoded(one, size), some)))
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtra("pillow", error) from None
-    return Image
 
 
 # -- pixels --------------------------------------------------------------------------------------------------------
@@ -150,9 +96,9 @@ def read_pixels(
     path, known = folder / f"pixels-{size}.safetensors", fingerprint(source)
     if path.exists():
         tensors, facts = read_tensors(path)
-        if facts.get("kind") != "pixels":
+        if facts.get("kind") != "pixels" or "values" not in tensors:
             raise BadFile(f"{path} holds no pixels. Remove it to read the pictures anew")
-        if facts["pictures"] != known:
+        if facts.get("pictures") != known:
             raise BadFile(f"{path} belongs to other pictures. Remove it, or name another folder for pixels")
         return Pixels(tensors["values"])
     values = torch.cat(list(batches(source, size, on_progress=on_progress)))
@@ -237,27 +183,29 @@ class _Cache:
         self.fingerprint = fingerprint(source)
         self._read_index()
         folder.mkdir(parents=True, exist_ok=True)
+        size = torch.Size(self.shape).numel()
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # a full disk is an error here, and would end the process at a later write
+            with self.path.open("ab") as file:
+                os.posix_fallocate(file.fileno(), 0, 2 * size)
         # A shared mapping of a file makes (and keeps) the file as large as the array.
-        self.values = torch.from_file(
-            str(self.path), shared=True, size=torch.Size(self.shape).numel(), dtype=torch.float16
-        ).view(self.shape)
+        mapped = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.float16)
+        self.values = mapped.view(self.shape)
 
     def _read_index(self) -> None:
         if not self.index.exists():
             return
         try:
-            document = json.loads(self.index.read_text(encoding="utf-8"))
-            same = document["format"] == FORMAT and document["pictures"] == self.fingerprint
-            digests, statistics = document["chunks"], document["statistics"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise BadFile(
-                f"{self.index} is no index of latents: {error!r}. Remove it to encode anew"
-            ) from None
-        if not same:
+            fields = {"format": int, "pictures": str, "chunks": dict, "statistics": dict}
+            document = read_json(self.index, fields)
+        except BadFile as error:
+            raise BadFile(f"{error} It is no index of latents: remove it to encode anew") from None
+        if (document["format"], document["pictures"]) != (FORMAT, self.fingerprint):
             raise BadFile(
                 f"{self.index} belongs to other pictures. Remove it, or name another folder for latents"
             )
-        self.digests, self.statistics = digests, statistics
+        self.digests, self.statistics = document["chunks"], document["statistics"]
 
     def missing(self) -> list[slice]:
         """Chunks that were not written, or not whole."""

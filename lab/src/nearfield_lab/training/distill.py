@@ -21,17 +21,16 @@ from torch.nn.functional import mse_loss
 
 from nearfield import recipes
 from nearfield._checks import check_int, wrong_value
-from nearfield.diffusers import apply
-from nearfield.diffusers.compiling import compiled_blocks
+from nearfield.diffusers import apply, compiled_blocks
 from nearfield.methods import Method
 from nearfield_lab.embedded.model import TinyFlux
 from nearfield_lab.embedded.sampler import precision
-from nearfield_lab.embedded.storage import write_tensors
 from nearfield_lab.missing import MissingExtra
+from nearfield_lab.storage import write_tensors
 from nearfield_lab.training.data import Latents
-from nearfield_lab.training.flow import mixed
-from nearfield_lab.training.loop import CHECKPOINT, Draws, Loop, Mark, Outcome, Schedule
-from nearfield_lab.training.runs import MODEL
+from nearfield_lab.training.flow import check_compilable, mixed, shifted
+from nearfield_lab.training.loop import Draws, Loop, Outcome, Schedule
+from nearfield_lab.training.runs import MODEL, OnStep, Run
 
 LORA = "pytorch_lora_weights.safetensors"
 """The name under which diffusers looks for a LoRA in a folder."""
@@ -56,7 +55,7 @@ class Recipe:
         rank: of the LoRA, whose scale is 1 (alpha equals rank); None for no LoRA: all weights are trained.
         targets: names of the linear layers that get one; by default those of attention and feed-forward.
         seed: of the LoRA's weights.
-        saves_memory: compute activations again in the backward pass instead of keeping them.
+        save_memory: compute activations again in the backward pass instead of keeping them.
         compiled: let torch.compile make teacher and student faster; the first step then takes a minute.
         is_one_size: all calls have the same sizes, as those of the embedded model; for `compiled`.
     """
@@ -65,7 +64,7 @@ class Recipe:
     rank: int | None = 4
     targets: tuple[str, ...] | None = None
     seed: int = 0
-    saves_memory: bool = False
+    save_memory: bool = False
     compiled: bool = False
     is_one_size: bool = False
 
@@ -74,13 +73,11 @@ class Recipe:
             check_int("rank", self.rank, at_least=1)
         elif self.targets is not None:
             wrong_value("targets", "be left out where `rank` is None: all weights are trained", self.targets)
-        reason = self.method.compile_reason if self.compiled else None
-        if reason is not None:
-            wrong_value("compiled", f"be False: {reason}", self.compiled)
+        check_compilable(self.method, self.compiled)
         self.method.with_dense_steps(0)  # refuses where the method has no such field
 
 
-class Distillation:
+class Distillation(Run):
     """A transformer with its LoRA and loop. `run` trains and writes the LoRA.
 
     Args:
@@ -97,18 +94,19 @@ class Distillation:
         recipe: Recipe,
         schedule: Schedule,
         *,
-        on_step: Callable[[int, float | None], None] | None = None,
+        on_step: OnStep | None = None,
         write: Write | None = None,
     ) -> None:
         if (write is None) != (recipe.rank is not None):
             wrong_value("write", "be given where the recipe's `rank` is None, and only there", write)
-        self.transformer, self.folder, self.recipe = transformer, folder, recipe
+        super().__init__(folder, MODEL if recipe.rank is None else LORA, on_step)
+        self.transformer, self.recipe = transformer, recipe
         self.device = next(transformer.parameters()).device
-        self._calls, self._on_step, self._write = calls, on_step, write
+        self._calls, self._write = calls, write
         transformer.requires_grad_(False)
         self._copy = deepcopy(transformer).eval() if recipe.rank is None else None
         self.parameters = _all_weights(transformer) if recipe.rank is None else _add_lora(transformer, recipe)
-        if recipe.saves_memory:
+        if recipe.save_memory:
             transformer.enable_gradient_checkpointing()
         # One step is dense, the other is not: a scheduler that stands still says which.
         self._phase = _Phase()
@@ -117,21 +115,13 @@ class Distillation:
         facts = _as_now({"method": str(recipe.method), "rank": recipe.rank, "seed": recipe.seed})
         self.loop = Loop(self.parameters, self.loss, schedule, folder, facts, as_now=_as_now)
 
-    @property
-    def can_resume(self) -> bool:
-        return (self.folder / CHECKPOINT).exists()
-
-    def resume(self) -> None:
-        self.loop.resume()
-
     def run(self) -> Outcome:
         self.transformer.train()
         try:
             # A call is the teacher's or the student's, and their blocks differ in what they are compiled for: layers of
             # the LoRA switched off or on, gradients, who reads whom. So each finds graphs of its own.
             with self._compiled():
-                pause = self.loop.schedule.checkpoint_seconds
-                return self.loop.run(self._on_step, self.publish, pause, self.keep)
+                return self._trained(self.loop.schedule.checkpoint_seconds)
         finally:
             self.transformer.eval()
 
@@ -166,23 +156,16 @@ class Distillation:
             _switch_lora(self.transformer, is_on=True)
             self._phase.step_index = 1
 
-    def publish(self) -> None:
-        """Write the averaged LoRA, as diffusers' `load_lora_weights` reads it; or the averaged model."""
-        self._save(self.folder / result_of(self.recipe))
-
-    def keep(self, mark: Mark) -> None:
-        """Write that of a moment to a file that stays as it is: `pytorch_lora_weights-steps`, `model-steps`."""
-        path = self.folder / result_of(self.recipe)
-        self._save(path.with_name(f"{path.stem}-{mark}{path.suffix}"))
-
-    def _save(self, path: Path) -> None:
+    def facts(self) -> dict[str, Any]:
         recipe = recipes.Recipe(self.recipe.method).as_document()
-        facts = {"recipe": recipe, "rank": self.recipe.rank, "step": self.loop.step}
-        with self.loop.averaged():
-            if self._write is not None:
-                self._write(path, facts)
-            else:
-                save_lora(path, self.transformer, facts)
+        return {"recipe": recipe, "rank": self.recipe.rank, "step": self.loop.step}
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Write the LoRA, as diffusers' `load_lora_weights` reads it; or the model."""
+        if self._write is not None:
+            self._write(path, facts)
+        else:
+            save_lora(path, self.transformer, facts)
 
     def close(self) -> None:
         """Leave the model as it was found, but for weights that were trained."""
@@ -197,11 +180,6 @@ def _as_now(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, "method": _DENSE_STEPS.sub("dense_steps=0", str(facts.get("method")))}
 
 
-def result_of(recipe: Recipe) -> str:
-    """The name of the file that is written in the end."""
-    return MODEL if recipe.rank is None else LORA
-
-
 class _Phase:
     """As much of a scheduler as `apply` asks for."""
 
@@ -211,7 +189,10 @@ class _Phase:
 
 
 def _all_weights(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    found = dict(transformer.named_parameters())
+    return _trainable(dict(transformer.named_parameters()))
+
+
+def _trainable(found: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     for value in found.values():
         value.data = value.data.float()  # small updates vanish in half precision
         value.requires_grad_(True)
@@ -245,11 +226,8 @@ def _add_lora(transformer: Any, recipe: Recipe) -> dict[str, nn.Parameter]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         peft.inject_adapter_in_model(config, transformer, adapter_name=_ADAPTER)
-    found = {name: value for name, value in transformer.named_parameters() if f".{_ADAPTER}." in name}
-    for value in found.values():
-        value.data = value.data.float()  # small updates vanish in half precision
-        value.requires_grad_(True)
-    return found
+    named = transformer.named_parameters()
+    return _trainable({name: value for name, value in named if f".{_ADAPTER}." in name})
 
 
 def _switch_lora(transformer: Any, is_on: bool) -> None:
@@ -303,8 +281,7 @@ def latent_calls(model: TinyFlux, latents: Latents, batch: int, parts: int = 1, 
         clean = model.normalised(latents.take(indices).to(device))
         generator = draws.generator(step, part)
         noise = torch.randn(clean.shape, generator=generator, device=device)
-        level = torch.rand(len(clean), generator=generator, device=device)
-        level = (shift * level / (1 + (shift - 1) * level)).bfloat16().float()
+        level = shifted(torch.rand(len(clean), generator=generator, device=device), shift)
         return model.arguments(mixed(clean, noise, level), level)
 
     return call

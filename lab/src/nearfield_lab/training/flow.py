@@ -5,88 +5,66 @@ function of normal numbers, so that the middle, where the picture is decided, is
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from nearfield._checks import check_int, check_member, wrong_value
-from nearfield.diffusers import apply
-from nearfield.diffusers.compiling import compiled_blocks
+from nearfield._checks import wrong_value
+from nearfield.diffusers import apply, compiled_blocks
 from nearfield.methods import Method
 from nearfield_lab.embedded.autoencoder import PIXELS_PER_TOKEN
 from nearfield_lab.embedded.dense_kernels import called_with
 from nearfield_lab.embedded.model import ModelConfig, Packing, TinyFlux, load_model, reconfigured, save_model
 from nearfield_lab.embedded.sampler import DemoPipeline, precision
-from nearfield_lab.training.data import Latents, fits
-from nearfield_lab.training.loop import Draws, Loop, Outcome, Schedule
-from nearfield_lab.training.runs import Backend, TrainingRun, check_parts
+from nearfield_lab.training.data import Latents
+from nearfield_lab.training.loop import Loop, Outcome, Schedule
+from nearfield_lab.training.runs import OnStep, RunRecipe, TrainingRun, seeded
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, kw_only=True)
+class Recipe(RunRecipe):
     """What is learned from what.
 
     Args:
         size: pixels per side of the pictures.
-        batch: pictures per step.
         shift: of the noise levels: s becomes shift * s / (1 + (shift - 1) s).
-        seed: of the weights, the batches, the noise and the levels.
-        method: train with sparse attention; None is dense.
-        attention: which of torch's kernels computes dense attention.
-        compiled: let torch.compile make the model faster, as a whole; with a method its blocks. The first step then
-            takes a minute.
-        samples: pictures on a sample sheet, 0 for none.
-        sample_steps, sample_seconds: denoising steps per picture, and time between sheets.
-        packing: how the model is written: in 8 bits, in bfloat16, or as it is.
+        method: train with sparse attention; None is dense. Where the model is compiled it is then its blocks that are.
     """
 
-    size: int = 256
     batch: int = 256
-    shift: float = 1.0
-    seed: int = 0
-    method: Method | None = None
-    attention: Backend = "auto"
-    compiled: bool = False
-    samples: int = 16
     sample_steps: int = 24
-    sample_seconds: float = 180.0
     packing: Packing = "int8"
+    size: int = 256
+    shift: float = 1.0
+    method: Method | None = None
 
     def __post_init__(self) -> None:
-        check_int("batch", self.batch, at_least=1)
-        check_int("seed", self.seed, at_least=0)
-        check_int("samples", self.samples, at_least=0)
-        check_member("attention", self.attention, get_args(Backend))
-        check_member("packing", self.packing, get_args(Packing))
+        super().__post_init__()
         if self.shift <= 0:
             wrong_value("shift", "be above 0", self.shift)
-        reason = self.method.compile_reason if self.compiled and self.method is not None else None
-        if reason is not None:
-            wrong_value("compiled", f"be False: {reason}", self.compiled)
+        check_compilable(self.method, self.compiled)
 
     def facts(self) -> dict[str, Any]:
-        """What must not change when a run is gone on with."""
-        return {
-            "size": self.size,
-            "batch": self.batch,
-            "shift": self.shift,
-            "seed": self.seed,
-            "method": str(self.method),
-        }
+        return super().facts() | {"size": self.size, "shift": self.shift, "method": str(self.method)}
 
 
-class FlowTraining(TrainingRun):
+def check_compilable(method: Method | None, is_compiled: bool) -> None:
+    reason = method.compile_reason if is_compiled and method is not None else None
+    if reason is not None:
+        wrong_value("compiled", f"be False: {reason}", is_compiled)
+
+
+class FlowTraining(TrainingRun[Latents]):
     """Model, latents and loop.
 
     Args:
         start: a model file to start from, such as a model of a smaller size; otherwise `config` with random weights.
-        on_step: called with the number of steps done and the last known loss.
     """
 
     def __init__(
@@ -99,18 +77,34 @@ class FlowTraining(TrainingRun):
         config: ModelConfig | None = None,
         start: Path | None = None,
         device: torch.device | str = "cpu",
-        on_step: Callable[[int, float | None], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
-        check_parts(recipe.batch, schedule)
-        super().__init__(folder, recipe.attention, recipe.facts(), recipe.sample_seconds, on_step)
-        self.recipe, self.device = recipe, torch.device(device)
-        self.model = _first_model(recipe, latents, config, start).to(self.device).train().requires_grad_(True)
-        self.latents = latents.to(self.device) if fits(latents.values, self.device) else latents
-        self._draws = Draws(recipe.seed, self.device)
+        super().__init__(latents, folder, recipe, schedule, device, on_step)
+        self.recipe = recipe
+        model = reconfigured(self.first_model(latents, config, start), size=recipe.size, shift=recipe.shift)
+        self.model = model.to(self.device).train().requires_grad_(True)
         self.handle = self._sparse(schedule.parts)
-        self._network = self._compiled_network() if recipe.compiled and recipe.method is None else None
+        is_whole = recipe.compiled and recipe.method is None
+        self._network = self._compiled_network() if is_whole else None
         facts = recipe.facts() | {"model": asdict(self.model.config)}
         self.loop = Loop(dict(self.model.named_parameters()), self.loss, schedule, folder, facts)
+
+    def first_model(self, latents: Latents, config: ModelConfig | None, start: Path | None) -> TinyFlux:
+        """The model before the first step: that of a file, or one with random weights."""
+        if start is not None:
+            return load_model(start)[0]
+        model = seeded(self.recipe.seed, lambda: self.new_model(config))
+        model.latent_mean.copy_(latents.mean)
+        model.latent_std.copy_(latents.std)
+        return model
+
+    def new_model(self, config: ModelConfig | None) -> TinyFlux:
+        return TinyFlux(config or ModelConfig())
+
+    def condition(self, indices: Tensor, generator: torch.Generator) -> dict[str, Any]:
+        """Further arguments of the model for some pictures, by their numbers."""
+        del indices, generator
+        return {}
 
     def _sparse(self, parts: int) -> Any:
         if self.recipe.method is None:
@@ -123,35 +117,29 @@ class FlowTraining(TrainingRun):
         return handle
 
     def _compiled_network(self) -> Callable[..., Any]:
-        return partial(torch.compile(called_with), self.recipe.attention, self.model.transformer)
+        return partial(torch.compile(called_with), self.recipe.dense_kernel, self.model.transformer)
 
     def run(self) -> Outcome:
-        with self._compiled_blocks():
+        has_blocks = self.recipe.compiled and self.recipe.method is not None
+        with compiled_blocks(self.model.transformer) if has_blocks else nullcontext():
             return super().run()
-
-    def _compiled_blocks(self) -> AbstractContextManager[None]:
-        is_wanted = self.recipe.compiled and self.recipe.method is not None
-        return compiled_blocks(self.model.transformer) if is_wanted else nullcontext()
 
     def loss(self, step: int, part: int) -> Tensor:
         """The mean squared error of the velocity over one part of a step's batch."""
-        parts = self.loop.schedule.parts
-        indices = self._draws.indices(step, part, self.recipe.batch, parts, len(self.latents))
-        clean = self.model.normalised(self.latents.take(indices).to(self.device))
-        generator = self._draws.generator(step, part)
+        latents, indices, generator = self._batch(step, part)
+        clean = self.model.normalised(latents)
         noise = torch.randn(clean.shape, generator=generator, device=self.device)
         level = noise_levels(len(clean), self.recipe.shift, generator)
+        condition = self.condition(indices, generator)
         with precision(self.device):
-            velocity = self.model(mixed(clean, noise, level), level, self._network)
+            velocity = self.model(mixed(clean, noise, level), level, self._network, **condition)
         return mse_loss(velocity.float(), noise - clean)
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         save_model(path, self.model, facts, self.recipe.packing)
 
-    def samples(self) -> Tensor | None:
-        if not self.recipe.samples:
-            return None
-        pipeline = DemoPipeline(self.model)
+    def samples(self) -> Tensor:
+        pipeline = self.pipeline()
         pipeline.autoencoder.to(self.device)
         # Graphs of another size would take longer than they save.
         with torch.compiler.set_stance("force_eager"):
@@ -159,29 +147,22 @@ class FlowTraining(TrainingRun):
         self.model.train()
         return sampled.images
 
+    def pipeline(self) -> DemoPipeline:
+        """What draws the samples."""
+        return DemoPipeline(self.model)
+
 
 def noise_levels(number: int, shift: float, generator: torch.Generator) -> Tensor:
     """Logit-normal levels, rounded to bfloat16: on a GPU the transformer reads them so, and what it is told is true."""
-    level = torch.randn(number, generator=generator, device=generator.device).sigmoid()
-    level = shift * level / (1 + (shift - 1) * level)
-    return level.bfloat16().float()
+    return shifted(torch.randn(number, generator=generator, device=generator.device).sigmoid(), shift)
+
+
+def shifted(level: Tensor, shift: float) -> Tensor:
+    """Levels, more of them early for a shift above 1, rounded to bfloat16."""
+    return (shift * level / (1 + (shift - 1) * level)).bfloat16().float()
 
 
 def mixed(clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
     """Pictures at noise levels `[B]`."""
     share = level[:, None, None, None]
     return (1 - share) * clean + share * noise
-
-
-def _first_model(
-    recipe: Recipe, latents: Latents, config: ModelConfig | None, start: Path | None
-) -> TinyFlux:
-    if start is not None:
-        model, _ = load_model(start)
-        return reconfigured(model, size=recipe.size, shift=recipe.shift)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = TinyFlux(config or ModelConfig())
-    model.latent_mean.copy_(latents.mean)
-    model.latent_std.copy_(latents.std)
-    return reconfigured(model, size=recipe.size, shift=recipe.shift)

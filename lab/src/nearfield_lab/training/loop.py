@@ -6,10 +6,11 @@ seeded with it. So a checkpoint holds no random state, and a run that was killed
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from nearfield._checks import check_int, wrong_value
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield._files import check_fields, parsed_json
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 
-CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
+CHECKPOINT, PREVIOUS, LOG = "checkpoint.safetensors", "checkpoint-previous.safetensors", "log.jsonl"
 FORMAT = 1
 
 _FETCH = 20  # steps between looks at the loss: each one waits for the device
@@ -288,7 +290,7 @@ class Loop:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Weights, averages and the optimizer's state in one file."""
+        """Weights, averages and the optimizer's state in one file. The one before it is kept, in case it is damaged."""
         groups: dict[str, Mapping[str, Tensor]] = {"weight": self.parameters, "average": self.averages}
         state = self._optimizer.state
         for kind in ("exp_avg", "exp_avg_sq"):
@@ -297,20 +299,32 @@ class Loop:
             }
         tensors = {f"{kind}/{name}": value for kind, part in groups.items() for name, value in part.items()}
         facts = {"format": FORMAT, "kind": "checkpoint", "step": self.step, "recipe": self._facts}
-        write_tensors(self.folder / CHECKPOINT, tensors, facts)
+        path, previous = self.folder / CHECKPOINT, self.folder / PREVIOUS
+        if path.exists():
+            with suppress(OSError):  # of a file system without links
+                previous.unlink(missing_ok=True)
+                os.link(path, previous)
+        write_tensors(path, tensors, facts)
 
     def resume(self) -> None:
         """Go on from the folder's checkpoint."""
         path = self.folder / CHECKPOINT
         device = str(next(iter(self.averages.values())).device)
-        tensors, facts = read_tensors(path, device)
+        try:
+            tensors, facts = read_tensors(path, device)
+        except BadFile as error:
+            raise BadFile(f"{error}.{self._offer()}") from None
         self._check_checkpoint(path, facts)
         groups = dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
             kind, _, rest = name.partition("/")
             groups.setdefault(kind, {})[rest] = tensor
-        if set(groups.get("weight", ())) != set(self.parameters):
-            raise BadFile(f"{path} holds other parameters than this model has")
+        shapes = {name: value.shape for name, value in self.parameters.items()}
+        kinds = ("weight", "average", "exp_avg", "exp_avg_sq") if facts["step"] else ("weight", "average")
+        for kind in kinds:
+            found = {name: value.shape for name, value in groups.get(kind, {}).items()}
+            if found != shapes and not (kind.startswith("exp") and found.items() <= shapes.items()):
+                raise BadFile(f"{path} holds other parameters than this model has")
         self._put(groups["weight"])
         # In the order of the parameters: a file has its own.
         self.averages = {name: groups["average"][name] for name in self.parameters}
@@ -319,9 +333,19 @@ class Loop:
             self._load_optimizer(groups["exp_avg"], groups["exp_avg_sq"])
         self._cut_log()
 
+    def _offer(self) -> str:
+        """What to do about a damaged checkpoint: the one before it, if that is whole."""
+        path = self.folder / PREVIOUS
+        try:
+            step = read_tensors(path, fields={"step": int})[1]["step"]
+        except OSError:
+            return " Remove it to train anew, or name another folder"
+        return f" The one before it, {path}, of step {step:,}, is whole: rename it to {CHECKPOINT} to go on"
+
     def _check_checkpoint(self, path: Path, facts: Mapping[str, Any]) -> None:
         if facts.get("kind") != "checkpoint" or facts.get("format") != FORMAT:
             raise BadFile(f"{path} is no checkpoint that this version reads")
+        check_fields(path, facts, {"step": int, "recipe": dict})
         asked, found = json.loads(json.dumps(self._facts)), self._as_now(facts["recipe"])
         for name in sorted(asked.keys() | found.keys()):
             if asked.get(name) != found.get(name):
@@ -349,10 +373,15 @@ class Loop:
         path = self.folder / LOG
         if not path.exists():
             return
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.step]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        self._speed.seconds = json.loads(kept[-1]).get("seconds", 0.0) if kept else 0.0
+        kept = []
+        for line in path.read_bytes().splitlines():
+            with suppress(BadFile):  # half a line, which was being written
+                known = parsed_json(path, line)
+                check_fields(path, known, {"step": int, "seconds": float})
+                if known["step"] <= self.step:
+                    kept.append(known)
+        path.write_text("".join(json.dumps(known) + "\n" for known in kept), encoding="utf-8")
+        self._speed.seconds = kept[-1]["seconds"] if kept else 0.0
 
 
 class _Look(NamedTuple):

@@ -4,17 +4,15 @@ At level t the model sees (1 - t) x + t s e, for a picture x, noise e and s = si
 s e - x. Levels are uniform. A model of one size may start from one of another.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from nearfield._checks import check_int, check_member, wrong_value
-from nearfield_lab.embedded.model import Packing
+from nearfield._checks import check_int, wrong_value
 from nearfield_lab.embedded.pixel import (
     PixelConfig,
     PixelTransformer,
@@ -25,58 +23,34 @@ from nearfield_lab.embedded.pixel import (
     save_pixel_model,
 )
 from nearfield_lab.embedded.sampler import precision
-from nearfield_lab.training.data import Pixels, fits
+from nearfield_lab.training.data import Pixels
 from nearfield_lab.training.flow import mixed
 from nearfield_lab.training.loop import Draws, Loop, Schedule
-from nearfield_lab.training.runs import Backend, TrainingRun, check_parts
+from nearfield_lab.training.runs import OnStep, RunRecipe, TrainingRun, seeded
 
 _AT_ONCE = 16  # pictures of a sample sheet
 _EVALUATION = 2**20 - 1  # a seed that no training is likely to have
 
 
 @dataclass(frozen=True)
-class PixelRecipe:
+class PixelRecipe(RunRecipe):
     """What is learned from what.
 
     Args:
         config: of the model; its `size` is that of the pictures.
-        batch: pictures per step.
-        seed: of the weights, the batches, the noise and the levels.
-        dense_kernel: which of torch's kernels computes full attention.
-        compiled: let torch.compile make the layers faster; the first step then takes longer.
-        samples: pictures on a sample sheet, 0 for none.
-        sample_steps, sample_seconds: denoising steps per picture, and time between sheets.
-        packing: how the model is written: in 8 bits, in bfloat16, or as it is.
     """
 
-    config: PixelConfig
-    batch: int = 16
-    seed: int = 0
-    dense_kernel: Backend = "auto"
-    compiled: bool = False
-    samples: int = 16
-    sample_steps: int = 20
-    sample_seconds: float = 180.0
-    packing: Packing = "bf16"
-
-    def __post_init__(self) -> None:
-        check_int("batch", self.batch, at_least=1)
-        check_int("seed", self.seed, at_least=0)
-        check_int("samples", self.samples, at_least=0)
-        check_member("dense_kernel", self.dense_kernel, get_args(Backend))
-        check_member("packing", self.packing, get_args(Packing))
+    config: PixelConfig = field(kw_only=False)
 
     def facts(self) -> dict[str, Any]:
-        """What must not change when a run is gone on with."""
-        return {"batch": self.batch, "seed": self.seed, "model": asdict(self.config)}
+        return super().facts() | {"model": asdict(self.config)}
 
 
-class PixelTraining(TrainingRun):
+class PixelTraining(TrainingRun[Pixels]):
     """Model, pictures and loop.
 
     Args:
         start: a model file to start from, such as one of a smaller size or with full attention.
-        on_step: called with the number of steps done and the last known loss.
     """
 
     def __init__(
@@ -88,38 +62,29 @@ class PixelTraining(TrainingRun):
         *,
         start: Path | None = None,
         device: torch.device | str = "cpu",
-        on_step: Callable[[int, float | None], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
-        check_parts(recipe.batch, schedule)
         size = recipe.config.size
         if tuple(pixels.values.shape[-2:]) != (size, size):
             wrong_value("pixels", f"have the size of the model ({size})", tuple(pixels.values.shape[-2:]))
-        super().__init__(folder, recipe.dense_kernel, recipe.facts(), recipe.sample_seconds, on_step)
-        self.recipe, self.device = recipe, torch.device(device)
+        super().__init__(pixels, folder, recipe, schedule, device, on_step)
+        self.recipe = recipe
         self.model = _first_model(recipe, start).to(self.device).train()
-        self.pixels = pixels.to(self.device) if fits(pixels.values, self.device) else pixels
-        self._draws = Draws(recipe.seed, self.device)
         self._body = compiled_body(self.model.body, recipe.dense_kernel) if recipe.compiled else None
-        tokens = recipe.batch * size**2
-        self.loop = Loop(
-            dict(self.model.named_parameters()), self.loss, schedule, folder, recipe.facts(), tokens
-        )
+        tokens, parameters = recipe.batch * size**2, dict(self.model.named_parameters())
+        self.loop = Loop(parameters, self.loss, schedule, folder, recipe.facts(), tokens)
 
     def loss(self, step: int, part: int) -> Tensor:
         """The mean squared error of the velocity over one part of a step's batch."""
-        parts = self.loop.schedule.parts
-        indices = self._draws.indices(step, part, self.recipe.batch, parts, len(self.pixels))
-        clean = self.pixels.take(indices).to(self.device)
-        noise, level = _drawn(clean.shape, self._draws.generator(step, part))
+        clean, _, generator = self._batch(step, part)
+        noise, level = _drawn(clean.shape, generator)
         return _velocity_error(self.model, clean, noise, level, self._body)
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         save_pixel_model(path, self.model, facts, self.recipe.packing)
 
-    def samples(self) -> Tensor | None:
+    def samples(self) -> Tensor:
         number, steps = self.recipe.samples, self.recipe.sample_steps
-        if not number:
-            return None
         groups = (range(first, min(first + _AT_ONCE, number)) for first in range(0, number, _AT_ONCE))
         return torch.cat([sample(self.model, group, steps=steps) for group in groups])
 
@@ -164,8 +129,5 @@ def evaluated_loss(model: PixelTransformer, pixels: Pixels, num: int, *, batch: 
 
 def _first_model(recipe: PixelRecipe, start: Path | None) -> PixelTransformer:
     if start is not None:
-        model, _ = load_pixel_model(start, recipe.config)
-        return model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        return PixelTransformer(recipe.config)
+        return load_pixel_model(start, recipe.config)[0]
+    return seeded(recipe.seed, lambda: PixelTransformer(recipe.config))

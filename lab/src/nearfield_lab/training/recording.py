@@ -3,7 +3,6 @@
 Any model can be distilled from its own calls, without a data set and without knowing what its arguments mean.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import wrong_type
-from nearfield_lab.embedded.storage import BadFile, read_tensors, write_tensors
+from nearfield._files import write_json
+from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 from nearfield_lab.training.loop import Draws
 
 _TENSOR = "__tensor__"
@@ -42,7 +42,7 @@ def record(
         if not done.exists():
             given = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
             _record_one(pipeline, folder, number, seed, given | options)
-            done.write_text(json.dumps({"prompt": given.get("prompt")}) + "\n", encoding="utf-8")
+            write_json(done, {"prompt": given.get("prompt")})
     return recorded_files(folder)
 
 
@@ -80,9 +80,12 @@ def write_call(path: Path, arguments: Mapping[str, Any]) -> None:
 
 def read_call(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     tensors, facts = read_tensors(path, device)
-    if "call" not in facts:
+    if not isinstance(facts.get("call"), dict):
         raise BadFile(f"{path} is no recorded call")
-    call: dict[str, Any] = _put_together(facts["call"], tensors)
+    try:
+        call: dict[str, Any] = _put_together(facts["call"], tensors)
+    except KeyError as error:
+        raise BadFile(f"{path} is no whole recorded call: it lacks tensor {error}") from None
     return call
 
 
