@@ -82,17 +82,18 @@ def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) 
     def plain(dtype: torch.dtype) -> list[Tensor]:
         tensors = [x.to(dtype) for x in (query, key, value)]
         wide_bias = None if bias is None else bias.to(dtype)
-        out, lse = reference.attend_forward(*tensors, plan, wide_bias, None, 0.25)
-        grads = Attended(grad_out.to(dtype), torch.zeros_like(lse))
-        parts = [KeyValuePart(*tensors[1:], plan, wide_bias)]
-        found = reference.attend_backward(grads, tensors[0], parts, Attended(out, lse), 0.25, [has_bias])
-        return [out, lse, found.query, *(x for x in found.parts[0] if x is not None)]
+        part = KeyValuePart(*tensors[1:], plan, wide_bias)
+        attended = reference.attend_forward(tensors[0], part, 0.25)
+        grads = Attended(grad_out.to(dtype), torch.zeros_like(attended.lse))
+        found = reference.attend_backward(grads, tensors[0], [part], attended, 0.25, [has_bias])
+        return [*attended, found.query, *(x for x in found.parts[0] if x is not None)]
 
     with poisoned_memory():
         tiles = Tiles(4 * q_block, 32, 4, 2, pack=4)
-        out, lse = forward.attend_forward(query, key, value, plan, bias, None, 0.25, tiles)
-        delta, lse_log2 = backward.row_statistics(grad_out, torch.zeros_like(lse), out, lse)
-        call = (grad_out, delta, lse_log2, query, key, value, plan, bias, None, 0.25)
+        part = KeyValuePart(key, value, plan, bias)
+        attended = forward.attend_forward(query, part, 0.25, tiles)
+        of_rows = backward.row_gradients(Attended(grad_out, torch.zeros_like(attended.lse)), attended)
+        call = of_rows, query, part, 0.25
         half = backward.query_gradient(*call, tiles) / 2
         grad_query = backward.query_gradient(*call, tiles, before=half.clone()) - half
         pack = 2 if k_block > 1 else 16
@@ -101,7 +102,7 @@ def test_packed_rows_and_shared_rows_are_right(name: str, device: torch.device) 
     names = ("out", "lse", "query", "key", "value", "bias")
     exact, low = plain(torch.float64), plain(torch.float32)
     assert len(grads) == len(exact) - 3
-    for what, *values in zip(names, [out, lse, grad_query, *grads], exact, low, strict=False):
+    for what, *values in zip(names, [*attended, grad_query, *grads], exact, low, strict=False):
         assert_budget(what, *values)
 
 
@@ -113,8 +114,8 @@ def test_rows_that_several_programs_share_have_one_result(device: torch.device) 
 
     query, key, value = random_inputs(1, 1, 96, 64, 16, device=device)
     plan = random_plan(96, 64, q_block=16, k_block=16, device=device)
-    statistics = torch.zeros(2, 1, 1, 96, device=device).unbind()
-    call = (query, *statistics, query, key, value, plan, None, None, 0.25)
+    zeros = torch.zeros(1, 1, 96, device=device)
+    call = backward.RowGradients(query, zeros, zeros), query, KeyValuePart(key, value, plan), 0.25
     first, second, whole = (
         backward.key_gradient(*call, Tiles(16, 16, 4, 1, chunk=chunk))[:2] for chunk in (2, 2, 0)
     )
@@ -186,8 +187,8 @@ def test_keys_get_their_shares_of_the_gradients_of_means(pack: int, chunk: int, 
 
     query, key, value = random_inputs(2, 2, 96, 70, 16, device=device)
     plan = random_plan(96, 70, q_block=16, k_block=16, heads=2, device=device)
-    statistics = torch.zeros(2, 2, 2, 96, device=device).unbind()
-    call = (query, *statistics, query, key, value, plan, None, None, 0.25)
+    zeros = torch.zeros(2, 2, 96, device=device)
+    call = backward.RowGradients(query, zeros, zeros), query, KeyValuePart(key, value, plan), 0.25
     means = torch.randn(2, 2, 2, 28, 16, device=device)
     tiles = Tiles(16 * pack, 16, 4, 1, pack=pack, chunk=chunk)
     with poisoned_memory():
@@ -289,18 +290,18 @@ def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
     bias = random_bias(2, 4, 90, device=device)
     near = random_plan(1000, 1000, q_block=16, k_block=16, heads=4, share=0.1, device=device)
     far = random_plan(1000, 90, q_block=128, k_block=16, heads=4, device=device, seed=1)
-    parts = [(key, value, near, None), (far_key, far_value, far, bias)]
+    parts = [KeyValuePart(key, value, near), KeyValuePart(far_key, far_value, far, bias)]
     tiles = Tiles(64, 64, 4, 3, pack=4)
     with poisoned_memory():
-        out, lse = pair.attend_pair(query, parts[0], parts[1], 0.125, tiles)
-    apart = forward.attend_forward(query, far_key, far_value, far, bias, None, 0.125)
-    apart = forward.attend_forward(query, key, value, near, None, None, 0.125, before=apart)
-    assert_alike(out, apart.out)
-    assert_alike(lse, apart.lse)
-    grad_out = torch.randn_like(query)
-    statistics = backward.row_statistics(grad_out, torch.zeros_like(lse), out, lse)
+        attended = pair.attend_pair(query, parts[0], parts[1], 0.125, tiles)
+    apart = forward.attend_forward(query, parts[1], 0.125)
+    apart = forward.attend_forward(query, parts[0], 0.125, before=apart)
+    for together, alone in zip(attended, apart, strict=True):
+        assert_alike(together, alone)
+    grads = Attended(torch.randn_like(query), torch.zeros_like(attended.lse))
+    of_rows = backward.row_gradients(grads, attended)
     for part, packed in zip(parts, (tiles, Tiles(64, 64, 4, 3)), strict=True):
-        call = (grad_out, *statistics, query, *part, None, 0.125)
+        call = of_rows, query, part, 0.125
         with poisoned_memory():
             got = [backward.query_gradient(*call, packed)]
             got += [
@@ -310,13 +311,10 @@ def test_on_a_gpu_tensor_cores_read_packed_rows(dtype: torch.dtype) -> None:
         want += [x for x in backward.key_gradient(*call, Tiles(16, 64, 4, 2, chunk=0)) if x is not None]
         for mine, theirs in zip(got, want, strict=True):
             assert_alike(mine, theirs)
-    both = [backward.query_gradient(grad_out, *statistics, query, *part, None, 0.125) for part in parts]
-    nothing = torch.zeros_like(lse)
-    together = pair.query_gradient_of_pair(
-        grad_out, nothing, query, parts[0], parts[1], out, lse, 0.125, tiles
-    )
-    assert_alike(together.query, both[0] + both[1])
-    for mine, theirs in zip(together[1:], statistics, strict=True):
+    both = [backward.query_gradient(of_rows, query, part, 0.125) for part in parts]
+    grad_query, found = pair.query_gradient_of_pair(grads, query, *parts, attended, 0.125, tiles)
+    assert_alike(grad_query, both[0] + both[1])
+    for mine, theirs in zip(found[1:], of_rows[1:], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)  # summed in another order
 
 
@@ -333,16 +331,10 @@ def test_on_a_gpu_long_rows_are_shared_by_default() -> None:
     assert chunk_of(2, plan.transpose(), tiles) > 0
     grad_out = torch.randn_like(query)
     lse = torch.full((1, 2, 16384), 5.0, device=device)
-    call = (
-        grad_out,
-        *backward.row_statistics(grad_out, torch.zeros_like(lse), query, lse),
-        query,
-        key,
-        value,
-    )
+    of_rows = backward.row_gradients(Attended(grad_out, torch.zeros_like(lse)), Attended(query, lse))
+    call = of_rows, query, KeyValuePart(key, value, plan), 0.125
     shared, alone = (
-        backward.key_gradient(*call, plan, None, None, 0.125, chosen)[:2]
-        for chosen in (None, Tiles(*tiles[:4], chunk=0))
+        backward.key_gradient(*call, chosen)[:2] for chosen in (None, Tiles(*tiles[:4], chunk=0))
     )
     for mine, theirs in zip(shared, alone, strict=True):
         assert_alike(mine, theirs)

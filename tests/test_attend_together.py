@@ -511,18 +511,15 @@ def test_which_parts_one_kernel_reads_on_a_hopper() -> None:
     suits = hopper_kernels().suits_far
     tokens, summaries = torch.zeros(1, 4, 300, 64), torch.zeros(1, 4, 100, 64)
     plan, far_plan = planning.full(300, q_block=128), stretches(300, 100, 128, 1, torch.device("cpu"))
-    near = (tokens, tokens, plan, None)
     bias = torch.zeros(1, 4, 100)
-    assert suits(near, (summaries, summaries, far_plan, bias))
-    assert not suits(near, (summaries, summaries, far_plan, None))
-    assert not suits(near, (summaries, summaries, without_boxes(far_plan), bias))
-    assert not suits(near, (summaries[:, :2], summaries[:, :2], far_plan, bias))
-    assert not suits(
-        (tokens, tokens, planning.full(300, q_block=64), None), (summaries, summaries, far_plan, bias)
-    )
-    assert not suits(
-        (tokens, tokens, planning.full(300, k_block=4), None), (summaries, summaries, far_plan, bias)
-    )
+    near = KeyValuePart(tokens, tokens, plan)
+    far = KeyValuePart(summaries, summaries, far_plan, bias)
+    assert suits(near, far)
+    assert not suits(near, far._replace(key_bias=None))
+    assert not suits(near, far._replace(plan=without_boxes(far_plan)))
+    assert not suits(near, far._replace(key=summaries[:, :2], value=summaries[:, :2]))
+    assert not suits(near._replace(plan=planning.full(300, q_block=64)), far)
+    assert not suits(near._replace(plan=planning.full(300, k_block=4)), far)
 
 
 @pytest.mark.parametrize(

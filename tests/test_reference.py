@@ -10,7 +10,7 @@ from torch import Tensor
 
 import nearfield
 from nearfield import planning
-from nearfield._types import Attended, Positions
+from nearfield._types import Positions
 from nearfield.ops import KeyValuePart
 from nearfield.ops.attention import reference
 from nearfield.plan.plan import Plan
@@ -103,8 +103,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 def test_bias_has_a_gradient_only_if_there_is_one() -> None:
     query, key, value = random_inputs(1, 1, 8, dim=4)
     plan = planning.full(8, q_block=8, k_block=8)
-    out, lse = reference.attend_forward(query, key, value, plan, None, None, 0.5)
-    attended = Attended(out, lse)
+    attended = reference.attend_forward(query, KeyValuePart(key, value, plan), 0.5)
     for bias in (None, torch.zeros(1, 1, 8)):
         parts = [KeyValuePart(key, value, plan, bias)]
         found = reference.attend_backward(attended, query, parts, attended, 0.5, [bias is not None])

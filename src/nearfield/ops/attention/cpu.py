@@ -37,19 +37,10 @@ _LEAST_QUERIES = 64
 _MANY_RUNS = 16
 
 
-def attend_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
-    scale: float,
-) -> Attended:
+def attend_forward(query: Tensor, part: KeyValuePart, scale: float) -> Attended:
     out, lse = torch.zeros_like(query), _empty_lse(query)
-    for group in _groups(plan, query, key, positions):
-        part = group.take(query, key, value, key_bias, positions)
-        group_out, group_lse = _read(part, scale)
+    for group in _groups(query, part):
+        group_out, group_lse = _read(group.take(query, part), scale)
         group.put(out, group_out)
         group.put(lse, group_lse)
     return Attended(out, lse)
@@ -99,27 +90,20 @@ def attend_backward(
 
 
 def _backward_of_part(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
-    scale: float,
+    grads: Attended, query: Tensor, part: KeyValuePart, attended: Attended, scale: float
 ) -> Gradients:
+    grad_out, grad_lse = grads
+    key, value, _, key_bias, _ = part
+    lse = attended.lse
     # The log of nothing has no gradient; merging two of them by lse gives NaN, which must not spread.
     nothing = lse == -torch.inf
     known = _Known(grad_out, nothing, grad_lse.masked_fill(nothing, 0))
     grad_query = torch.zeros_like(query)
     grad_key, grad_value = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))
     grad_bias = None if key_bias is None else lse.new_zeros(key_bias.shape)
-    for group in _groups(plan, query, key, positions):
-        part = group.take(query, key, value, key_bias, positions)
-        gradients = _differentiate(part, _Known(*map(group.take_queries, known)), scale)
+    for group in _groups(query, part):
+        taken = group.take(query, part)
+        gradients = _differentiate(taken, _Known(*map(group.take_queries, known)), scale)
         group.put(grad_query, gradients.query)
         group.add_to_keys(grad_key, gradients.key)
         group.add_to_keys(grad_value, gradients.value)
@@ -163,14 +147,8 @@ class _SharedRows(NamedTuple):
     key_heads: int
     stores: "tuple[_Store, _Store]"
 
-    def take(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_bias: Tensor | None,
-        positions: Positions | None,
-    ) -> _Part:
+    def take(self, query: Tensor, part: KeyValuePart) -> _Part:
+        key, value, _, key_bias, positions = part
         key, value = (
             store.gather([x[self.batches]], [self.keys]).flatten(0, 1)[:, None]
             for store, x in zip(self.stores, (key, value), strict=True)
@@ -261,14 +239,8 @@ class _StackedRows(NamedTuple):
     queries: Tensor
     keys: Tensor
 
-    def take(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_bias: Tensor | None,
-        positions: Positions | None,
-    ) -> _Part:
+    def take(self, query: Tensor, part: KeyValuePart) -> _Part:
+        key, value, _, key_bias, positions = part
         key, value = (_take_rows(x[self.batch], self.key_heads, self.keys)[:, None] for x in (key, value))
         bias = None
         if key_bias is not None:
@@ -291,10 +263,9 @@ class _StackedRows(NamedTuple):
         _add_rows(x[self.batch], self.heads, self.keys, values[:, 0])
 
 
-def _groups(
-    plan: Plan, query: Tensor, key: Tensor, positions: Positions | None
-) -> Iterator[_SharedRows | _StackedRows]:
+def _groups(query: Tensor, part: KeyValuePart) -> Iterator[_SharedRows | _StackedRows]:
     """Every row that reads anything, once."""
+    key, _, plan, _, positions = part
     if query.numel() == 0:
         return
     batch = query.shape[0]

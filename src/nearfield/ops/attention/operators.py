@@ -49,7 +49,7 @@ def read(query: Tensor, parts: Sequence[KeyValuePart], scale: float, impl: Impl)
     with _undisturbed(query):
         choices = [_chosen(query, part, impl) for part in parts]
         if len(parts) == 1:
-            attended: Attended = implementation(choices[0]).attend_forward(query, *parts[0], scale)
+            attended: Attended = implementation(choices[0]).attend_forward(query, parts[0], scale)
             return attended
         for name in _at_once(parts, choices):
             read_all: Attended | None = implementation(name).attend_parts_forward(query, parts, scale)
@@ -87,11 +87,11 @@ def _read_in_turn(
     for name, part in sorted(zip(choices, parts, strict=True), key=lambda choice: choice[0] == "triton"):
         forward = implementation(name).attend_forward
         if attended is None:
-            attended = forward(query, *part, scale)
+            attended = forward(query, part, scale)
         elif name == "triton":
-            attended = forward(query, *part, scale, before=attended)
+            attended = forward(query, part, scale, before=attended)
         else:
-            attended = merge_attended(attended, forward(query, *part, scale))
+            attended = merge_attended(attended, forward(query, part, scale))
     assert attended is not None
     return attended
 
@@ -117,7 +117,7 @@ def read_continued(
     if not module.can_continue(key, more, plan):
         return None
     with _undisturbed(query):
-        attended: Attended = module.attend_forward(query, *part, scale, more=more)
+        attended: Attended = module.attend_forward(query, part, scale, more=more)
     return attended
 
 

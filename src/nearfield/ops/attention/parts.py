@@ -1,7 +1,6 @@
 """Parts of one softmax: keys with a plan of their own, how results are merged, and how they are differentiated."""
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -53,16 +52,9 @@ def merge_attended(first: Attended, second: Attended) -> Attended:
 
 
 ForwardOfPart = Callable[..., Attended]
-"""`(query, *part, scale)`."""
+"""`(query, part, scale)`."""
 BackwardOfPart = Callable[..., Gradients]
-"""`(grad_out, grad_lse, query, key, value, out, lse, plan, key_bias, positions, scale)`."""
-
-
-def read_in_turn(
-    query: Tensor, parts: Sequence[KeyValuePart], scale: float, forward: ForwardOfPart
-) -> Attended:
-    """All parts, by what reads one."""
-    return reduce(merge_attended, (forward(query, *part, scale) for part in parts))
+"""`(grads, query, part, attended, scale)`."""
 
 
 def differentiate_in_turn(
@@ -85,10 +77,9 @@ def differentiate_in_turn(
     for part in parts:
         given, own = (grads, attended)
         if len(parts) > 1:
-            own = forward(query, *part, scale)
+            own = forward(query, part, scale)
             given = _gradients_of_part(grads, own, attended)
-        key, value, *others = part
-        found = backward(*given, query, key, value, *own, *others, scale)
+        found = backward(given, query, part, own, scale)
         of_query = found.query if of_query is None else of_query + found.query
         of_parts.append((found.key, found.value, found.key_bias))
     assert of_query is not None

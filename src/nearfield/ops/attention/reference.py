@@ -10,23 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nearfield._types import Attended, Gradients, Positions
+from nearfield._types import Attended, Gradients
 from nearfield.ops.attention.parts import KeyValuePart, PartGradients, differentiate_in_turn
-from nearfield.plan import Plan
 
 
-def attend_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
-    scale: float,
-) -> Attended:
-    logits = _logits(query, key, plan, key_bias, positions, scale)
+def attend_forward(query: Tensor, part: KeyValuePart, scale: float) -> Attended:
+    logits = _logits(query, part, scale)
     lse = torch.logsumexp(logits, -1)
-    out = _weights(logits, lse) @ _per_query_head(value, query)
+    out = _weights(logits, lse) @ _per_query_head(part.value, query)
     return Attended(_like(query, out), lse)
 
 
@@ -44,45 +35,30 @@ def attend_backward(
 
 
 def _backward_of_part(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
-    scale: float,
+    grads: Attended, query: Tensor, part: KeyValuePart, attended: Attended, scale: float
 ) -> Gradients:
-    weights = _weights(_logits(query, key, plan, key_bias, positions, scale), lse)
+    (grad_out, grad_lse), (out, lse) = grads, attended
+    weights = _weights(_logits(query, part, scale), lse)
     grad_out, out_wide = _wide(grad_out), _wide(out)
     # The log of nothing has no gradient; merging two of them by lse gives NaN, which must not spread.
     delta = ((grad_out * out_wide).sum(-1) - grad_lse).masked_fill(lse == -torch.inf, 0)
-    grad_weights = grad_out @ _per_query_head(value, query).mT
+    grad_weights = grad_out @ _per_query_head(part.value, query).mT
     # The softmax derivative; lse adds its own gradient to every logit of its row, in proportion to the weight.
     grad_logits = weights * (grad_weights - delta[..., None])
-    grad_query = scale * grad_logits @ _per_query_head(key, query)
-    grad_key = scale * _sum_per_key_head(grad_logits.mT @ _wide(query), key)
-    grad_value = _sum_per_key_head(weights.mT @ grad_out, value)
+    grad_query = scale * grad_logits @ _per_query_head(part.key, query)
+    grad_key = scale * _sum_per_key_head(grad_logits.mT @ _wide(query), part.key)
+    grad_value = _sum_per_key_head(weights.mT @ grad_out, part.value)
     return Gradients(
         _like(query, grad_query),
-        _like(key, grad_key),
-        _like(value, grad_value),
-        None if key_bias is None else grad_logits.sum(-2),
+        _like(part.key, grad_key),
+        _like(part.value, grad_value),
+        None if part.key_bias is None else grad_logits.sum(-2),
     )
 
 
-def _logits(
-    query: Tensor,
-    key: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
-    scale: float,
-) -> Tensor:
+def _logits(query: Tensor, part: KeyValuePart, scale: float) -> Tensor:
     """`[B, H, N, M]`, `-inf` where a query does not read a key."""
+    key, _, plan, key_bias, positions = part
     logits = scale * _wide(query) @ _per_query_head(key, query).mT
     times_read = plan.pair_counts()
     logits = (logits + times_read.to(logits.dtype).log()).masked_fill(times_read == 0, -torch.inf)

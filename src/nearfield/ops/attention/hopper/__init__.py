@@ -26,9 +26,6 @@ from nearfield.plan import BOX, Plan
 __all__ = ["attend_backward", "attend_forward", "attend_parts_forward", "can_continue", "unsupported"]
 # The backward is that of the plain kernels: none has been specialised for Hopper.
 
-KeyPart = tuple[Tensor, Tensor, Plan, Tensor | None]
-"""Keys, values, who reads them, and their bias."""
-
 
 class Launch(NamedTuple):
     """How one program is built: keys per step, ring stages, who loads, and how registers are shared out."""
@@ -123,9 +120,9 @@ def can_continue(key: Tensor, more: tuple[Tensor, Tensor], plan: Plan) -> bool:
     return is_copied and all(suits_copy_engine(x) for x in more)
 
 
-def suits_far(near: KeyPart, far: KeyPart) -> bool:
+def suits_far(near: KeyValuePart, far: KeyValuePart) -> bool:
     """Whether one kernel can read `far` after the list of `near`: single keys with a bias, known as boxes."""
-    (near_key, _, near_plan, _), (far_key, _, far_plan, far_bias) = near, far
+    (near_key, _, near_plan, *_), (far_key, _, far_plan, far_bias, _) = near, far
     return (
         far_plan.prepared.boxes is not None
         and far_bias is not None
@@ -156,14 +153,10 @@ def _num_processors(device: torch.device) -> int:
 
 def attend_forward(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
+    part: KeyValuePart,
     scale: float,
     more: tuple[Tensor, Tensor] | None = None,
-    far: KeyPart | None = None,
+    far: KeyValuePart | None = None,
 ) -> Attended:
     """
     Args:
@@ -171,6 +164,7 @@ def attend_forward(
         far: others that are read in the same softmax (`suits_far`); not together with `more`.
     """
     assert more is None or far is None
+    key, value, plan, key_bias, _ = part
     batch, heads, num_queries, dim = query.shape
     value = _copyable(value)
     out = torch.empty_like(query)
@@ -187,7 +181,7 @@ def attend_forward(
     far_tensors = plan.offsets, plan.blocks, lse
     far_strides: tuple[int, ...] = (0,) * 7
     if far is not None:
-        more_sides = _descriptor(far[0], BOX), _descriptor(_copyable(far[1]), BOX)
+        more_sides = _descriptor(far.key, BOX), _descriptor(_copyable(far.value), BOX)
         far_tensors, far_strides = _boxes_and_bias(far)
     forward_kernel[(min(num_items, _num_processors(query.device)),)](
         _descriptor(query, 64), *sides, *more_sides, _descriptor(out, 64), key, value, lse,
@@ -211,9 +205,9 @@ def _copyable(value: Tensor) -> Tensor:
     return value if suits_copy_engine(value) else value.clone(memory_format=torch.contiguous_format)
 
 
-def _boxes_and_bias(far: KeyPart) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
+def _boxes_and_bias(far: KeyValuePart) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
     """What the kernel needs of a far part beside its keys: tensors, and their strides."""
-    _, _, plan, bias = far
+    _, _, plan, bias, _ = far
     boxes = plan.prepared.boxes
     assert boxes is not None
     assert bias is not None
@@ -224,7 +218,5 @@ def attend_parts_forward(query: Tensor, parts: Sequence[KeyValuePart], scale: fl
     """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
     if len(parts) != 2:
         return None
-    near, far = parts[0][:4], parts[1][:4]
-    if not suits_far(near, far):
-        return None
-    return attend_forward(query, *near, None, scale, far=far)
+    near, far = parts
+    return attend_forward(query, near, scale, far=far) if suits_far(near, far) else None

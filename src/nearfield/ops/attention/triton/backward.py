@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield._types import Positions
+from nearfield._types import Attended
 from nearfield.ops._triton import is_interpreted
 from nearfield.ops._triton.launch import (
     LOG2_E,
@@ -41,6 +41,7 @@ from nearfield.ops._triton.walk import (
     tile_counts,
     tile_tokens,
 )
+from nearfield.ops.attention.parts import KeyValuePart
 from nearfield.ops.lists.triton.pack import Rows, fill_rows, has_room_for_bits, room_for_rows, rows_of
 from nearfield.plan import Plan
 
@@ -472,7 +473,26 @@ def _join_chunks_kernel(
             tl.store(grad_bias + batch_head.to(tl.int64) * num_keys + token, bias_sum, mask=exists)
 
 
-def row_statistics(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+class RowGradients(NamedTuple):
+    """What the gradient kernels need of every query.
+
+    Args:
+        out: the gradient of what it read.
+        delta: the product of that with what it read, less the gradient of its `lse`.
+        lse_log2: its `lse` in powers of two, infinite where it read nothing.
+    """
+
+    out: Tensor
+    delta: Tensor
+    lse_log2: Tensor
+
+
+def row_gradients(grads: Attended, attended: Attended) -> RowGradients:
+    """
+    Args:
+        attended: its `lse` is contiguous.
+    """
+    (grad_out, grad_lse), (out, lse) = grads, attended
     batch, heads, num_queries, dim = out.shape
     delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
     tile = 128 if not is_interpreted() else 64
@@ -480,19 +500,13 @@ def row_statistics(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor)
         grad_out, out, lse, grad_lse, delta, lse_log2, *grad_out.stride(), *out.stride(), *grad_lse.stride(),
         heads, num_queries, DIM=dim, PAD=padded(dim), TILE=tile,
     )  # fmt: skip
-    return delta, lse_log2
+    return RowGradients(grad_out, delta, lse_log2)
 
 
 def query_gradient(
-    grad_out: Tensor,
-    delta: Tensor,
-    lse_log2: Tensor,
+    grads: RowGradients,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
+    part: KeyValuePart,
     scale: float,
     tiles: Tiles | None = None,
     before: Tensor | None = None,
@@ -501,6 +515,8 @@ def query_gradient(
     Args:
         before: the gradient from other keys, to which this one is added in place.
     """
+    grad_out, delta, lse_log2 = grads
+    key, value, plan, key_bias, positions = part
     batch, heads, num_queries, _ = query.shape
     grad_query = torch.empty_like(query) if before is None else before
     tiles = tiles or query_gradient_tiles(query, plan.q_block, plan.k_block, similar=plan.similar_rows)
@@ -569,15 +585,9 @@ class Means(NamedTuple):
 
 
 def key_gradient(
-    grad_out: Tensor,
-    delta: Tensor,
-    lse_log2: Tensor,
+    grads: RowGradients,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
+    part: KeyValuePart,
     scale: float,
     tiles: Tiles | None = None,
     walked: KeyRows | None = None,
@@ -592,6 +602,8 @@ def key_gradient(
         means: what else the gradients are to hold.
         dtype: of the gradients of keys and values, if not theirs. They are then contiguous, as `Means` are to be.
     """
+    grad_out, delta, lse_log2 = grads
+    key, value, plan, key_bias, positions = part
     batch, heads, num_queries, _ = query.shape
     key_heads = key.shape[1]
     transposed, tiles, rows = walked or KeyRows.of(query, key, plan.transpose(), tiles)

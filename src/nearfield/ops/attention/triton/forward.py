@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield._types import Attended, Positions
+from nearfield._types import Attended
 from nearfield.ops._triton.launch import (
     LOG2_E,
     Tiles,
@@ -30,8 +30,8 @@ from nearfield.ops._triton.walk import (
     tile_counts,
     tile_tokens,
 )
+from nearfield.ops.attention.parts import KeyValuePart
 from nearfield.ops.lists.triton.pack import rows_of
-from nearfield.plan import Plan
 
 
 @triton.jit
@@ -206,11 +206,7 @@ def _forward_kernel(
 
 def attend_forward(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
+    part: KeyValuePart,
     scale: float,
     tiles: Tiles | None = None,
     before: Attended | None = None,
@@ -220,6 +216,7 @@ def attend_forward(
     Args:
         before: what the queries read among other keys: continued, in place, to what they read in all.
     """
+    key, value, plan, key_bias, positions = part
     batch, heads, num_queries, _ = query.shape
     if before is None:
         out = torch.empty_like(query)

@@ -28,9 +28,10 @@ from nearfield.ops.attention.parts import KeyValuePart, PartGradients
 from nearfield.ops.attention.triton.backward import (
     KeyRows,
     Means,
+    RowGradients,
     key_gradient,
     query_gradient,
-    row_statistics,
+    row_gradients,
     statistics_of,
     walk_for_queries,
 )
@@ -38,9 +39,6 @@ from nearfield.ops.attention.triton.forward import store_result, walk_list
 from nearfield.ops.attention.triton.side_stream import SideStream
 from nearfield.ops.lists.triton.pack import rows_of
 from nearfield.ops.lists.triton.transpose import room_for_transpose, transpose_into
-from nearfield.plan import Plan
-
-PairPart = tuple[Tensor, Tensor, Plan, Tensor | None]
 
 
 @triton.jit
@@ -181,8 +179,8 @@ class _Pair(NamedTuple):
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, query: Tensor, near: PairPart, far: PairPart, tiles: Tiles) -> "_Pair":
-        (key, value, plan, bias), (far_key, far_value, far_plan, far_bias) = near, far
+    def of(cls, query: Tensor, near: KeyValuePart, far: KeyValuePart, tiles: Tiles) -> "_Pair":
+        (key, value, plan, bias, _), (far_key, far_value, far_plan, far_bias, _) = near, far
         batch, heads, num_queries, _ = query.shape
         rows = rows_of(plan, tiles, batch, heads)
         (bias_given, *_), bias_strides = optional_inputs(query, bias, None)
@@ -210,7 +208,7 @@ class _Pair(NamedTuple):
         )  # fmt: skip
 
 
-def attend_pair(query: Tensor, near: PairPart, far: PairPart, scale: float, tiles: Tiles) -> Attended:
+def attend_pair(query: Tensor, near: KeyValuePart, far: KeyValuePart, scale: float, tiles: Tiles) -> Attended:
     """
     Args:
         near: its rows, as many as are packed, are what a program owns.
@@ -227,48 +225,39 @@ def attend_pair(query: Tensor, near: PairPart, far: PairPart, scale: float, tile
     return Attended(out, lse)
 
 
-class PairGradient(NamedTuple):
-    """Of the queries, and what the gradients of keys need: see `row_statistics`."""
-
-    query: Tensor
-    delta: Tensor
-    lse_log2: Tensor
-
-
 def query_gradient_of_pair(
-    grad_out: Tensor,
-    grad_lse: Tensor,
+    grads: Attended,
     query: Tensor,
-    near: PairPart,
-    far: PairPart,
-    out: Tensor,
-    lse: Tensor,
+    near: KeyValuePart,
+    far: KeyValuePart,
+    attended: Attended,
     scale: float,
     tiles: Tiles,
-) -> PairGradient:
-    """See `attend_pair`."""
-    found = PairGradient(torch.empty_like(query), torch.empty_like(lse), torch.empty_like(lse))
+) -> tuple[Tensor, RowGradients]:
+    """The gradient of the queries, and what those of the keys need. See `attend_pair`."""
+    (grad_out, grad_lse), (out, lse) = grads, attended
+    grad_query, delta, lse_log2 = torch.empty_like(query), torch.empty_like(lse), torch.empty_like(lse)
     pair = _Pair.of(query, near, far, tiles)
     _pair_query_gradient_kernel[(pair.programs,)](
-        query, grad_out, out, lse, grad_lse, *found, *pair.tensors, *query.stride(), *grad_out.stride(),
-        *out.stride(), *grad_lse.stride(), *found.query.stride(), *pair.strides, *pair.sizes, scale * LOG2_E, scale,
-        **pair.options,
+        query, grad_out, out, lse, grad_lse, grad_query, delta, lse_log2, *pair.tensors, *query.stride(),
+        *grad_out.stride(), *out.stride(), *grad_lse.stride(), *grad_query.stride(), *pair.strides, *pair.sizes,
+        scale * LOG2_E, scale, **pair.options,
     )  # fmt: skip
-    return found
+    return grad_query, RowGradients(grad_out, delta, lse_log2)
 
 
-def _near_and_far(parts: Sequence[KeyValuePart]) -> tuple[PairPart, PairPart] | None:
+def _near_and_far(parts: Sequence[KeyValuePart]) -> tuple[KeyValuePart, KeyValuePart] | None:
     """Two parts that one kernel may read: the rows of the first are packed, so they must be similar."""
     if len(parts) != 2 or any(part.positions is not None for part in parts):
         return None
     near, far = sorted(parts, key=lambda part: part.plan.q_block)
-    return (near[:4], far[:4]) if near.plan.similar_rows else None
+    return (near, far) if near.plan.similar_rows else None
 
 
 def attend_parts_forward(query: Tensor, parts: Sequence[KeyValuePart], scale: float) -> Attended | None:
     """What the queries read in all parts, if one kernel reads them; None where each part is to have its own."""
     pair = _near_and_far(parts)
-    tiles = pair and pair_tiles(query, pair[0][2], pair[1][2])
+    tiles = pair and pair_tiles(query, pair[0].plan, pair[1].plan)
     return attend_pair(query, *pair, scale, tiles) if pair and tiles else None
 
 
@@ -286,12 +275,12 @@ def attend_backward(
     walked, new = _rows_of_keys(query, parts)
     # Lists are transposed while the gradients of queries, which need none, are computed.
     with SideStream(query, wanted=bool(new)) as beside:
-        grad_query, delta, lse_log2 = _query_gradient(grads, query, parts, attended, scale)
+        grad_query, of_rows = _query_gradient(grads, query, parts, attended, scale)
         with beside.branch():
             _transpose(query, parts, walked, new)
 
     def of_keys(number: int, **wanted: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        known = (grads.out, delta, lse_log2, query, *parts[number], scale)
+        known = of_rows, query, parts[number], scale
         return key_gradient(*known, walked=walked[number], wants_bias=learned[number], **wanted)
 
     if pooling is None:
@@ -326,17 +315,15 @@ def _transpose(
 
 def _query_gradient(
     grads: Attended, query: Tensor, parts: Sequence[KeyValuePart], attended: Attended, scale: float
-) -> PairGradient:
-    out, lse = attended.out, attended.lse.contiguous()
+) -> tuple[Tensor, RowGradients]:
+    attended = Attended(attended.out, attended.lse.contiguous())
     pair = _near_and_far(parts)
-    tiles = pair and pair_gradient_tiles(query, pair[0][2], pair[1][2])
+    tiles = pair and pair_gradient_tiles(query, pair[0].plan, pair[1].plan)
     if pair and tiles:
-        return query_gradient_of_pair(*grads, query, *pair, out, lse, scale, tiles)
-    statistics = row_statistics(*grads, out, lse)
+        return query_gradient_of_pair(grads, query, *pair, attended, scale, tiles)
+    of_rows = row_gradients(grads, attended)
     grad_query: Tensor | None = None
-    for key, value, plan, bias, positions in parts:
-        grad_query = query_gradient(
-            grads.out, *statistics, query, key, value, plan, bias, positions, scale, before=grad_query
-        )
+    for part in parts:
+        grad_query = query_gradient(of_rows, query, part, scale, before=grad_query)
     assert grad_query is not None
-    return PairGradient(grad_query, *statistics)
+    return grad_query, of_rows
