@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument(
         "--run", nargs="*", default=list(SHORT), metavar="TEST", help="what is run (default: a choice)"
     )
+    parser.add_argument("--types", action="store_true", help="check types, too (minutes)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -48,7 +49,7 @@ def main() -> int:
         named = still_named(tree)
         for line in named:
             print(f"still named: {line}")
-        failed = [step for step in steps(options.run) if not passes(tree, *step)]
+        failed = [step for step in steps(options.run, options.types) if not passes(tree, *step)]
     print(f"{len(named)} places name it; {len(failed)} steps failed")
     return bool(named or failed)
 
@@ -98,12 +99,12 @@ def still_named(tree: Path) -> list[str]:
     return found
 
 
-def steps(tests: list[str]) -> list[tuple[str, ...]]:
+def steps(tests: list[str], with_types: bool) -> list[tuple[str, ...]]:
     """Commands, by what they are for."""
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "300")
     return [
         ("the support matrix is made anew", "docs/support.py"),
-        ("types", "-m", "mypy"),
+        *([("types", "-m", "mypy")] if with_types else []),
         ("all tests can be collected", *pytest, "--collect-only"),
         *([("a choice of tests", *pytest, *tests)] if tests else []),
     ]

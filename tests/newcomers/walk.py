@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import nearfield
 from nearfield import Geometry, Merge, SelfAttention, attend_with, recipes
-from nearfield.diffusers.specs import SPECS
+from nearfield.diffusers import all_specs
 from nearfield.methods import Composition, MergeMethod, fields, method_class, own_methods
 from nearfield.methods.recipes import Recipe
 from nearfield_lab.studio import fields as studio
@@ -84,7 +84,7 @@ def walk(name: str) -> None:
     assert not torch.allclose(expected, stock, rtol=0, atol=1e-6)
 
     # The support matrix.
-    (flux,) = (spec for spec in SPECS if spec.model == "FluxTransformer2DModel")
+    (flux,) = (spec for spec in all_specs() if spec.model == "FluxTransformer2DModel")
     assert support.tried(flux, support.all_methods()[kind.__name__]) == "exact"
 
     # Ranks: where the geometry decides, tokens may be split over them.
