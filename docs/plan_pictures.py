@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield import FineGrained, Geometry, Hilbert, LogLinear, Merge, attend, curves, planning
+from nearfield import Geometry, Hilbert, LogLinear, Merge, attend, curves, planning
 from nearfield.methods import loglinear
 from nearfield.ops.predict import api as predict
 from nearfield.plan.plan import Plan
@@ -124,7 +124,7 @@ def choose(path: Path, scene: Tensor) -> None:
         _mask("Dense: everything", planning.full(1024, 1024, q_block=16, k_block=16)),
         _mask("Hilbert: own tile", Hilbert(tiles=8, near="tile", far=None).plan(_GEOMETRY, 1)),
         _mask("LogLinear: chosen blocks", _chosen(tokens).near),
-        _mask("FineGrained: single keys", _fine_plan(tokens)),
+        _mask("A few keys at a time", _fine_plan(tokens)),
     ]
     side_by_side(path, drawings)
 
@@ -163,7 +163,7 @@ def _chosen(tokens: Tensor) -> loglinear.Chosen:
 
 
 def _fine_plan(tokens: Tensor) -> Plan:
-    blocks = FineGrained(query_block=32, grain=4).blocks(_GEOMETRY)
+    blocks = predict.Blocks(32, 4, *2 * (_GEOMETRY.num_tokens,))
     lse = (tokens @ tokens.mT / tokens.shape[-1] ** 0.5).logsumexp(-1)
     return blocks.plan(predict.by_weights(tokens, tokens, lse, blocks, 8 / 1024).keep, compact=True)
 

@@ -35,7 +35,7 @@ BASE_READS = {("_checks", "layout"), ("_checks", "plan")}
 # which may not import each other. A folder inside of a room is one sibling.
 SHARED = {
     "methods": (
-        "registry", "borders", "dense_parts", "blockwise", "layers", "view", "base", "select", "composition",
+        "registry", "borders", "dense_parts", "layers", "view", "base", "select", "composition",
         "fields", "recipes", "self_attention",
     ),
 }  # fmt: skip

@@ -7,12 +7,13 @@ import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests import tiny_models
+from tests.newcomers.radial import Radial
 from tests.test_adapters import (
     assert_differ,
     assert_same,
@@ -31,35 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import nearfield
-from nearfield import Geometry, Merge, Plan, PlanMethod, SelfAttention, attend_with, planning, recipes
+from nearfield import Geometry, Merge, PlanMethod, SelfAttention, attend_with, recipes
 from nearfield.methods import Composition, Method, method_class, method_classes, registry
 from nearfield.methods.recipes import Recipe
 from nearfield.parallel.cuts import even_split
 from nearfield.parallel.model import check_splittable
-
-
-@dataclass(frozen=True)
-class Radial(PlanMethod):
-    """Near blocks are read whole, of farther ones every second or fourth; text reads all and is read by all."""
-
-    name = "radial"
-    period = 4
-
-    reach: int = 1
-    dense_layers: int | tuple[int, ...] = 0
-    dense_steps: float = 0
-
-    def plan(self, geometry: Geometry, layer: int, *, q_block: int, k_block: int) -> Plan:
-        tokens, (text, text_stop) = geometry.num_tokens, geometry.text_span
-        rows, columns = (torch.arange(0, tokens, block) for block in (q_block, k_block))
-        distance = (rows[:, None] - columns).abs() // (self.reach * q_block)
-        every = torch.where(distance <= 1, 1, torch.where(distance <= 3, 2, 4))
-        reads = (torch.arange(len(columns)) + layer) % every == 0
-        reads |= ((rows < text_stop) & ((rows + q_block).clamp(max=tokens) > text))[:, None]
-        reads |= (columns < text_stop) & ((columns + k_block).clamp(max=tokens) > text)
-        sizes = {"q_block": q_block, "k_block": k_block, "num_queries": tokens, "num_keys": tokens}
-        return planning.from_mask(reads, **sizes)
-
 
 METHOD = Radial()
 GRID, BATCH = (12, 14), 2
@@ -307,13 +284,13 @@ def test_it_is_found_by_its_name() -> None:
 def test_a_name_belongs_to_one_class() -> None:
     expected = (
         r"^`name` must be one that no other method has; got 'radial'\."
-        r" tests\.test_own_method\.Radial has it\.$"
+        r" tests\.newcomers\.radial\.Radial has it\.$"
     )
-    for called, module in (("Spokes", __name__), ("Radial", "another_package")):
+    for called, module in (("Spokes", Radial.__module__), ("Radial", "another_package")):
         with pytest.raises(ValueError, match=expected):
             type(called, (Radial,), {"name": "radial", "__module__": module})
     assert method_class("radial") is Radial
-    cell = {"name": "radial", "__module__": __name__}  # as a cell of a notebook that is run twice
+    cell = {"name": "radial", "__module__": Radial.__module__}  # as a cell of a notebook that is run twice
     again = type("Radial", (Radial,), cell)
     assert method_class("radial") is again
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from tests import tiny_models
+from tests.newcomers.nearest import Nearest
 from tests.test_adapters import assert_differ, assert_same, double, run
 from torch import Tensor
 from torch.nn import functional
@@ -23,32 +24,6 @@ from nearfield.methods.recipes import Recipe
 from nearfield.methods.select import SelectLayer
 from nearfield.ops import predict, weighted_windows
 from nearfield.parallel.model import check_splittable
-
-
-@dataclass(frozen=True)
-class Nearest(SelectMethod):
-    """Blocks of queries read the blocks of keys whose means are nearest, wide blocks before narrow ones.
-
-    Args:
-        reach: how much the spread of a block of keys counts.
-    """
-
-    name = "nearest"
-
-    reach: float = 0.1
-    q_block: int = 16
-    k_block: int = 8
-    keep: float = 0.3
-    top_p: float | None = None
-    threshold: float | None = None
-    rest: Literal["drop", "pooled", "weighted"] = "drop"
-    rest_by: Literal["query", "block"] = "query"
-    dense_layers: int | tuple[int, ...] = 0
-    dense_steps: float = 0
-
-    def scores(self, queries: Summaries, keys: Summaries) -> Tensor:
-        distance = (queries.means[:, :, :, None] - keys.means[:, :, None]).square().sum(-1)
-        return self.reach * keys.spreads[:, :, None] - distance
 
 
 @dataclass(frozen=True)

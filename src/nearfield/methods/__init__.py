@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from nearfield._types import Moment
 from nearfield.methods import fields, recipes
 from nearfield.methods.base import Method, PlanMethod, Section
-from nearfield.methods.blockwise import Kind
 from nearfield.methods.borders import Borders
-from nearfield.methods.composition import Composition, MergeMethod
+from nearfield.methods.composition import Composition, Kind, MergeMethod
 from nearfield.methods.dense_parts import DenseSteps, stays_dense
 from nearfield.methods.layers import FarField, LayerAttention, Memory, PlanLayer, Summary, full_layer
 from nearfield.methods.recipes import Recipe

@@ -1,18 +1,17 @@
 """Merging and reading together. `apply` always holds one `Composition`, whatever it was given."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from nearfield._checks import wrong_type, wrong_value
+from nearfield._checks import check_bool, check_int, check_member, wrong_type, wrong_value
 from nearfield._memo import device_name
 from nearfield._types import Impl
 from nearfield.layout import Geometry, Ordering, Shortened
-from nearfield.methods import blockwise
 from nearfield.methods.base import Method, Pieces, Section
 from nearfield.methods.borders import Borders, borders_of_regions
 from nearfield.methods.dense_parts import DenseSteps
@@ -22,13 +21,17 @@ from nearfield.methods.view import View
 from nearfield.ops import Regions
 from nearfield.plan import Plan
 
+Kind = Literal["joint", "single", "plain"]
+"""Blocks of a model: with streams of their own for text and images, with one for both, and others."""
+Groups = int | Literal["auto"]
+
 DENSE_FID = 31
 """Of 500 pictures of the embedded model with dense attention: what the FIDs of merged ones compare with."""
 
 
 class MergeMethod(Method):
-    """A method that merges tokens before a block of a model and parts them after it. Everyone who is left reads
-    everyone, unless another method says who: `merge | attention`.
+    """A method that merges tokens before a block of a model and unmerges them after it. Every token that is left
+    reads every other, unless another method decides that: `merge | attention`.
 
     Args:
         ratio: the share of image tokens that is merged away.
@@ -46,7 +49,7 @@ class MergeMethod(Method):
     """The same together with sparse attention."""
 
     ratio: float = 0.5
-    groups: blockwise.Groups = "auto"
+    groups: Groups = "auto"
     refresh: tuple[int, int] = (10, 5)
     skip_blocks: tuple[int, int] = (5, 5)
     size_bias: bool = False
@@ -126,38 +129,41 @@ class MergeMethod(Method):
         del index, num_layers
         return "everyone reads everyone"
 
-    def check_blockwise(self) -> None:
+    def check_merging(self) -> None:
         """Check the fields that all methods that merge have."""
         for name, least, meaning in (
             ("refresh", 1, "(destinations, shares)"),
             ("skip_blocks", 0, "(joint, single)"),
         ):
-            checked = blockwise.checked_pair(name, getattr(self, name), least, meaning)
-            object.__setattr__(self, name, checked)
-        blockwise.check_groups(self.groups)
+            pair = getattr(self, name)
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                wrong_type(name, f"be a pair {meaning}", repr(pair))
+            for value in pair:
+                check_int(name, value, at_least=least)
+            object.__setattr__(self, name, tuple(pair))
+        if self.groups != "auto":
+            check_int("groups", self.groups, at_least=1)
+        check_bool("size_bias", self.size_bias)
 
-    def block_group(self, kind: blockwise.Kind, block: int) -> int | None:
-        """Which group the n-th block of a kind belongs to; None: it is not merged.
+    def block_group(self, kind: Kind, block: int) -> int | None:
+        """Which group the n-th block of a kind belongs to; None where it is not merged.
 
         A map is made at the first block of a group and serves all of it.
         """
-        return blockwise.group_of(kind, block, self.skip_blocks, self.groups)
+        check_member("kind", kind, get_args(Kind))
+        check_int("block", block, at_least=0)
+        number = block - {"joint": self.skip_blocks[0], "single": self.skip_blocks[1], "plain": 0}[kind]
+        if number < 0:
+            return None
+        return 0 if self.groups == "auto" else number // self.groups
 
     def refresh_phase(self, step: int) -> tuple[int, int]:
         """Counts the renewals of destinations and shares: what was made in the same phase may be used again."""
-        return blockwise.phase_of(step, self.refresh)
+        check_int("step", step, at_least=0)
+        return step // self.refresh[0], step // self.refresh[1]
 
-    def borders(
-        self,
-        geometry: Geometry,
-        *,
-        layers: Sequence[int] | None = None,
-        heads: int | None = None,
-        q_block: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Borders:
+    def borders(self, geometry: Geometry, **_: Any) -> Borders:
         """The borders of regions: what is added to tokens differs across them."""
-        del layers, heads, q_block, device
         return borders_of_regions(self.ordering(geometry), geometry, self.regions(geometry).lengths)
 
     def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
@@ -224,16 +230,9 @@ class Composition(Method):
 
     # -- who reads whom ----------------------------------------------------------------------------------------------
 
-    def layer(
-        self,
-        geometry: Geometry,
-        index: int = 0,
-        *,
-        heads: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> LayerAttention:
+    def layer(self, geometry: Geometry, index: int = 0, **options: Any) -> LayerAttention:
         """What a layer needs to attend, among all tokens or, for a geometry that is `shortened`, merged ones."""
-        return self._reading.layer(geometry, index, heads=heads, device=device)
+        return self._reading.layer(geometry, index, **options)
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """The order of the image tokens: that of the attention, if there is one."""
@@ -330,20 +329,12 @@ class Composition(Method):
     def weighs_image_keys(self) -> bool:
         return self._reading.weighs_image_keys
 
-    def borders(
-        self,
-        geometry: Geometry,
-        *,
-        layers: Sequence[int] | None = None,
-        heads: int | None = None,
-        q_block: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Borders | None:
-        """Those of merged regions, where there are any, else those of the attention."""
+    def borders(self, geometry: Geometry, **options: Any) -> Borders | None:
+        """The borders of merged regions, where there are any, else those of the attention."""
         regions = self.regions(geometry)
         if regions is not None:
             return borders_of_regions(self.ordering(geometry), geometry, regions.lengths)
-        return self._reading.borders(geometry, layers=layers, heads=heads, q_block=q_block, device=device)
+        return self._reading.borders(geometry, **options)
 
     def view(self, geometry: Geometry, index: int = 0, *, near: Plan | None = None) -> View | None:
         """That of the attention, where nothing is merged by what tokens hold."""

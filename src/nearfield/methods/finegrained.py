@@ -1,8 +1,8 @@
 """FG-Attn (arXiv 2509.16518): skips single keys, or a few, instead of whole blocks.
 
-For each block of queries the keys that matter to any of them are gathered into packed tiles. Which those are is told by
-full attention itself, at a few steps of the denoising loop, and remembered in between ("cached"); or predicted at every
-call by attention among means ("online").
+For each block of queries the keys that matter to any of them are gathered into packed tiles. Full attention finds these
+keys at a few steps of the denoising loop, and the lists serve until the next of these steps ("cached"); or attention
+among means predicts them at every call ("online").
 """
 
 import math

@@ -104,7 +104,7 @@ class LogLinear(Method):
         return (
             "LogLinear is made for models that are trained with it: one that was trained with full attention loses"
             " quality (measured on the embedded model at 512 px, topk=8: LPIPS 0.23, 20.2 dB to dense; see"
-            " docs/loglinear.md). Train or tune it with the method in place, or use Hilbert or FineGrained."
+            " docs/loglinear.md). Train or tune it with the method in place, or use Hilbert."
         )
 
     @property

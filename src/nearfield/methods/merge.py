@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nearfield._checks import (
-    check_bool,
     check_int,
     check_member,
     check_number,
@@ -26,9 +25,8 @@ from nearfield._checks import (
 from nearfield._memo import device_name
 from nearfield._types import Impl
 from nearfield.layout import Geometry, Grid, Ordering, check_geometry, curves, tiling
-from nearfield.methods import blockwise
 from nearfield.methods.base import Pieces
-from nearfield.methods.composition import MergeMethod
+from nearfield.methods.composition import Groups, MergeMethod
 from nearfield.ops import Group, Merging, Regions, merging_of
 
 Region = Literal["run", "window", "global"]
@@ -63,7 +61,7 @@ class Merge(MergeMethod):
     region_size: int = 64
     sharpness: float = 50.0
     refresh: tuple[int, int] = (10, 5)
-    groups: blockwise.Groups = "auto"
+    groups: Groups = "auto"
     skip_blocks: tuple[int, int] = (5, 5)
     size_bias: bool = False
     placement: Placement = "block"
@@ -83,8 +81,7 @@ class Merge(MergeMethod):
         check_number("sharpness", self.sharpness)
         if not self.sharpness > 0:
             wrong_value("sharpness", "be above 0", self.sharpness)
-        self.check_blockwise()
-        check_bool("size_bias", self.size_bias)
+        self.check_merging()
         check_member("placement", self.placement, get_args(Placement))
 
     # -- which tokens become one -----------------------------------------------------------------------------------

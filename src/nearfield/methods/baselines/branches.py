@@ -6,15 +6,16 @@ tokens of the other blocks by linear attention, whose weights are products of po
 matrices per block, and its result goes through a projection that the model learns. Both branches are zero at first.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from nearfield._checks import check_int, check_member, shape_of, wrong_value
+from nearfield._checks import check_int, check_member, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.layout import CurveOrder, Geometry, check_no_text
 from nearfield.methods.base import Method
@@ -25,9 +26,21 @@ from nearfield.plan import Plan
 from nearfield.plan import builders as planning
 
 
+class _Call(NamedTuple):
+    """What one call is made with, and what it has chosen."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    means: tuple[Tensor, Tensor]
+    plan: Plan
+    scale: float | None
+    impl: Impl
+
+
 @dataclass(frozen=True)
 class _ChosenBlocks(Method):
-    """The fields that both have.
+    """Blocks that are chosen by the products of their means, and a second branch that the model lets in.
 
     Args:
         block: tokens per block, of queries and of keys.
@@ -41,7 +54,13 @@ class _ChosenBlocks(Method):
     dense_steps: DenseSteps = 0
 
     takes_text: ClassVar[bool] = False
+    is_baseline: ClassVar[bool] = True
     example: ClassVar[Mapping[str, Any]] = {"block": 4, "topk": 1}
+    argument: ClassVar[str]
+    """The argument of `attend` that lets the second branch in."""
+    no_bias: ClassVar[str]
+    """Why keys can have no bias then."""
+    second_words: ClassVar[str]
 
     def __post_init__(self) -> None:
         check_pooling("block", self.block)
@@ -49,14 +68,67 @@ class _ChosenBlocks(Method):
         check_member("order", self.order, get_args(CurveOrder))
         self.check_dense_parts()
 
-    def num_pairs(self, geometry: Geometry) -> int:
-        """Pairs of tokens read exactly, per batch element and head."""
-        tokens = geometry.num_tokens
-        return tokens * min(tokens, self.topk * self.block)
+    def layer(self, geometry: Geometry, index: int = 0, **_: Any) -> "ChosenLayer":
+        """What a layer needs to attend: everything is chosen at the call, by every layer and head for itself."""
+        del index
+        check_no_text(geometry)
+        return ChosenLayer(self, geometry)
 
-    def choice_words(self, geometry: Geometry) -> str:
+    @abstractmethod
+    def second(self, call: _Call, admitted: Tensor) -> Tensor:
+        """What the second branch adds to what is read exactly, `[B, H, N, D]`."""
+
+    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
+        """What the fields come to on a geometry."""
+        del device
         blocks = -(-geometry.num_tokens // self.block)
-        return f"{geometry}: {blocks} blocks of {self.block} tokens choose {min(self.topk, blocks)} each"
+        chosen = f"{blocks} blocks of {self.block} tokens choose {min(self.topk, blocks)} each"
+        return f"{geometry}: {chosen}, and {self.second_words}"
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenLayer(LayerAttention):
+    """What one layer reads: chosen anew at every call."""
+
+    method: _ChosenBlocks
+    geometry: Geometry
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of tokens read exactly, per batch element and head; the second branch is not counted."""
+        tokens = self.geometry.num_tokens
+        return tokens * min(tokens, self.method.topk * self.method.block)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_bias: Tensor | None = None,
+        scale: float | None = None,
+        impl: Impl = "auto",
+        **extra: Tensor,
+    ) -> Attended:
+        """Attention among tokens in the method's order, `[B, H, N, D]`; `lse` is that of what is read exactly.
+
+        Args:
+            extra: what lets the second branch in, as the method's `module` gives it; without it there is no such
+                branch.
+        """
+        method = self.method
+        admitted = extra.pop(method.argument, None)
+        if extra:
+            wrong_type("extra", f"hold `{method.argument}` alone", ", ".join(extra))
+        if admitted is not None and key_bias is not None:
+            wrong_value("key_bias", f"be None with a `{method.argument}`: {method.no_bias}", "both")
+        queries, keys = (pool(x, method.block, 1, impl) for x in (query, key))
+        plan = chosen_blocks(queries, keys, method.topk, scale, impl)
+        near = attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
+        if admitted is None:
+            return near
+        call = _Call(query, key, value, (queries.level(1), keys.level(1)), plan, scale, impl)
+        return Attended(near.out + method.second(call, admitted).to(near.out.dtype), near.lse)
 
 
 # -- attention among means, behind a gate --------------------------------------------------------------------------
@@ -71,66 +143,21 @@ class GatedBlocks(_ChosenBlocks):
     """
 
     name: ClassVar[str] = "gatedblocks"
-    is_baseline: ClassVar[bool] = True
-
-    def layer(self, geometry: Geometry, index: int = 0, **_: Any) -> "GatedLayer":
-        """What a layer needs to attend: everything is chosen at the call, by every layer and head for itself."""
-        del index
-        check_no_text(geometry)
-        return GatedLayer(self, geometry)
+    argument: ClassVar[str] = "gate"
+    no_bias: ClassVar[str] = "a mean cannot hide some of its tokens"
+    second_words: ClassVar[str] = "read all means where a gate lets them"
 
     def module(self, dim: int, heads: int) -> "Gate":
         return Gate(dim, heads)
 
-    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
-        """What the fields come to on a geometry."""
-        del device
-        return f"{self.choice_words(geometry)}, and read all means where a gate lets them"
-
-
-@dataclass(frozen=True, eq=False)
-class GatedLayer(LayerAttention):
-    """What one layer reads: chosen anew at every call."""
-
-    method: GatedBlocks
-    geometry: Geometry
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of tokens read per batch element and head; pairs of means are not counted."""
-        return self.method.num_pairs(self.geometry)
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_bias: Tensor | None = None,
-        scale: float | None = None,
-        impl: Impl = "auto",
-        gate: Tensor | None = None,
-    ) -> Attended:
-        """Attention among tokens in the method's order, `[B, H, N, D]`.
-
-        Args:
-            gate: broadcastable to `query`; None leaves the coarse branch out. `lse` is that of the tokens alone.
-        """
-        if gate is not None and key_bias is not None:
-            wrong_value("key_bias", "be None with a `gate`: a mean cannot hide some of its tokens", "both")
-        method = self.method
-        queries, keys = (pool(x, method.block, 1, impl) for x in (query, key))
-        plan = chosen_blocks(queries, keys, method.topk, scale, impl)
-        near = attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
-        if gate is None:
-            return near
-        values = pool(value, method.block, 1, impl)
-        rows, columns, read = (pooled.level(1) for pooled in (queries, keys, values))
-        full = planning.full(rows.shape[2], columns.shape[2], device=query.device)
-        bias = log_sizes(key.shape[2], method.block, key.device)
-        coarse = attend(rows, columns, read, full, key_bias=bias, scale=scale, impl=impl).out
-        spread = coarse.repeat_interleave(method.block, 2)[:, :, : query.shape[2]]
-        return Attended(near.out + (gate * spread).to(near.out.dtype), near.lse)
+    def second(self, call: _Call, admitted: Tensor) -> Tensor:
+        """What each block reads among all means, times a gate that is broadcastable to the queries."""
+        given: dict[str, Any] = {"scale": call.scale, "impl": call.impl}
+        (rows, columns), read = call.means, pool(call.value, self.block, 1, call.impl).level(1)
+        full = planning.full(rows.shape[2], columns.shape[2], device=rows.device)
+        bias = log_sizes(call.key.shape[2], self.block, rows.device)
+        coarse = attend(rows, columns, read, full, key_bias=bias, **given).out
+        return admitted * coarse.repeat_interleave(self.block, 2)[:, :, : call.query.shape[2]]
 
 
 class Gate(nn.Module):
@@ -155,66 +182,19 @@ class SparseLinear(_ChosenBlocks):
     """SLA: block top-k, plus linear attention over what was not chosen."""
 
     name: ClassVar[str] = "sparselinear"
-    is_baseline: ClassVar[bool] = True
-
-    def layer(self, geometry: Geometry, index: int = 0, **_: Any) -> "SparseLinearLayer":
-        """What a layer needs to attend: everything is chosen at the call, by every layer and head for itself."""
-        del index
-        check_no_text(geometry)
-        return SparseLinearLayer(self, geometry)
+    argument: ClassVar[str] = "projection"
+    no_bias: ClassVar[str] = "linear attention cannot hide keys"
+    second_words: ClassVar[str] = "read the others by linear attention where a projection lets them"
 
     def module(self, dim: int, heads: int) -> "Projection":
         return Projection(dim, heads)
 
-    def describe(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> str:
-        """What the fields come to on a geometry."""
-        del device
-        others = "and read the others by linear attention where a projection lets them"
-        return f"{self.choice_words(geometry)}, {others}"
-
-
-@dataclass(frozen=True, eq=False)
-class SparseLinearLayer(LayerAttention):
-    """What one layer reads: chosen anew at every call."""
-
-    method: SparseLinear
-    geometry: Geometry
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of tokens read exactly, per batch element and head."""
-        return self.method.num_pairs(self.geometry)
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_bias: Tensor | None = None,
-        scale: float | None = None,
-        impl: Impl = "auto",
-        projection: Tensor | None = None,
-    ) -> Attended:
-        """Attention among tokens in the method's order, `[B, H, N, D]`.
-
-        Args:
-            projection: `[D, D]`, or one per head, `[H, D, D]`, for what linear attention gives; None leaves it out.
-                `lse` is that of the tokens that are read exactly.
-        """
-        if projection is not None and key_bias is not None:
-            wrong_value("key_bias", "be None with a `projection`: linear attention cannot hide keys", "both")
-        method = self.method
-        queries, keys = (pool(x.detach(), method.block, 1, impl) for x in (query, key))
-        plan = chosen_blocks(queries, keys, method.topk, scale, impl)
-        near = attend(query, key, value, plan, key_bias=key_bias, scale=scale, impl=impl)
-        if projection is None:
-            return near
-        dim = query.shape[3]
-        if projection.shape[-2:] != (dim, dim) or projection.dim() > 3:
-            wrong_value("projection", f"be [{dim}, {dim}], or one such matrix per head", shape_of(projection))
-        others = linear_attention(query, key, value, plan) @ projection
-        return Attended(near.out + others.to(near.out.dtype), near.lse)
+    def second(self, call: _Call, admitted: Tensor) -> Tensor:
+        """What linear attention gives, projected by a matrix `[D, D]` or by one per head, `[H, D, D]`."""
+        dim = call.query.shape[3]
+        if admitted.shape[-2:] != (dim, dim) or admitted.dim() > 3:
+            wrong_value("projection", f"be [{dim}, {dim}], or one such matrix per head", shape_of(admitted))
+        return linear_attention(call.query, call.key, call.value, call.plan) @ admitted
 
 
 def linear_attention(query: Tensor, key: Tensor, value: Tensor, chosen: Plan) -> Tensor:

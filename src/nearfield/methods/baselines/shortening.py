@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nearfield._checks import check_bool, check_int, check_number, wrong_value
+from nearfield._checks import check_int, check_number, wrong_value
 from nearfield._memo import device_name
 from nearfield._types import Attended, Impl
 from nearfield.layout import Geometry, Grid
-from nearfield.methods import blockwise
 from nearfield.methods.base import Method, Pieces
-from nearfield.methods.composition import MergeMethod
+from nearfield.methods.composition import Groups, MergeMethod
 from nearfield.methods.dense_parts import DenseSteps
 from nearfield.methods.layers import LayerAttention
 from nearfield.ops import Assignment, Regions, attend, matched
@@ -43,7 +42,7 @@ class BipartiteMerge(MergeMethod):
     stride: int = 2
     seed: int = 0
     refresh: tuple[int, int] = (1, 1)
-    groups: blockwise.Groups = "auto"
+    groups: Groups = "auto"
     skip_blocks: tuple[int, int] = (5, 5)
     size_bias: bool = False
 
@@ -57,8 +56,7 @@ class BipartiteMerge(MergeMethod):
         if not 0 <= self.ratio <= most:
             cell = f"{self.stride}x{self.stride}"
             wrong_value("ratio", f"be from 0 to {most:g} where one token of {cell} stays", self.ratio)
-        self.check_blockwise()
-        check_bool("size_bias", self.size_bias)
+        self.check_merging()
 
     def regions(self, geometry: Geometry, pieces: Pieces | None = None) -> Regions:
         """Every image is one."""

@@ -1,7 +1,7 @@
 """Compile kernels for sm_90 without a GPU: `python -m nearfield.ops._triton.compile_check [--all]`.
 
 Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes every variant
-of the Hopper kernel. Of the plain kernels it takes those of LogLinear and FineGrained, in which much is decided while
+of the Hopper kernel. Of the plain kernels it takes those that choose blocks and keys, in which much is decided while
 compiling, and those of merged blocks: the interpreter, being Python, cannot judge that.
 """
 

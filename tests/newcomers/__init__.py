@@ -1,0 +1,1 @@
+"""Methods as newcomers write them, one file each. `tests/test_newcomers.py` drops them into a copy of the library."""
