@@ -1,5 +1,6 @@
 """Chunks and contexts against full prefill of the same tokens by the model alone."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from tests.tiny_language_models import CLASSES, ROPE, full_prefill, language_model, random_tokens
 from torch import Tensor
 
-from nearfield.retrieval import Chunk, Context, assemble, prefill_chunk
+from nearfield.retrieval import Chunk, Context, assemble, first_logits, prefill_chunk, score, verify
 
 PREFIX = torch.tensor([1, 5])
 LENGTHS = (37, 20, 33)
@@ -143,40 +144,81 @@ def test_model_is_refused_with_the_reason(case: str) -> None:
     assert str(error.value) == message
 
 
+def assert_refused(calls: Sequence[tuple[type[Exception], str, Callable[[], object]]]) -> None:
+    for kind, message, call in calls:
+        with pytest.raises(kind, match=message):
+            call()
+
+
 def test_bad_calls() -> None:
     model = language_model()
     one, other = prefill_chunk(model, random_tokens(4), PREFIX), prefill_chunk(model, random_tokens(4))
-    with pytest.raises(ValueError, match="`chunks` must hold at least one chunk; got none"):
-        assemble(model, [])
-    with pytest.raises(
-        ValueError, match=r"`chunks\[1\]` must stand behind the same prefix as the first; got \[\]"
-    ):
-        assemble(model, [one, other])
-    with pytest.raises(
-        ValueError, match=r"`chunks\[0\]` must have the model's precision, torch.float32; got"
-    ):
-        assemble(language_model(dtype=torch.float32), [one])
-    with pytest.raises(ValueError, match=r"`chunks\[0\]` must have the 2 layers of the model; got 4"):
-        assemble(language_model(num_hidden_layers=2), [one])
-    with pytest.raises(ValueError, match="`geometry` must be one of 'global', 'local'; got 'true'"):
-        assemble(model, [one], geometry="true")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`tokens` must hold at least one token"):
-        prefill_chunk(model, random_tokens(0))
-    with pytest.raises(TypeError, match=r"`tokens` must hold integers; got torch.float32"):
-        prefill_chunk(model, torch.zeros(3))
-    for outside in (-1, 97):
-        with pytest.raises(ValueError, match=rf"`tokens` must hold token ids from 0 to 96; got {outside}\."):
-            prefill_chunk(model, torch.tensor([4, outside]))
-    with pytest.raises(ValueError, match=r"`prefix` must hold token ids from 0 to 96; got 97\."):
-        prefill_chunk(model, random_tokens(4), torch.tensor([97]))
-    empty = replace(one, prefix_length=len(one.tokens))
-    with pytest.raises(
-        ValueError, match=r"`chunks\[1\]` must hold at least one token behind its prefix; got"
-    ):
-        assemble(model, [one, empty])
-    short = replace(one, values=one.values[:, :, :-1])
-    rule = r"`chunks\[1\]` must have keys and values of shape \[4, 2, 6, 8\]; got shape \[4, 2, 5, 8\]"
-    with pytest.raises(ValueError, match=rule):
-        assemble(model, [one, short])
-    with pytest.raises(TypeError, match="`model` must be a decoder of transformers; got NoneType"):
-        assemble(None, [one])
+    empty, short = replace(one, prefix_length=len(one.tokens)), replace(one, values=one.values[:, :, :-1])
+    shapes = r"shape \[4, 2, 6, 8\]; got shape \[4, 2, 5, 8\]"
+    single, few = language_model(dtype=torch.float32), language_model(num_hidden_layers=2)
+    assert_refused(
+        [
+            (ValueError, "`chunks` must hold at least one chunk; got none", lambda: assemble(model, [])),
+            (
+                ValueError,
+                r"`chunks\[1\]` must stand behind the same prefix as the first; got \[\]",
+                lambda: assemble(model, [one, other]),
+            ),
+            (
+                ValueError,
+                r"`chunks\[0\]` must have the model's precision, torch.float32; got",
+                lambda: assemble(single, [one]),
+            ),
+            (
+                ValueError,
+                r"`chunks\[0\]` must have the 2 layers of the model; got 4",
+                lambda: assemble(few, [one]),
+            ),
+            (
+                ValueError,
+                "`geometry` must be one of 'global', 'local'; got 'true'",
+                lambda: assemble(model, [one], geometry="true"),  # type: ignore[arg-type]
+            ),
+            (
+                ValueError,
+                r"`chunks\[1\]` must hold at least one token behind its prefix; got",
+                lambda: assemble(model, [one, empty]),
+            ),
+            (
+                ValueError,
+                rf"`chunks\[1\]` must have keys and values of {shapes}",
+                lambda: assemble(model, [one, short]),
+            ),
+            (
+                TypeError,
+                "`model` must be a decoder of transformers; got NoneType",
+                lambda: assemble(None, [one]),
+            ),
+            (
+                ValueError,
+                "`tokens` must hold at least one token",
+                lambda: prefill_chunk(model, random_tokens(0)),
+            ),
+            (
+                TypeError,
+                r"`tokens` must hold integers; got torch.float32",
+                lambda: prefill_chunk(model, torch.zeros(3)),
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize("outside", [-1, 97])
+def test_tokens_that_the_model_does_not_have_are_refused(outside: int) -> None:
+    model, tokens, wrong = language_model(), random_tokens(4), torch.tensor([4, outside])
+    rule = rf"must hold token ids from 0 to 96; got {outside}\."
+    context = assemble(model, [prefill_chunk(model, tokens)])
+    assert_refused(
+        [
+            (ValueError, f"`tokens` {rule}", lambda: prefill_chunk(model, wrong)),
+            (ValueError, f"`prefix` {rule}", lambda: prefill_chunk(model, tokens, wrong)),
+            (ValueError, f"`question` {rule}", lambda: score(model, context, wrong)),
+            (ValueError, f"`question` {rule}", lambda: first_logits(model, context, tokens[:0], wrong)),
+            (ValueError, f"`tokens` {rule}", lambda: verify(model, wrong)),
+        ]
+    )

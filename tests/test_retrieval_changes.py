@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -408,6 +409,18 @@ def test_hooks_that_other_processes_cannot_know_are_no_others() -> None:
     assert differences(of_hook(local(2)), of_hook(local(2))) == ["modules"]
     one = local(2)
     assert of_hook(one) == of_hook(one) != of_hook(doubled)
+
+
+def test_models_that_accelerate_places_share_their_chunks() -> None:
+    """As `device_map="auto"` does it: its hooks are the same in every process."""
+
+    def placed() -> Any:
+        model = tiny()
+        accelerate.hooks.add_hook_to_module(projection(model), accelerate.hooks.AlignDevicesHook("cpu"))
+        return model
+
+    assert fingerprint(placed(), PREFIX) == fingerprint(placed(), PREFIX)
+    assert differences(fingerprint(placed(), PREFIX), fingerprint(tiny(), PREFIX)) == ["modules"]
 
 
 def test_hooks_that_note_outputs_change_nothing() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_retrieval import assert_refused
 from tests.tiny_language_models import DOCUMENTS, language_model, tiny_tokenizer
 from torch import Tensor
 
@@ -302,9 +303,7 @@ def test_bad_calls(tokenizer: Any) -> None:
         ),
         (ValueError, r"`content` must hold \[\[documents\]\] once", lambda: chat_prompt(tokenizer, "no")),
     ]
-    for kind, message, call in table:
-        with pytest.raises(kind, match=message):
-            call()
+    assert_refused(table)
 
 
 def test_model_that_cannot_be_reused_is_refused_at_once(tokenizer: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_retrieval import chunks_of, context_of, every_class, layers_of
+from tests.test_retrieval import assert_refused, chunks_of, context_of, every_class, layers_of
 from tests.tiny_language_models import full_prefill, language_model, random_tokens
 from torch import Tensor
 
@@ -166,15 +166,38 @@ def test_bad_calls() -> None:
     model = language_model()
     context = context_of(model)
     names = "'infoflow', 'cacheblend', 'epic', 'random', 'all', 'none'"
-    with pytest.raises(ValueError, match=f"`selector` must be one of {names}; got 'best'"):
-        score(model, context, QUESTION, "best")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"`ratio` must lie between 0 and 1; got 1\.5"):
-        select(context, torch.zeros(92), 1.5)
-    with pytest.raises(ValueError, match="`scores` must have one entry for each of 92 rows; got"):
-        select(context, torch.zeros(91))
-    with pytest.raises(ValueError, match="`layer` must be below 4, the model's layers; got 4"):
-        score(model, context, QUESTION, CacheBlend(layer=4))
-    with pytest.raises(ValueError, match="`depth` must ascend between 0 and 1; got"):
-        replace(InfoFlow(), depth=(0.5, 0.4))
-    with pytest.raises(ValueError, match="`question` must hold at least one token"):
-        score(model, context, QUESTION[:0])
+    best: Any = "best"
+    assert_refused(
+        [
+            (
+                ValueError,
+                f"`selector` must be one of {names}; got 'best'",
+                lambda: score(model, context, QUESTION, best),
+            ),
+            (
+                ValueError,
+                r"`ratio` must lie between 0 and 1; got 1\.5",
+                lambda: select(context, torch.zeros(92), 1.5),
+            ),
+            (
+                ValueError,
+                "`scores` must have one entry for each of 92 rows; got",
+                lambda: select(context, torch.zeros(91)),
+            ),
+            (
+                ValueError,
+                "`layer` must be below 4, the model's layers; got 4",
+                lambda: score(model, context, QUESTION, CacheBlend(layer=4)),
+            ),
+            (
+                ValueError,
+                "`depth` must ascend between 0 and 1; got",
+                lambda: replace(InfoFlow(), depth=(0.5, 0.4)),
+            ),
+            (
+                ValueError,
+                "`question` must hold at least one token",
+                lambda: score(model, context, QUESTION[:0]),
+            ),
+        ]
+    )

@@ -47,6 +47,8 @@ class LayerAttention(ABC):
 
     plans: Sequence[Plan] = ()
     """Who reads whom, as far as that is known before calls; empty where content decides."""
+    summaries: "tuple[FarField, Summary] | None" = None
+    """The summaries that the last of `plans` reads, and their kind; None where no plan reads summaries."""
     stats: ReadStats | None = None
     """What calls have read so far, where that is counted."""
 
@@ -176,6 +178,10 @@ class PlanLayer(LayerAttention):
     @property
     def plans(self) -> Sequence[Plan]:  # type: ignore[override]
         return (self.near,) if self.far is None else (self.near, self.far.plan)
+
+    @property
+    def summaries(self) -> tuple[FarField, Summary] | None:  # type: ignore[override]
+        return None if self.far is None else (self.far, self.summary)
 
     @property
     def num_pairs(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.layout import Geometry, Ordering
-from nearfield.methods import Composition, LayerAttention, PlanLayer
+from nearfield.methods import Composition, LayerAttention
 from nearfield.ops import merge_attended
 from nearfield.parallel.attention import attend
 from nearfield.parallel.far import SplitFarField, bytes_summed
@@ -131,12 +131,13 @@ class SplitModel:
 
     def layer(self, layer: LayerAttention) -> SplitLayer:
         """This rank's part of a method's layer."""
-        if not isinstance(layer, PlanLayer):
+        if len(layer.plans) != 1 + (layer.summaries is not None):
             wrong_value("method", SPLITTABLE, type(layer).__name__)
-        near = self._layer(layer.near)
-        if layer.far is None:
+        near = self._layer(layer.plans[0])
+        if layer.summaries is None:
             return near
-        return replace(near, far=SplitFarField.of(layer.far, self.split, self.ranks.index, layer.summary))
+        field, kind = layer.summaries
+        return replace(near, far=SplitFarField.of(field, self.split, self.ranks.index, kind))
 
     def dense_layer(self, device: torch.device) -> SplitLayer:
         """This rank's part of a layer in which everyone reads everyone."""

@@ -34,6 +34,7 @@ _PASSING |= {*vars(torch.nn.Module())} - {"training"}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _SETTINGS = (*_PLAIN, dict, list, tuple, set, frozenset, *_FUNCTIONS)
+_PACKAGES = ("torch.", "transformers.", "accelerate.", "peft.")
 _names: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
 
@@ -142,7 +143,7 @@ def _setting(value: Any) -> str:
 
 
 def _name_of(function: Any) -> str:
-    """The name of a function that can be imported by it; of any other, one that no other process gives."""
+    """The name of a function that can be imported by it, or is of a known package; else one of this process alone."""
     try:
         is_known = function in _names
     except TypeError:  # an object that cannot be remembered: never the same again
@@ -154,7 +155,7 @@ def _name_of(function: Any) -> str:
             is_of_module = isinstance(getattr(function, "__self__", None), torch.nn.Module)
             plain = function.__func__ if is_of_module else function
             name = f"{getattr(plain, '__module__', None)}.{getattr(plain, '__qualname__', None)}"
-            if pydoc.locate(name) is not plain:
+            if pydoc.locate(name) is not plain and not name.startswith(_PACKAGES):
                 name = uuid.uuid4().hex
         _names[function] = name
     return _names[function]
