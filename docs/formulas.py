@@ -7,11 +7,12 @@ import html
 import re
 
 SYMBOLS = {
-    "alpha": "α", "approx": "≈", "bigcup": "⋃", "bmod": " mod ", "cap": "∩", "cdot": "·", "cos": "cos", "cup": "∪",
-    "delta": "δ", "dots": "…", "ell": "ℓ", "exp": "exp", "ge": "≥", "in": "∈", "infty": "∞", "lceil": "⌈", "ldots": "…",
-    "le": "≤", "leftarrow": "←", "lfloor": "⌊", "log": "log", "lVert": "‖", "max": "max", "mid": "|", "min": "min",
-    "nabla": "∇", "ne": "≠", "notin": "∉", "partial": "∂", "prime": "′", "prod": "∏",
-    "propto": "∝", "rceil": "⌉", "rfloor": "⌋", "rVert": "‖", "sqrt": "√", "subset": "⊂", "sum": "∑", "times": "×", "to": "→", "top": "⊤", "sigma": "σ",
+    "alpha": "α", "approx": "≈", "bigcup": "⋃", "bmod": " mod ", "cap": "∩", "cdot": "·", "cos": "cos",
+    "cup": "∪", "delta": "δ", "dots": "…", "ell": "ℓ", "exp": "exp", "ge": "≥", "in": "∈", "infty": "∞",
+    "lceil": "⌈", "ldots": "…", "le": "≤", "leftarrow": "←", "lfloor": "⌊", "log": "log", "lVert": "‖",
+    "max": "max", "mid": "|", "min": "min", "nabla": "∇", "ne": "≠", "notin": "∉", "partial": "∂",
+    "prime": "′", "prod": "∏", "propto": "∝", "rceil": "⌉", "rfloor": "⌋", "rVert": "‖", "sqrt": "√",
+    "subset": "⊂", "sum": "∑", "times": "×", "to": "→", "top": "⊤", "sigma": "σ",
 }  # fmt: skip
 SPACES = {"quad": "1em", "qquad": "2em", ",": "0.17em", ";": "0.28em", " ": "0.25em", "!": "-0.17em"}
 ACCENTS = {"bar": "¯", "tilde": "~", "hat": "^"}
