@@ -7,7 +7,7 @@ import html
 import re
 
 SYMBOLS = {
-    "alpha": "α", "approx": "≈", "bigcup": "⋃", "bmod": " mod ", "cap": "∩", "cdot": "·", "cos": "cos",
+    "alpha": "α", "approx": "≈", "bigcup": "⋃", "bmod": "\N{NO-BREAK SPACE}mod\N{NO-BREAK SPACE}", "cap": "∩", "cdot": "·", "cos": "cos",
     "cup": "∪", "delta": "δ", "dots": "…", "ell": "ℓ", "exp": "exp", "ge": "≥", "in": "∈", "infty": "∞",
     "lceil": "⌈", "ldots": "…", "le": "≤", "leftarrow": "←", "lfloor": "⌊", "log": "log", "lVert": "‖",
     "max": "max", "mid": "|", "min": "min", "nabla": "∇", "ne": "≠", "notin": "∉", "partial": "∂",
@@ -17,6 +17,7 @@ SYMBOLS = {
 SPACES = {"quad": "1em", "qquad": "2em", ",": "0.17em", ";": "0.28em", " ": "0.25em", "!": "-0.17em"}
 ACCENTS = {"bar": "¯", "tilde": "~", "hat": "^"}
 SIZES = ("left", "right", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "textstyle", "displaystyle")
+FUNCTIONS = ("cos", "exp", "log")
 STRETCHED = ("sum", "prod", "bigcup", "max", "min")
 _WORDS = re.compile(r"\\(?:text|mathrm|operatorname)\{([^{}]*)\}")
 _TOKEN = re.compile(rf"{_WORDS.pattern}|\\(?:[a-zA-Z]+|.)|[0-9]+(?:\.[0-9]+)?|\S")
@@ -27,7 +28,8 @@ def mathml(formula: str, is_block: bool = False) -> str:
     body, number = _without_tag(formula)
     content = "".join(_Reader(body).sequence())
     if number:
-        content = f'<mtable class="numbered"><mtr><mtd>{content}</mtd><mtd>({number})</mtd></mtr></mtable>'
+        row = f"<mtr><mtd>{content}</mtd><mtd>({number})</mtd></mtr>"
+        content = f'<mtable class="numbered" displaystyle="true">{row}</mtable>'
     block = ' display="block"' if is_block else ""
     return f"<math{block}>{content}</math>"
 
@@ -57,9 +59,11 @@ class _Reader:
         return parts
 
     def _scripted(self) -> str:
-        """One thing with what stands below and above it."""
+        """One thing with what is below and above it; a space after the name of a function."""
         command = self.tokens[self.place].removeprefix("\\")
         base = self._one()
+        if command in FUNCTIONS and self._next() not in ("(", "_", "^", ""):
+            return f'{base}<mspace width="0.17em"/>'
         below = above = ""
         while self._next() in ("_", "^"):
             mark = self.tokens[self.place]
@@ -87,7 +91,8 @@ class _Reader:
             return _row(self.sequence("}"))
         words = _WORDS.fullmatch(token)
         if words:
-            return f"<mtext>{html.escape(words[1])}</mtext>"
+            plain = re.sub("^ | $", "\N{NO-BREAK SPACE}", words[1])  # plain spaces at the ends are dropped
+            return f"<mtext>{html.escape(plain)}</mtext>"
         if token.startswith("\\"):
             return self._command(token[1:])
         if token[0].isdigit():
@@ -126,7 +131,7 @@ class _Reader:
             if token.startswith("\\") and token[1:] in SYMBOLS
             else token.removeprefix("\\")
         )
-        return f"<mo>{html.escape(symbol)}</mo>"
+        return f'<mo stretchy="true">{html.escape(symbol)}</mo>'
 
 
 def _row(parts: list[str]) -> str:

@@ -327,7 +327,7 @@ def test_formulas_say_what_they_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         mathml(r"\frac{a_i}{2}") == "<math><mfrac><msub><mi>a</mi><mi>i</mi></msub><mn>2</mn></mfrac></math>"
     )
-    assert "<mtext>size of </mtext>" in mathml(r"\text{size of } x \tag{3}", is_block=True)
+    assert "<mtext>size of\N{NO-BREAK SPACE}</mtext>" in mathml(r"\text{size of } x \tag{3}", is_block=True)
     with pytest.raises(ValueError, match=r"got \\unknown"):
         mathml(r"\unknown{x}")
     with pytest.raises(ValueError, match="must close every brace"):
