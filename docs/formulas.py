@@ -7,7 +7,7 @@ import html
 import re
 
 SYMBOLS = {
-    "alpha": "α", "approx": "≈", "bigcup": "⋃", "bmod": "\N{NO-BREAK SPACE}mod\N{NO-BREAK SPACE}", "cap": "∩", "cdot": "·", "cos": "cos",
+    "alpha": "α", "approx": "≈", "bigcup": "⋃", "bmod": "\xa0mod\xa0", "cap": "∩", "cdot": "·", "cos": "cos",
     "cup": "∪", "delta": "δ", "dots": "…", "ell": "ℓ", "exp": "exp", "ge": "≥", "in": "∈", "infty": "∞",
     "lceil": "⌈", "ldots": "…", "le": "≤", "leftarrow": "←", "lfloor": "⌊", "log": "log", "lVert": "‖",
     "max": "max", "mid": "|", "min": "min", "nabla": "∇", "ne": "≠", "notin": "∉", "partial": "∂",
