@@ -48,7 +48,7 @@ class _Reader:
         self.place = 0
 
     def sequence(self, end: str = "") -> list[str]:
-        parts = []
+        parts: list[str] = []
         while self.place < len(self.tokens):
             if self.tokens[self.place] == end:
                 self.place += 1

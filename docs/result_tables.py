@@ -84,7 +84,7 @@ def pictures() -> str:
         [
             [
                 "`apply(pipe)`: the first 15 % of the steps dense",
-                "16 steps, reckoned",
+                "16 steps, computed",
                 *(_times(whole_run(step, 16)) for step in steps),
                 _fid("around, first 3 steps dense", 1500),
                 _fid("dense", 1500),
@@ -100,14 +100,14 @@ def pictures() -> str:
             ],
             [
                 "the same with a LoRA that was distilled for it",
-                "one step, without the LoRA",
+                "one step, timed without it",
                 *sparse,
                 _fid("around, tuned: LoRA of rank 4, 400 steps", 5000),
                 _fid("dense", 5000),
                 "5,000",
             ],
             [
-                "the same, **kernel only**",
+                "`apply(pipe, Hilbert(dense_steps=0))`, **kernel only**",
                 "one attention call",
                 *(_times(calls[f"{size}-default"]) for size in SIZES),
                 _fid("around", 5000),
@@ -170,8 +170,8 @@ def hilbert_calls() -> str:
             [
                 f"{names[kind]}, {size} px",
                 _percent(row["density"]),
-                f"{dense['median'] if isinstance(dense, dict) else dense:.3g} ms",
-                f"{row['milliseconds']:.3g} ms",
+                f"{dense['median'] if isinstance(dense, dict) else dense:#.3g} ms",
+                f"{row['milliseconds']:#.3g} ms",
                 _times(row["speed_up"]),
                 _times(row["bound"]),
             ]
@@ -317,7 +317,7 @@ def _videos(file: str, blocks: str) -> str:
                 _times(row["ceiling"]),
             ]
         )
-    return table(":setting|dense step|step|speed-up|50 steps, reckoned|no self-attention", rows)
+    return table(":setting|dense step|step|speed-up|50 steps, computed|no self-attention", rows)
 
 
 def fine_calls() -> str:
@@ -354,9 +354,9 @@ def log_linear_calls() -> str:
             [
                 f"{batch} x {heads} x {tokens:,}",
                 str(row["keys_per_query"]),
-                f"{times['forward, graph']['median']:.3g} ms",
+                f"{times['forward, graph']['median']:#.3g} ms",
                 _times(row["over_dense"]["forward"]),
-                f"{times['forward + backward, graph']['median']:.3g} ms",
+                f"{times['forward + backward, graph']['median']:#.3g} ms",
                 _times(row["over_dense"]["forward + backward"]),
             ]
         )
