@@ -8,6 +8,8 @@ import io
 import json
 import re
 import runpy
+import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.__main__ import _add as add_benchmarks
 from tests import command_line as cli
 
 import nearfield
@@ -158,6 +161,31 @@ def test_command_is_where_users_look(command: str) -> None:
     named = re.compile(rf"`(?:nearfield |python -m )?(?:\w+ )?{command.split()[-1]}[ `]")
     for page in ("README.md", "CHANGELOG.md"):
         assert named.search((ROOT / page).read_text(encoding="utf-8")), page
+
+
+def shown_commands(page: str) -> list[list[str]]:
+    """The words of each command of this project in blocks of shell, without comments; lines may be continued."""
+    blocks = [fence[2].replace("\\\n", " ") for fence in FENCE.finditer(page) if fence[1] == "sh"]
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    return [words for words in lines if words and (words[0] == "nearfield" or "benchmarks" in words)]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_pages_can_be_read(page: Path) -> None:
+    """Every option and value is one that the command has."""
+    for words in shown_commands(page.read_text(encoding="utf-8")):
+        if words[0] == "nearfield":
+            cli.parser().parse_args(words[1:])
+        else:
+            assert words[:3] == ["python", "-m", "benchmarks"]
+            family = argparse.ArgumentParser().add_subparsers()
+            add_benchmarks(words[3:], family)
+            family.choices[words[3]].parse_args(words[4:])
+
+
+def test_commands_are_found() -> None:
+    page = "```sh\nnearfield a \\\n    --b 'c d'  # e\npip install x\n```\n"
+    assert shown_commands(page) == [["nearfield", "a", "--b", "c d"]]
 
 
 PAGE = """
