@@ -217,7 +217,7 @@ EMBEDDED = {
     "FineGrained, 1/N": '`FineGrained(threshold="1/N")`',
     "far 16": "`Hilbert`, 16 tiles, summaries of 16",
     "16 tiles": "`Hilbert`, 16 tiles and a shared centre, the paper's parts",
-    "FineGrained online, 90%": '`FineGrained(predict="online", mass=0.9)`',
+    "FineGrained online, 90%": '`FineGrained(predict="online", top_p=0.9)`',
     "BlockTopK, 50%": "`BlockTopK(keep=0.5)`",
     "LogLinear, top 8": "`LogLinear()`, on a model that was not trained for it",
     "merge 0.25, run": "`Merge(ratio=0.25)`",

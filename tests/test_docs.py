@@ -23,6 +23,7 @@ from tests import command_line as cli
 
 import nearfield
 from nearfield import Hilbert, Merge
+from nearfield.methods import registry
 from nearfield.methods.composition import DENSE_FID
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,7 +71,9 @@ def run_blocks(blocks: list[Block], page: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_folder_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What examples and pages define is not known to later tests."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
     torch.manual_seed(0)
 
 
