@@ -3,24 +3,32 @@
 import argparse
 import ast
 import contextlib
+import importlib
 import io
 import json
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.__main__ import _add as add_benchmarks
 from tests import command_line as cli
 
+import nearfield
 from nearfield import Hilbert, Merge
+from nearfield.methods import registry
 from nearfield.methods.composition import DENSE_FID
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = ("commands.md", "support.md")
+NOTES = sorted((ROOT / "benchmarks").glob("**/*.md"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,7 +70,9 @@ def run_blocks(blocks: list[Block], page: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_folder_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What examples and pages define is not known to later tests."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
     torch.manual_seed(0)
 
 
@@ -124,7 +134,7 @@ def test_every_result_says_how_it_was_made() -> None:
 
 
 def test_index_lists_every_page_once() -> None:
-    """The table is also the site's table of contents."""
+    """The tables are also the site's navigation."""
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", index, re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in PAGES[1:] if page.name != "index.md")
@@ -153,6 +163,31 @@ def test_command_is_where_users_look(command: str) -> None:
     named = re.compile(rf"`(?:nearfield |python -m )?(?:\w+ )?{command.split()[-1]}[ `]")
     for page in ("README.md", "CHANGELOG.md"):
         assert named.search((ROOT / page).read_text(encoding="utf-8")), page
+
+
+def shown_commands(page: str) -> list[list[str]]:
+    """The words of each command of this project in blocks of shell, without comments; lines may be continued."""
+    blocks = [fence[2].replace("\\\n", " ") for fence in FENCE.finditer(page) if fence[1] == "sh"]
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    return [words for words in lines if words and (words[0] == "nearfield" or "benchmarks" in words)]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_pages_can_be_read(page: Path) -> None:
+    """Every option and value is one that the command has."""
+    for words in shown_commands(page.read_text(encoding="utf-8")):
+        if words[0] == "nearfield":
+            cli.parser().parse_args(words[1:])
+        else:
+            assert words[:3] == ["python", "-m", "benchmarks"]
+            family = argparse.ArgumentParser().add_subparsers()
+            add_benchmarks(words[3:], family)
+            family.choices[words[3]].parse_args(words[4:])
+
+
+def test_commands_are_found() -> None:
+    page = "```sh\nnearfield a \\\n    --b 'c d'  # e\npip install x\n```\n"
+    assert shown_commands(page) == [["nearfield", "a", "--b", "c d"]]
 
 
 PAGE = """
@@ -232,6 +267,113 @@ def test_first_table_of_the_readme_is_what_was_measured() -> None:
         f"FID {Merge.fids[0.5]}, dense {DENSE_FID} (500 pictures)",
     ):
         assert row in readme
+
+
+def test_tables_of_results_are_what_the_files_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the pages and in the log; every table that can be made is on one."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import result_tables
+
+    used = set()
+    for path in result_tables.pages():
+        page = path.read_text(encoding="utf-8")
+        assert result_tables.written(page) == page, f"{path.name} is older than its files: run `make docs`"
+        used |= set(re.findall(r"^<!-- ([\w ]+) -->$", page, re.MULTILINE))
+    assert used - {"end"} == set(result_tables.TABLES)
+
+
+def words_of(page: str) -> int:
+    """Words of a page but for tables that a program makes."""
+    return len(re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end -->", "", page, flags=re.DOTALL).split())
+
+
+def test_pages_are_short() -> None:
+    """All together, but for generated pages and the list of limits; and the page of results by itself."""
+    pages = [page for page in PAGES[1:] if page.name not in (*GENERATED, "limits.md")]
+    assert sum(words_of(page.read_text(encoding="utf-8")) for page in pages) <= 30_000
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert len(results.splitlines()) <= 150
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: str) -> set[str]:
+    """What a link to a heading may be called, as on GitHub."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", FENCE.sub("", page), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    return found
+
+
+TOP_PAGES = [ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+LINKED = [*TOP_PAGES, *PAGES[1:], *NOTES, *sorted((ROOT / "lab").glob("src/**/*.md"))]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files and headings of this repository; other sites are not asked, but must be named by https."""
+    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if ":" in link:
+            assert link.startswith("https://"), link
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
+
+
+def test_links_are_read() -> None:
+    page = "# One: `two`\n\n```sh\n# not a heading\n```\n## With [a link](x.md)\n"
+    assert anchors(page) == {"one-two", "with-a-link"}
+    assert LINK.findall("[a](b.md#c), ![d](e.png)") == ["b.md#c", "e.png"]
+
+
+def test_every_picture_is_shown() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in LINKED)
+    shown = set(re.findall(r"images/([\w-]+\.(?:png|jpg))\)", pages))
+    assert shown == {path.name for path in (ROOT / "docs" / "images").iterdir() if path.suffix != ".md"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: page.name)
+def test_formulas_are_drawn_without_a_network(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every formula becomes MathML that is well formed."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from formulas import mathml
+
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
+    for block, inline in re.findall(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)\$", text, re.DOTALL):
+        drawn = mathml(block or inline, bool(block))
+        assert ElementTree.fromstring(drawn).tag == "math"
+        assert "\\" not in drawn
+
+
+def test_formulas_say_what_they_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from formulas import mathml
+
+    assert (
+        mathml(r"\frac{a_i}{2}") == "<math><mfrac><msub><mi>a</mi><mi>i</mi></msub><mn>2</mn></mfrac></math>"
+    )
+    assert "<mtext>size of\N{NO-BREAK SPACE}</mtext>" in mathml(r"\text{size of } x \tag{3}", is_block=True)
+    with pytest.raises(ValueError, match=r"got \\unknown"):
+        mathml(r"\unknown{x}")
+    with pytest.raises(ValueError, match="must close every brace"):
+        mathml(r"\frac{a}{b")
+
+
+def test_api_pages_name_public_names_alone() -> None:
+    """Each name, as its heading shows it, can be imported, and what the package exports is there."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: (nearfield[\w.]*)(?:\n {4}options:\n {6}heading: (\S+))?", page, re.MULTILINE)
+    for source, name in listed:
+        parent, _, last = (name or source).rpartition(".")
+        assert "._" not in (name or source)
+        assert hasattr(importlib.import_module(parent), last), name or source
+    exported = {f"nearfield.{name}" for name in set(nearfield.__all__) - {"__version__", "methods"}}
+    assert exported <= {name or source for source, name in listed}
 
 
 METHOD_PAGES = ("hilbert.md", "loglinear.md", "fine.md", "merging.md", "retrieval.md")

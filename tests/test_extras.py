@@ -205,7 +205,7 @@ def test_snippets_name_what_brings_what_they_import() -> None:
             assert owners & brought, f"{path.name} imports {module} and names nothing that brings it"
     assert {"diffusers"} == checked["README.md"] == checked["flux.py"]
     assert "transformers" in checked["retrieval.md"] & checked["retrieval.py"]
-    assert "nearfield_lab" in checked["quality.md"]
+    assert "nearfield_lab" in checked["measures.md"]
 
 
 def test_every_extra_for_users_is_tried() -> None:

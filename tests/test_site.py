@@ -1,6 +1,7 @@
 """The documentation builds as a site, with every link and anchor in its place."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,3 +25,8 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert pages <= {path.stem for path in tmp_path.glob("*.html")}
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert "key_bias" in api, "signatures are missing"
+    for path in tmp_path.rglob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        fetched = re.findall(r"<(?:script|link|img)[^>]* (?:src|href)=\"?(https?:[^\" >]*)", page)
+        assert not fetched, f"{path.name} needs a network"
+        assert "arithmatex" not in page, f"{path.name} has a formula that was not drawn"

@@ -7,7 +7,7 @@ region of the image, where one is wanted (with `share="keys"` it reads only its 
 
 Beyond the paper: each block of queries reads what is nearest to it in the image, in the place of a tile, so that few
 neighbours are parted; and a far field, which reads all the rest in summary. With as many pairs both keep far more of
-the pictures (docs/quality.md), so they are the default; `Hilbert(near="tile", shared="centre", far=None)` is the
+the pictures (docs/results.md), so they are the default; `Hilbert(near="tile", shared="centre", far=None)` is the
 paper's method. Also grids of any size and of three sides, closed curves, shared regions spread over the image, and
 tiles that differ between heads.
 """

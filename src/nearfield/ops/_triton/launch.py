@@ -67,7 +67,7 @@ def forward_tiles(query: Tensor, key: Tensor, q_block: int, k_block: int) -> Til
 PAIR: Tiles | None = Tiles(64, 64, 4, 2, registers=128, pack=4)
 PAIR_GRADIENT: Tiles | None = PAIR
 """How one kernel reads two parts, if it does (`pair.py`), and the query gradient of both. Measured, as all shapes below
-that are for narrow heads, on an H200 with 64 channels in bf16; see docs/performance.md."""
+that are for narrow heads, on an H200 with 64 channels in bf16; see benchmarks/notes/kernels.md."""
 
 
 def pair_tiles(query: Tensor, near: Plan, far: Plan) -> Tiles | None:
