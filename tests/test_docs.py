@@ -244,7 +244,7 @@ def results_of(name: str) -> list[dict[str, Any]]:
 
 
 def test_first_table_of_the_readme_is_what_was_measured() -> None:
-    """Speed and quality of one setting in one row; the whole call is reckoned from steps."""
+    """Speed and quality of one setting in one row; the whole call is computed from steps."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     files = ("model-h200-5.json", "model-h200-6.json")
     steps = {row["pixels"]: row["speed_up"] for file in files for row in results_of(file)}
@@ -260,7 +260,7 @@ def test_first_table_of_the_readme_is_what_was_measured() -> None:
     tuned = fids["around, tuned: LoRA of rank 4, 400 steps", 5000]
     for row in (
         f"one step | {' | '.join(f'{step:.2f}x' for step in steps.values())} | {sparse} | {tuned} |",
-        f"reckoned | {' | '.join(f'{all_steps:.2f}x' for all_steps in whole)} | "
+        f"computed | {' | '.join(f'{all_steps:.2f}x' for all_steps in whole)} | "
         f"{fids['around, first 3 steps dense', 1500]} | {fids['dense', 1500]} | not measured |",
         f"kernel only | {one:.2f}x | {two:.1f}x | {four:.1f}x | {sparse} | {tuned} |",
         f"| {fids['16 tiles', 1500]} | {fids['dense', 1500]} | not measured |",
