@@ -149,7 +149,7 @@ readme: ## install the library by README's line (without Triton) and run README'
 gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU
 	@set -e; for version in $(GLUON_TRITONS); do \
 		echo "compile check under Triton $$version"; \
-		PYTHONPATH=.cache/triton-$$version:src $(BIN)/python -m nearfield.ops._triton.compile_check; \
+		PYTHONPATH=.cache/triton-$$version:src $(BIN)/python tests/compile_check.py; \
 	done
 
 # Beside the virtual environment, not in it: constraints.txt pins the one Triton that lives there.

@@ -125,8 +125,11 @@ class FittedReader(FineLayer):
         rows = torch.arange(query.shape[2], device=query.device).split(self.blocks.q_block)
         places = torch.linspace(0, len(rows) - 1, min(_SAMPLED_ROWS, len(rows))).round().int().tolist()
         some = torch.cat([rows[place] for place in places])  # the last, which may be shorter, at the end
-        grain, wants_kernel = self.blocks.k_block, query.is_cuda and impl in ("auto", "triton", "gluon")
-        module = (kernels.helper("columns", query, grain) if wants_kernel else None) or columns
+        grain = self.blocks.k_block
+        module = (
+            kernels.kernels("predict.triton.columns", impl if query.is_cuda else "grouped", query, grain)
+            or columns
+        )
         scale = query.shape[3] ** -0.5 if scale is None else scale
         maxima, _ = module.column_statistics(
             query[:, :, some], key, lse[:, :, some], self.blocks.q_block, grain, float(scale)

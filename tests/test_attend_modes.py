@@ -345,7 +345,7 @@ def test_cpu_tensors_choose_without_asking_the_kernels(monkeypatch: pytest.Monke
     def asked(*_: object) -> str:
         raise AssertionError("the kernels were asked")
 
-    monkeypatch.setattr("nearfield.ops._triton.unsupported", asked)
+    monkeypatch.setattr("nearfield.ops._triton.load", asked)
     query, key, _ = random_inputs(1, 1, 16, dim=16)
     choice = explain_choice(query, key, planning.full(16))
     assert choice.impl == "grouped"

@@ -643,11 +643,11 @@ def test_what_the_multiplying_kernel_leaves_to_plain_torch_has_a_reason(device: 
     from nearfield.ops.merge.triton import regions as kernel
 
     x = torch.empty(1, 512, 8, device=device)
-    assert kernel.unsupported([x, x], 256) is None
-    assert "257 tokens" in str(kernel.unsupported([x], 257))
-    assert "float64" in str(kernel.unsupported([x.double()], 16))
-    assert "differ in dtype" in str(kernel.unsupported([x, x.half()], 16))
-    assert "side by side" in str(kernel.unsupported([x, x.mT], 16))
+    assert kernel.unsupported(x, [x], 256) is None
+    assert "257 tokens" in str(kernel.unsupported(x, [], 257))
+    assert "float64" in str(kernel.unsupported(x.double(), [], 16))
+    assert "differ in dtype" in str(kernel.unsupported(x, [x.half()], 16))
+    assert "side by side" in str(kernel.unsupported(x, [x.mT], 16))
 
 
 # -- where and when -----------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def write(mutant: Mutant, folder: Path) -> Path:
 def replace(mutant: Mutant, path: Path, patch: pytest.MonkeyPatch) -> None:
     """Put the mutant where the library looks for the original."""
     if mutant.module in KERNELS:
-        kernels.load("triton")  # the originals are there, to come back
+        kernels.load("attention.triton")  # the originals are there, to come back
         patch.setattr(kernels, "_module", importlib.import_module)  # which remembers nothing
         for file in KERNELS:
             name = ".".join(("nearfield", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
@@ -295,7 +295,7 @@ def replace(mutant: Mutant, path: Path, patch: pytest.MonkeyPatch) -> None:
     elif mutant.module == PLANNING:
         patch.setattr(planning, "ring", module.ring)
     else:  # a kernel may do the same
-        patch.setattr(kernels.load("triton").pair, "_rows_of_keys", _transposed_by_plans)
+        patch.setattr(kernels.load("attention.triton").pair, "_rows_of_keys", _transposed_by_plans)
         patch.setattr(Plan, "_transposed", module.Plan._transposed)
 
 

@@ -1,7 +1,7 @@
-"""Triton kernels, the only part of the library that imports triton.
+"""Where kernels are looked for, and what all of them share.
 
-`unsupported` says why an implementation cannot run a call, `load` gives its module. Nothing here imports triton
-until one of them is asked, so the library works where triton does not exist.
+An operation asks for its own module of kernels by its path (`kernels`). Nothing here imports triton before that, so the
+library works where triton does not exist.
 """
 
 import importlib
@@ -13,26 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield._types import Positions
-from nearfield.plan import Plan
-
-_MODULES = {"triton": "nearfield.ops.attention.triton", "gluon": "nearfield.ops.attention.hopper"}
-_HELPERS = {
-    "choose": "predict.triton.choose",
-    "choose_destinations": "merge.triton.destinations",
-    "columns": "predict.triton.columns",
-    "lists": "lists.triton.lists",
-    "means": "predict.triton.means",
-    "partials": "attention.triton.partials",
-    "pool": "pool_select.triton.pool",
-    "regions": "merge.triton.regions",
-    "rotate": "rotary.triton.rotate",
-    "select": "pool_select.triton.select",
-    "transpose": "lists.triton.transpose",
-    "turn": "rotary.triton.keys",
-    "windows": "windows.triton",
-}
-"""The modules of kernels that an operation asks for by a short name."""
 OLDEST_TRITON = (3, 6)
 KNOWN_GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Versions of Triton whose Gluon the Hopper kernels were compiled with; see `ops/attention/hopper/names.py`."""
@@ -44,25 +24,9 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def load(impl: str) -> Any:
-    """The module with `attend_forward` and `attend_backward` of "triton" or "gluon"."""
-    return _module(_MODULES[impl])
-
-
-def unsupported(
-    impl: str,
-    query: Tensor,
-    key: Tensor,
-    plan: Plan,
-    key_bias: Tensor | None,
-    positions: Positions | None,
-    backward: bool,
-) -> str | None:
-    """Why `impl` cannot run this call, or None if it can."""
-    reason = _missing(impl)
-    if reason is None:
-        reason = load(impl).unsupported(query, key, plan, key_bias, positions, backward)
-    return reason
+def load(path: str) -> Any:
+    """A module of kernels below `ops/`, as "windows.triton"."""
+    return _module(f"nearfield.ops.{path}")
 
 
 @lru_cache
@@ -81,6 +45,10 @@ def triton_version() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+_IS_NEW_ENOUGH = (triton_version() or (0, 0)) >= OLDEST_TRITON
+"""Looked up once: torch.compile does not trace the function that knows."""
+
+
 def is_new_enough() -> bool:
     """Whether there is a Triton that the kernels can be compiled with."""
     return _IS_NEW_ENOUGH
@@ -97,7 +65,8 @@ def is_interpreted() -> bool:
 
 
 @lru_cache
-def _missing(impl: str) -> str | None:
+def missing(impl: str) -> str | None:
+    """Why no kernels of "triton" or "gluon" can run on this machine, or None."""
     version = triton_version()
     if version is None:
         return "Triton is not installed"
@@ -131,18 +100,19 @@ def unsupported_tensor(
     return None
 
 
-def helper(name: str, *call: Any) -> Any:
-    """The module of that name, as "select", if its kernels can run such a call (see its `unsupported`), else None."""
-    if _missing("triton") is not None:
-        return None
-    module = _module(f"nearfield.ops.{_HELPERS[name]}")
-    return module if module.unsupported(*call) is None else None
-
-
-_IS_NEW_ENOUGH = (triton_version() or (0, 0)) >= OLDEST_TRITON
-"""Looked up once: torch.compile does not trace the function that knows."""
-
-
 def are_wanted(impl: str, x: Tensor) -> bool:
-    """Whether helpers shall run as kernels: where they are asked for, and by default on a GPU."""
+    """Whether kernels are to run: where they are asked for, and by default on a GPU."""
     return impl in ("triton", "gluon") or (impl == "auto" and x.is_cuda)
+
+
+def kernels(path: str, impl: str, x: Tensor, *more: Any) -> Any:
+    """A module of kernels, where they are wanted and can run such a call (see its `unsupported`); else None.
+
+    Args:
+        path: of the module, below `ops/`.
+        x, more: what `unsupported` takes.
+    """
+    if not are_wanted(impl, x) or missing("triton") is not None:
+        return None
+    module = load(path)
+    return module if module.unsupported(x, *more) is None else None

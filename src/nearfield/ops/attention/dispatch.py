@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nearfield._checks import check_member
 from nearfield._types import Impl, Positions
-from nearfield.ops import _triton as kernels
+from nearfield.ops import _triton
 from nearfield.ops.attention import cpu as grouped
 from nearfield.ops.attention import reference
 from nearfield.plan import Plan
@@ -19,6 +19,8 @@ class Choice(NamedTuple):
     reason: str
     rejected: dict[str, str]
 
+
+_KERNELS = {"triton": "attention.triton", "gluon": "attention.hopper"}
 
 _REASONS = {
     "gluon": "Hopper GPU: warp-specialised kernels",
@@ -84,11 +86,14 @@ def _unsupported(
 ) -> str | None:
     if name in ("grouped", "reference"):
         return None
-    return kernels.unsupported(name, query, key, plan, key_bias, positions, backward)
+    reason = _triton.missing(name)
+    if reason is None:
+        reason = implementation(name).unsupported(query, key, plan, key_bias, positions, backward)
+    return reason
 
 
 def implementation(name: str) -> Any:
     """The module that holds `attend_forward` and `attend_backward` of an implementation."""
     if name == "reference":
         return reference
-    return grouped if name == "grouped" else kernels.load(name)
+    return grouped if name == "grouped" else _triton.load(_KERNELS[name])

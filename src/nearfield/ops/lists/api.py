@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.ops import _triton
 from nearfield.ops._op import Operation
+from nearfield.ops._triton import kernels
 from nearfield.ops.lists import reference
 from nearfield.plan import Packed, Plan
 
 
 def _lists_of_forward(mask: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    module: Any = (_triton.helper("lists", mask) if mask.is_cuda else None) or reference
+    module: Any = kernels("lists.triton.lists", "auto", mask) or reference
     with torch.cuda.device_of(mask):
         blocks: Tensor = module.lists_of(mask, offsets, capacity)
     return blocks
@@ -30,7 +30,7 @@ def _transpose_forward(
     offsets: Tensor, blocks: Tensor, extent: Tensor, q_block: int, k_block: int
 ) -> tuple[Tensor, Tensor]:
     plan = Plan.of_known(offsets, blocks, q_block, k_block, extent.shape[0], extent.shape[1])
-    module = _triton.helper("transpose", plan.blocks)
+    module = kernels("lists.triton.transpose", "triton", plan.blocks)
     if module is None:
         transposed = plan.transpose()
         return transposed.offsets, transposed.blocks

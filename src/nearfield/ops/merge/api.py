@@ -23,8 +23,8 @@ from torch.nn.functional import normalize
 
 from nearfield._checks import check_int, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Impl
-from nearfield.ops import _triton as kernels
 from nearfield.ops._op import Operation, is_plain_eager
+from nearfield.ops._triton import kernels
 from nearfield.ops.merge.reference import destinations as reference
 from nearfield.ops.merge.reference.regions import multiplied
 
@@ -231,10 +231,10 @@ class Merging:
     def _kernels(self, matrices: Sequence[Tensor | None], x: Tensor, *others: Tensor | None) -> Any:
         """The kernels, where they are wanted and can run. They have no gradient."""
         merged = [group.length for group in self.regions.groups if not group.is_kept]
-        if not merged or not kernels.are_wanted(self.impl, x) or not is_plain_eager(x, *others, *matrices):
+        if not merged or not is_plain_eager(x, *others, *matrices):
             return None
-        tensors = [x, *(other for other in others if other is not None)]
-        return kernels.helper("regions", tensors, max(merged))
+        others = tuple(other for other in others if other is not None)
+        return kernels("merge.triton.regions", self.impl, x, others, max(merged))
 
     def _checked(self, name: str, x: Tensor, dim: int, length: int) -> Tensor:
         """`x` with its tokens in the last dimension but one."""
@@ -476,10 +476,8 @@ _choose_destinations = Operation(
 
 def _implementation(impl: str, features: Tensor) -> Any:
     """The module that chooses: the kernel where it is wanted and can run; "auto" takes the reference otherwise."""
-    if not kernels.are_wanted(impl, features):
-        return reference
-    module = kernels.helper("choose_destinations", features)
-    if module is None and impl != "auto":
+    module = kernels("merge.triton.destinations", impl, features)
+    if module is None and impl in ("triton", "gluon"):
         raise NotImplementedError(
             f"`impl` must be able to choose among these tokens ({features.dtype}, regions of {features.shape[2]}, "
             f"on {features.device}); got {impl!r}. Use impl='auto'."

@@ -9,8 +9,9 @@ from torch import Tensor
 from nearfield._checks import wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.layout import level_length, level_starts, num_represented
-from nearfield.ops import _triton as kernels
+from nearfield.ops import _triton
 from nearfield.ops._op import Gradient, Operation
+from nearfield.ops._triton import kernels
 from nearfield.ops.attention import operators as attention
 from nearfield.ops.attention.api import checked_parts, checked_scale
 from nearfield.ops.attention.parts import KeyValuePart, PartGradients
@@ -103,7 +104,7 @@ def packing_for(query: Tensor, block: int, impl: Impl) -> Packing | None:
     launch.py decides that when it launches; where it thinks otherwise, lists are merged then.
     """
     is_narrow = query.element_size() == 2 and query.shape[-1] <= 64
-    by_kernels = kernels.are_wanted(impl, query) and kernels.is_new_enough()
+    by_kernels = _triton.are_wanted(impl, query) and _triton.is_new_enough()
     return _PACKING if by_kernels and is_narrow and block == 16 else None
 
 
@@ -191,11 +192,6 @@ def check_pooling(argument: str, block: object) -> None:
         wrong_value(argument, f"be a power of two from 2 to {_WIDEST}", block)
 
 
-def _kernels(name: str, impl: Impl, x: Tensor, *call: Any) -> Any:
-    """The module with the kernels of that name, where they are wanted and can run."""
-    return kernels.helper(name, x, *call) if kernels.are_wanted(impl, x) else None
-
-
 # -- the operations ----------------------------------------------------------------------------------------------
 
 
@@ -214,7 +210,7 @@ def _chosen(
     parents = None
     for query, key in zip(reversed(queries), reversed(keys), strict=True):
         candidates = key.shape[2] if parents is None else parents.shape[3] * block
-        module = _kernels("select", impl, query, candidates) or select_reference
+        module = kernels("pool_select.triton.select", impl, query, candidates) or select_reference
         call = (query, key, parents, block, min(topk, key.shape[2]), keep_own)
         if packing[0] and len(chosen) == len(queries) - 1:
             parents, *packed = module.select_packed(*call, *packing)
@@ -244,7 +240,7 @@ _select = Operation("select", _select_forward, _select_shapes)
 
 
 def _pool_forward(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
-    module = _kernels("pool", cast(Impl, impl), x, block, levels) or pool_reference
+    module = kernels("pool_select.triton.pool", impl, x, block, levels) or pool_reference
     with torch.cuda.device_of(x):
         pooled: Tensor = module.pool_forward(x, block, levels)
     return pooled
@@ -255,7 +251,7 @@ def _pool_shape(x: Tensor, block: int, levels: int, impl: str) -> Tensor:
 
 
 def _pool_backward(grad: Tensor, length: int, block: int, levels: int, impl: str) -> Tensor:
-    module = _kernels("pool", cast(Impl, impl), grad, block, levels) or pool_reference
+    module = kernels("pool_select.triton.pool", impl, grad, block, levels) or pool_reference
     with torch.cuda.device_of(grad):
         spread: Tensor = module.pool_backward(grad, length, block, levels)
     return spread
@@ -289,7 +285,7 @@ def _pool_and_select_forward(
 ) -> list[Tensor]:
     """Pooled keys and values, the choices of each level, and those of the lowest merged, if they are to be."""
     asked = cast(Impl, impl)
-    module = _kernels("pool", asked, query, block, levels) or pool_reference
+    module = kernels("pool_select.triton.pool", asked, query, block, levels) or pool_reference
     with torch.cuda.device_of(query):
         queries, keys, values = module.pool_together([query, key, value], block, levels)
         made = [

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from nearfield._types import Impl
 from nearfield.layout import num_represented
-from nearfield.ops import _triton as kernels
 from nearfield.ops._op import Operation
+from nearfield.ops._triton import kernels
 from nearfield.ops.predict.reference import choose, columns, means
 from nearfield.plan import Plan, Span, from_mask
 
@@ -98,7 +98,9 @@ def by_weights(
         key_bias: `[B, H or 1, M]`, added to the logits of keys: what it hides (`-inf`) has no weight.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    module = _module("columns", columns, impl, query, blocks.k_block if key_bias is None else 1)
+    module = (
+        kernels("predict.triton.columns", impl, query, blocks.k_block if key_bias is None else 1) or columns
+    )
     rows_whole, always = blocks.always(query.device)
     keeps, dropped = [], []
     with torch.no_grad(), torch.cuda.device_of(query):
@@ -181,7 +183,7 @@ def _keep_by_means_forward(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """What is kept, and the mass that each row loses."""
-    pool = _module("means", means, impl, query)
+    pool = kernels("predict.triton.means", impl, query) or means
     with torch.cuda.device_of(query):
         queries, query_likeness = pool.block_means(query, q_block)
         keys, key_likeness = pool.block_means(key, k_block)
@@ -254,7 +256,7 @@ def _chosen(
     """What is kept, and the mass that each row loses."""
     if mass is not None and mass >= 1:
         whole = torch.ones_like(whole)
-    pick = _module("choose", choose, impl, scores)
+    pick = kernels("predict.triton.choose", impl, scores) or choose
     count = scores.shape[-1] if topk is None else topk
     with torch.cuda.device_of(scores):
         keep, lost = pick.choose(scores, whole, always, mass=mass, count=count)
@@ -265,11 +267,6 @@ def _scores_of_means(queries: Tensor, keys: Tensor) -> Tensor:
     repeats = queries.shape[1] // keys.shape[1]
     grouped: Tensor = queries.unflatten(1, (-1, repeats))
     return (grouped @ keys.mT[:, :, None]).flatten(1, 2)
-
-
-def _module(name: str, plain: Any, impl: str, *call: Any) -> Any:
-    """The kernels of that name where they shall run and can, else plain torch."""
-    return (kernels.helper(name, *call) if kernels.are_wanted(impl, call[0]) else None) or plain
 
 
 def _head_chunks(query: Tensor, key: Tensor, blocks: Blocks) -> Iterator[tuple[slice, slice]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nearfield._types import Impl
-from nearfield.ops import _triton as kernels
 from nearfield.ops._op import Gradient, Operation
+from nearfield.ops._triton import kernels
 from nearfield.ops.windows import reference
 
 
@@ -81,8 +81,7 @@ def query_sums(
 
 
 def _module(x: Tensor, impl: str) -> Any:
-    """The kernels, where they are wanted and can run."""
-    return (kernels.helper("windows", x) if kernels.are_wanted(impl, x) else None) or reference
+    return kernels("windows.triton", impl, x) or reference
 
 
 def _means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: str) -> Tensor:

@@ -66,14 +66,13 @@ def _multiply_kernel(
     tl.store(out + row[:, None] * stride_on + channel, total, mask=is_row & has_channel)
 
 
-def unsupported(tensors: Sequence[Tensor], most_tokens: int) -> str | None:
-    """Why the kernel cannot take such tokens, in regions of at most so many, or None."""
-    x = tensors[0]
+def unsupported(x: Tensor, others: Sequence[Tensor], most_tokens: int) -> str | None:
+    """Why the kernel cannot take such tokens, in regions of at most `most_tokens`, or None."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{x.dtype} is for the reference"
-    if any(tensor.dtype != x.dtype for tensor in tensors):
+    if any(tensor.dtype != x.dtype for tensor in others):
         return "the tensors differ in dtype"
-    if any(tensor.dim() != 3 or tensor.stride(2) != 1 for tensor in tensors):
+    if any(tensor.dim() != 3 or tensor.stride(2) != 1 for tensor in (x, *others)):
         return "tokens are not [batch, tokens, channels] with channels side by side"
     if most_tokens > MOST_TOKENS:
         return f"regions of {most_tokens} tokens are larger than {MOST_TOKENS}"

@@ -1,4 +1,4 @@
-"""Compile kernels for sm_90 without a GPU: `python -m nearfield.ops._triton.compile_check [--all]`.
+"""Compile kernels for sm_90 without a GPU: `python tests/compile_check.py [--all]`.
 
 Gluon is experimental and its names drift; this tells, in seconds, whether an installed Triton still takes every variant
 of the Hopper kernel. Of the plain kernels it takes those that choose blocks and keys, in which much is decided while
