@@ -36,7 +36,6 @@ def test_one_file_is_all_that_a_method_needs(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": places},
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split("\n")[-3:-1] == [f"{name}: walked" for name in FILES]

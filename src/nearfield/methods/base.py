@@ -1,7 +1,7 @@
 """The contract of a method: it decides who reads whom.
 
-Everything that others ask of a method stands here, with a default for what most methods do not care about. So a new
-method is one class: what it does not say, its base class answers.
+Everything that other code asks of a method stands here, with a default for what most methods need not decide. So a new
+method is one class that overrides only what it decides differently.
 """
 
 import math
@@ -52,8 +52,8 @@ class Section(NamedTuple):
 class Method(ABC):
     """Who reads whom, in every layer of a model. A frozen dataclass; its fields are the configuration.
 
-    A class with a `name` is known by it to commands, recipes and nodes from the moment it is defined. What its
-    docstring says of its fields in `Args:` is their help there; it may leave out those below, which many have.
+    Commands, recipes and nodes know a class by its `name` from the moment it is defined. They show what the `Args:` of
+    its docstring say of its fields; fields that are explained below need no line of their own.
 
     Args:
         order: the order of image tokens in which consecutive ones form blocks.
@@ -64,14 +64,14 @@ class Method(ABC):
     """
 
     name: ClassVar[str] = ""
-    """By which it is found, in lower case; empty for what nobody is to find."""
+    """The name by which commands find it, in lower case; a class without a name is not registered."""
     is_baseline: ClassVar[bool] = False
-    """Whether it is there to compare with, and so not among the names of the package itself."""
+    """Whether it serves comparisons alone; the package does not export a baseline."""
     takes_text: ClassVar[bool] = True
     """Whether sequences may hold text."""
 
     ladders: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Values of fields from gentle to bold, for who seeks the boldest that a model stands; empty: nobody does."""
+    """Values of fields from gentle to bold, among which tuning looks for the boldest that a model bears."""
     example: ClassVar[Mapping[str, Any]] = {}
     """Fields with which a method leaves something out of about a hundred tokens: what it is tried with."""
     everything: ClassVar[Mapping[str, Any] | None] = None
@@ -97,7 +97,7 @@ class Method(ABC):
         heads: int | None = None,
         device: torch.device | str = "cpu",
     ) -> LayerAttention:
-        """What a layer of a model needs to attend, ready made."""
+        """What a layer of a model reads, prepared for a geometry and a device."""
 
     def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
         """The order of the image tokens (all images, one after another; the text stays where it is)."""
@@ -117,7 +117,7 @@ class Method(ABC):
         object.__setattr__(self, "dense_steps", checked_steps(self.dense_steps))
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse what is said of layers that a model does not have. A number of layers may be larger than it has."""
+        """Refuse indices of layers that a model does not have. A number of layers may be larger than the model's."""
         for layer in self.dense_layers if isinstance(self.dense_layers, tuple) else ():
             if not -num_layers <= layer < num_layers:
                 rule = f"hold indices from {-num_layers} to {num_layers - 1}"
@@ -128,7 +128,7 @@ class Method(ABC):
         return layer_reason(self.dense_layers, index, num_layers)
 
     def num_dense_steps(self, num_steps: int) -> tuple[int, int]:
-        """How many of the first and of the last of so many denoising steps stay dense."""
+        """How many of the first and of the last of `num_steps` denoising steps stay dense."""
         return ends_of(self.dense_steps, num_steps)
 
     @property
@@ -137,30 +137,30 @@ class Method(ABC):
         return False
 
     def refreshes(self, num_steps: int) -> list[int]:
-        """The steps, of so many, at which a stateful method decides anew."""
+        """The steps, of `num_steps`, at which a stateful method decides anew."""
         del num_steps
         return []
 
     @property
     def can_split(self) -> bool:
-        """Whether tokens may be split over ranks: who reads whom is then known beforehand, as the plans of a
-        `PlanLayer`."""
+        """Whether tokens may be split over ranks. A method that can split makes `PlanLayer`s, whose plans are known
+        before calls."""
         return False
 
     @property
     def compile_reason(self) -> str | None:
-        """Why torch.compile is to leave the blocks of a model alone, or None."""
+        """Why the blocks of a model must not be compiled, or None."""
         return "its lists are remembered from step to step, outside of graphs" if self.is_stateful else None
 
     @property
     def warning(self) -> str | None:
-        """What `apply` warns of."""
+        """A warning that `apply` gives, or None."""
         return None
 
     # -- how the images are cut --------------------------------------------------------------------------------------
 
     def pieces(self, geometry: Geometry) -> Pieces:
-        """Of every image, the lengths of the runs of its order that are not to be merged with each other."""
+        """Of every image, the lengths of the runs of its order; tokens of two runs are never merged."""
         check_geometry(geometry)
         return tuple((math.prod(grid),) for grid in geometry.images)
 
@@ -183,7 +183,7 @@ class Method(ABC):
         q_block: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Borders | None:
-        """Where the method parts neighbours in the picture, on average over layers; None where content decides.
+        """Where the method separates neighbours in the picture, on average over layers; None where content decides.
 
         Args:
             layers: by default all that differ.

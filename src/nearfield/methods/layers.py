@@ -1,4 +1,4 @@
-"""What a method comes to in one layer of a model."""
+"""What a method reads in one layer of a model."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -43,10 +43,10 @@ class Memory(NamedTuple):
 
 
 class LayerAttention(ABC):
-    """What one layer of a model reads, ready made for a geometry and a device."""
+    """What one layer of a model reads, prepared for a geometry and a device."""
 
     plans: Sequence[Plan] = ()
-    """Who reads whom, as far as that is known before calls; empty where content decides."""
+    """Who reads whom, where that is known before calls; empty where content decides."""
     summaries: "tuple[FarField, Summary] | None" = None
     """The summaries that the last of `plans` reads, and their kind; None where no plan reads summaries."""
     stats: ReadStats | None = None
@@ -71,7 +71,7 @@ class LayerAttention(ABC):
         """Attention among tokens in the method's order, `[B, H, N, D]`."""
 
     def prepare(self, batch: int, heads: int, *, training: bool) -> None:
-        """Let plans derive what `attend` keeps of them, so that compiled layers find it and do not make it anew."""
+        """Derive from the plans what `attend` keeps, so that compiled layers find it there."""
         for plan in self.plans:
             for each in (plan, plan.transpose()) if training else (plan,):
                 if each.device.type == "cuda":
@@ -79,9 +79,9 @@ class LayerAttention(ABC):
         self._leave_lengths_open()
 
     def _leave_lengths_open(self) -> None:
-        """Let torch.compile make graphs for lists of any length: layers differ in it, and no code asks for it.
+        """Let torch.compile make one graph for lists of any length, since layers differ in it.
 
-        Who compiles has loaded its tracer, or diffusers has; where neither did, it is not loaded for this.
+        A caller who compiles has loaded the tracer, so a missing tracer is not loaded here.
         """
         tracer = sys.modules.get("torch._dynamo")
         if tracer is None:

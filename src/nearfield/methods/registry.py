@@ -1,4 +1,4 @@
-"""The methods by name: those of this folder, and those that installed packages bring."""
+"""The methods by name: the library's own, and the ones of installed packages."""
 
 from importlib.metadata import entry_points
 from typing import Any

@@ -10,19 +10,19 @@ from nearfield.layout import Span
 
 
 class View(NamedTuple):
-    """A layer of a method on one image; tokens in raster order, unless it says something else.
+    """A layer of a method on one image. Tokens stand in raster order where no other order is named.
 
     Args:
         curve: `[n]`, the raster index of each token along the curve.
-        curve_name: what that is called.
+        curve_name: the name of that curve.
         sequence: `[n]`, the raster index of each token as they stand after the text.
         group: `[n]` int64, the group of every token: what one colour shows.
         group_name: what groups are called.
         reads_group: whether a token reads exactly its group; otherwise a group is a block of queries.
         is_shared: `[n]` bool, tokens that everyone reads. They may lie in any group.
         shared_reads_all: whether these read everyone, too.
-        subtitle: what to say of the layer.
-        facts: what to say of the method, a line each.
+        subtitle: a fact about the layer.
+        facts: facts about the method, one line each.
     """
 
     curve: Tensor
