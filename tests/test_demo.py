@@ -14,8 +14,8 @@ from tests.remembering import Remembering
 from tests.tiles import paper
 
 from nearfield import Hilbert, Merge, _files, apply
-from nearfield.diffusers.region import Region
 from nearfield.methods import Composition
+from nearfield.session import StepTracker
 from nearfield_lab import storage
 from nearfield_lab.embedded import generate, pictures
 from nearfield_lab.embedded.autoencoder import WEIGHTS
@@ -200,16 +200,15 @@ def test_sampler_refuses_odd_sizes() -> None:
 )
 def test_methods_remember_from_step_to_step(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipeline names its calls, though it makes their text anew. (Warnings are errors here.)"""
-    forgotten = list[int]()
-    right = Region._forget
-    monkeypatch.setattr(Region, "_forget", lambda region: forgotten.append(1) or right(region))
+    calls, right = list[Any](), StepTracker.advance
+    monkeypatch.setattr(StepTracker, "advance", lambda *given: calls.append(right(*given)) or calls[-1])
     pipe = pipeline()
     with warnings.catch_warnings(), apply(pipe, method):
         warnings.simplefilter("error")
         pipe.sample(range(1), size=64, steps=4)
-        assert len(forgotten) == 1
+        assert [call.is_new for call in calls] == [True, False, False, False], "only then it forgets"
         pipe.sample(range(1), size=64, steps=4)
-        assert len(forgotten) == 2
+        assert [call.is_new for call in calls[4:]] == [True, False, False, False]
 
 
 def test_dense_steps_are_known_to_apply() -> None:

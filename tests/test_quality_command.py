@@ -156,63 +156,36 @@ def test_statistics_of_another_size_are_noted(
 
 
 WRONG = {
-    "no B": ([], "`B` must be given unless `--save` writes the statistics of A; got nothing."),
-    "unknown metric": (["B", "--metrics", "fid,is"], "`--metrics` must be any of fid, kid"),
-    "pairs not said": (["B", "--metrics", "lpips"], "`--metrics` must go with `--pairs` for lpips"),
-    "seams without method": (
-        ["B", "--metrics", "seams"],
-        "`--metrics` must name seams where `--seam-method`",
-    ),
-    "saving without features": (
-        ["B", "--pairs", "--metrics", "psnr", "--save", "x.safetensors"],
-        "`--metrics` must name one of fid, kid, precision for `--save`",
-    ),
-    "no such field": (
-        ["B", "--seam-method", "hilbert", "--set", "tile=4"],
-        "`--seam-method` cannot be used: `field` must be one of tiles, ",
-    ),
-    "bad field": (
-        ["B", "--seam-method", "hilbert", "--set", "tiles=0"],
-        "`--seam-method` cannot be used: `tiles` must be at least 1",
-    ),
-    "bad pixels": (
-        ["B", "--seam-method", "hilbert", "--pixels", "7"],
-        "`--pixels` must divide the size (64); got 7.",
-    ),
-    "no such method": (
-        ["B", "--seam-method", "fast"],
-        "`--seam-method` cannot be used: `method` must be one of bipartitemerge, ",
-    ),
-    "no borders": (
-        ["B", "--seam-method", "loglinear"],
-        "`--seam-method` must part neighbours by the geometry, not by content; got LogLinear().",
-    ),
-    "fields of nothing": (
-        ["B", "--set", "tiles=4"],
-        "`--set` must be given with `--seam-method` only; got ['tiles=4'].",
-    ),
-    "size": (["B", "--size", "big"], "`--size` must be an integer of at least 32; got 'big'."),
-    "number": (["B", "--num", "1"], "`--num` must be an integer of at least 2; got '1'."),
-    "device": (
-        ["B", "--device", "abacus"],
-        "`--device` must name a device; got 'abacus'. Example: --device cuda:1",
-    ),
-    "output": (["B", "--save", "x.pt"], "`--save` must end in .safetensors; got 'x.pt'."),
-    "directory": (["B", "--json", "."], "`--json` must name a file, not a directory; got '.'."),
-    "missing": (["nowhere"], "nowhere does not exist"),
+    "": "`B` must be given unless `--save` writes the statistics of A; got nothing.",
+    "B --metrics fid,is": "`--metrics` must be any of fid, kid",
+    "B --metrics lpips": "`--metrics` must go with `--pairs` for lpips",
+    "B --metrics seams": "`--metrics` must name seams where `--seam-method`",
+    "B --pairs --metrics psnr --save x.safetensors": "`--metrics` must name one of fid, kid, precision for `--save`",
+    "B --seam-method hilbert --set tile=4": "`--seam-method` cannot be used: `field` must be one of tiles, ",
+    "B --seam-method hilbert --set tiles=0": "`--seam-method` cannot be used: `tiles` must be at least 1",
+    "B --seam-method hilbert --pixels 7": "`--pixels` must divide the size (64); got 7.",
+    "B --seam-method fast": "`--seam-method` cannot be used: `method` must be one of bipartitemerge, ",
+    "B --seam-method loglinear": "`--seam-method` must part neighbours by the geometry, not by content; "
+    "got LogLinear().",
+    "B --set tiles=4": "`--set` must be given with `--seam-method` only; got ['tiles=4'].",
+    "B --size big": "`--size` must be an integer of at least 32; got 'big'.",
+    "B --num 1": "`--num` must be an integer of at least 2; got '1'.",
+    "B --device abacus": "`--device` must name a device; got 'abacus'. Example: --device cuda:1",
+    "B --save x.pt": "`--save` must end in .safetensors; got 'x.pt'.",
+    "B --json .": "`--json` must name a file, not a directory; got '.'.",
+    "nowhere": "nowhere does not exist",
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("words", WRONG)
 def test_wrong_usage_is_said_in_one_line(
-    case: str, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    words: str, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, message = WRONG[case]
-    filled = [str(folders[1]) if word == "B" else word for word in words]
+    filled = [str(folders[1]) if word == "B" else word for word in words.split()]
     filled += [] if "--size" in words else ["--size", "64"]
     assert main(["quality", str(folders[0]), *filled]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"nearfield: error: {message}")
+    assert printed.err.startswith(f"nearfield: error: {WRONG[words]}")
     assert printed.err.count("\n") == 1
     assert printed.out == ""
 

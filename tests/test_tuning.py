@@ -219,13 +219,21 @@ def test_recipes_of_today_have_the_defaults() -> None:
     assert recipes.read(document).method == Merge(ratio=0.3) | Hilbert(tiles=8)
 
 
-FORMAT = "`recipe` must be a nearfield recipe of format 2; got "
 BAD: dict[str, tuple[Any, str]] = {
-    "format": ({"format": 3, "method": "Hilbert"}, f"{FORMAT}format 3"),
-    "older": ({"format": 1, "method": "Hilbert"}, f"{FORMAT}format 1"),
-    "switch": ({"format": True, "method": "Hilbert"}, f"{FORMAT}format True"),
-    "none": ({"method": "Hilbert"}, FORMAT),
-    "kind": ([1], f"{FORMAT}list"),
+    "format": (
+        {"format": 3, "method": "Hilbert"},
+        "`recipe` must be a nearfield recipe of format 2; got format 3",
+    ),
+    "older": (
+        {"format": 1, "method": "Hilbert"},
+        "`recipe` must be a nearfield recipe of format 2; got format 1",
+    ),
+    "switch": (
+        {"format": True, "method": "Hilbert"},
+        "`recipe` must be a nearfield recipe of format 2; got format True",
+    ),
+    "none": ({"method": "Hilbert"}, "`recipe` must be a nearfield recipe of format 2; got "),
+    "kind": ([1], "`recipe` must be a nearfield recipe of format 2; got list"),
     "method": ({"format": 2, "method": "Hilfiger"}, "`recipe` must name a method of "),
     "field": ({"format": 2, "method": "Hilbert", "fields": {"a": 1}}, "`recipe` must hold fields of Hilbert"),
     "value": (

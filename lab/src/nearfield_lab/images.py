@@ -116,12 +116,12 @@ def _opened(where: str, read: Callable[[], bytes], use: Callable[[Any], Found]) 
                 sides = f"{image.width} x {image.height}"
                 raise BadFile(f"it must have at most {MOST_PIXELS:,} pixels; got {sides}")
             return use(image)
-    except Exception as error:  # each format has errors of its own, and those of its packers
+    except Exception as error:  # each format raises errors of its own, and its packers raise others
         raise BadFile(f"{where} cannot be read as a picture: {_said(error)}") from None
 
 
 def _said(error: Exception) -> str:
-    """The first line of an error, without the places in memory that Pillow tells of."""
+    """The first line of an error, without the addresses in memory that Pillow puts there."""
     lines = str(error).partition(" <_io.")[0].splitlines()
     return lines[0] if lines else type(error).__name__
 

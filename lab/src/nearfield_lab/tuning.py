@@ -3,8 +3,8 @@
 First every group of layers is made sparse alone: how far its pictures move says how well it stands sparsity. Then the
 search climbs from the gentlest setting. Each round tries the next bolder value of every field and takes the one that
 leaves fewest pairs to read within the limit, until none does. Pairs are counted, so that a busy machine does not
-change the result; times are measured, too, and told. Everything that was tried is kept: a search that was stopped goes
-on.
+change the result; times are measured, too. Everything that was tried is kept, so that a search that was stopped can
+be resumed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Search:
     """One search.
 
     Args:
-        method: whose fields are sought. Those that are not on its ladders stay as they are.
+        method: whose fields are sought. Fields that are not on its ladders stay as they are.
         evaluate: makes pictures with a method and measures them.
         num_layers: of the model.
         dense_seconds: per step of the dense model.
@@ -145,7 +145,7 @@ class Search:
         return [layer for _, group in ranked for layer in group]
 
     def _bolder(self, places: dict[str, int], current: Trial) -> tuple[dict[str, int], Trial] | None:
-        """The setting within the limit that reads least, of those that are one value bolder than this one."""
+        """The setting within the limit that reads least, of the settings that are one value bolder than this one."""
         found = []
         for name, ladder in self.ladders.items():
             if places[name] + 1 < len(ladder):
@@ -197,7 +197,7 @@ def _boldest(trial: Trial) -> tuple[float, float]:
 
 
 def front(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that no other beats in both distance and pairs, from the closest to the boldest."""
+    """The trials that no other beats in both distance and pairs, from the closest to the boldest."""
     fewest, kept = float("inf"), []
     for trial in sorted(trials, key=lambda trial: (trial.lpips, trial.pairs_kept)):
         if trial.pairs_kept < fewest:

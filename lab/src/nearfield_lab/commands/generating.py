@@ -92,7 +92,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_engine(further: Further) -> None:
-    """Who makes pictures that are many."""
+    """The options of what makes many pictures."""
     further.add_argument(
         "engine",
         type=member("engine", ENGINES),
@@ -121,14 +121,14 @@ def add_pictures(parser: argparse.ArgumentParser, *, steps: int, num: int) -> No
 
 
 def add_further_pictures(further: Further) -> None:
-    """What is seldom said of them."""
+    """The options of pictures that are seldom needed."""
     add_integer(further, "first", 0, "number of the first picture of the seed", least=0, most=10**6)
     add_integer(further, "batch", 4, "pictures at a time", most=4096)
     further.add_argument("device", metavar="NAME", help=DEVICE_WORDS)
 
 
 def add_model(parser: argparse.ArgumentParser, weights: str = "a model of `nearfield train demo`") -> None:
-    """Whose pictures they are."""
+    """The options that name the model."""
     parser.add_argument(
         "--model", metavar="ID", help="a diffusers pipeline: its id on the Hub, or its folder"
     )
@@ -224,7 +224,7 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 
 
 def check_model(arguments: argparse.Namespace) -> None:
-    """What was said of the model goes together."""
+    """Refuse options of the model that do not go together."""
     if arguments.model and arguments.weights:
         wrong("--weights", "be left out with `--model`", str(arguments.weights))
     if bool(arguments.model) != bool(arguments.prompt):

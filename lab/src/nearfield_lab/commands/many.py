@@ -1,7 +1,7 @@
-"""Folders of numbered pictures, each in a file of its own, made by a process or a Ray cluster and gone on with.
+"""Folders of numbered pictures, each in a file of its own, made by this process or on a Ray cluster.
 
-Workers send pictures, packed, to the process that was started, and that one writes them: each once, whole or not at
-all, whatever workers die meanwhile, and on clusters without a shared file system, too. What is there is not made again.
+Workers send packed pictures to the process that was started, and that process writes them: each once, whole or not at
+all, even if workers die, and without a shared file system. A second run makes only what is missing.
 """
 
 import argparse

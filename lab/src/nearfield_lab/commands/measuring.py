@@ -30,7 +30,7 @@ from nearfield_lab.quality.inception import WHERE_TO_GET_IT
 from nearfield_lab.quality.measure import BY_FEATURES, BY_PAIRS, METRICS, Source, Task, measure
 
 _FEW = 200
-"""Below so many images a note says what that does to figures."""
+"""With fewer images a note says what that does to figures."""
 
 
 def add_commands(commands: Any) -> None:

@@ -190,7 +190,7 @@ def compared(
     cases: Sequence[tuple[Any, float]],
     on_case: Callable[[int], None] | None = None,
 ) -> tuple["Teacher", list["Compared"], Tensor]:
-    """Full prefill of the prompt of an answer, selectors and ratios beside it, and the tokens of the context."""
+    """Full prefill of the prompt of an answer, selectors and ratios compared with it, and the tokens of the context."""
     from nearfield.retrieval import assemble, compare, question_ids, teacher_of
 
     chunks = reuse.chunks(answer.report.chunks)

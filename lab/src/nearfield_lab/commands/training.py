@@ -1,4 +1,4 @@
-"""`nearfield train` and `nearfield distill`. They go on where they were stopped, and end within their minutes."""
+"""`nearfield train` and `nearfield distill`, which resume where they were stopped and end within `--minutes`."""
 
 import argparse
 import sys
@@ -418,7 +418,7 @@ def _shown(bar: Bar) -> Callable[[int, float | None], None]:
 
 
 def _begin(arguments: argparse.Namespace, training: Run) -> None:
-    """Go on from a checkpoint; never write over one that nobody asked to go on from."""
+    """Resume from a checkpoint if that was asked for; refuse to write over one otherwise."""
     if not training.can_resume:
         return
     if not arguments.resume:

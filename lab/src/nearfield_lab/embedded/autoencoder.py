@@ -1,6 +1,6 @@
 """TAEF2, a tiny autoencoder with FLUX.2's latent: images in [0, 1] to 32 channels at an eighth of their sides.
 
-The architecture is that of madebyollin/taesd (MIT); the weights beside this file are its weights, in half precision.
+The architecture is that of madebyollin/taesd (MIT); its weights are in the folder `weights`, in half precision.
 """
 
 from pathlib import Path

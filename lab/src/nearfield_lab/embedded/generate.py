@@ -126,7 +126,7 @@ def pipeline_sampler(
     """Pictures of a diffusers pipeline, one by one, each from a seed of its own.
 
     Args:
-        prompt: a text, or arguments of the pipeline in its place (`prompt_embeds` ...).
+        prompt: a text, or arguments of the pipeline instead (`prompt_embeds` ...).
     """
     given = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     height, width = (size, size) if isinstance(size, int) else size
@@ -173,7 +173,7 @@ class _Watch:
 
 
 def compared(runs: Sequence[Run], measures: Mapping[str, Measure]) -> list[dict[str, Any]]:
-    """Figures of every run; from the second on also beside the first, by measures of two batches of pictures."""
+    """Figures of every run; from the second on also compared with the first, by measures of two batches of pictures."""
     records = []
     for run in runs:
         record: dict[str, Any] = {"name": run.name, "seconds_per_step": run.seconds_per_step}

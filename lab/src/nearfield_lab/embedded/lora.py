@@ -86,11 +86,12 @@ class FusedLora:
 
 
 class AdapterLora:
-    """A LoRA beside the weights of any diffusers model, by peft."""
+    """A LoRA next to the weights of any diffusers model, by peft."""
 
     def __init__(self, transformer: Any, path: Path) -> None:
         self._transformer = transformer
         self._tensors, facts = read_tensors(path)
+        require_finite(path, self._tensors)
         self.method = _method_in(path, facts)
 
     @property

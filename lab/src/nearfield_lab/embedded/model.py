@@ -1,6 +1,6 @@
 """The tiny FLUX: diffusers' FluxTransformer2DModel with few, narrow blocks, and a condition of its own.
 
-There is no text: a few learned tokens stand where a prompt's would, so that the very same path is taken. 64 of them,
+There is no text: a few learned tokens stand where a prompt's would, so that the same code runs. 64 of them,
 because fused attention likes sequences of whole multiples of 64 (a backward crashes at 1,032 tokens), and 1,024 or
 4,096 image tokens and 64 more are that.
 """
@@ -37,7 +37,7 @@ class ModelConfig:
 
     Args:
         joint_blocks, single_blocks, heads, head_dim: as in FLUX.
-        condition_tokens: learned tokens in the place of text.
+        condition_tokens: learned tokens that stand for text.
         condition_dim: their width, and that of the pooled vector.
         span: positions run from 0 to this along the longer side, whatever its tokens, so that a model keeps its
             sense of place when it is tuned at another size.
@@ -93,7 +93,7 @@ class TinyFlux(nn.Module):
         """The velocity (noise minus image) at normalised latents `[B, 32, h, w]` and levels `[B]` in [0, 1].
 
         Args:
-            network: what to call in the transformer's place: the same, compiled.
+            network: what to call instead of the transformer: the same, compiled.
             condition: further arguments of `arguments`, where a model has a condition that can be chosen.
         """
         network = self.transformer if network is None else network

@@ -30,7 +30,7 @@ CHANNELS = 3
 KIND, COMMAND = "pixel", "nearfield train pixel"
 
 _PLAIN_SIDE = 64  # images up to this side need no more noise than their own size
-_FREQUENCIES = 256  # channels in which the noise level is told
+_FREQUENCIES = 256  # channels that say the noise level
 _THETA = 10_000.0
 
 
@@ -117,7 +117,7 @@ class PixelTransformer(nn.Module):
         """The velocity (noise minus image) of `[B, 3, height, width]` at levels `[B]` in [0, 1].
 
         Args:
-            body: what to call in the place of `self.body`: the same, compiled.
+            body: what to call instead of `self.body`: the same, compiled.
         """
         check_tensor("images", images, dims=4, hint="Expected [batch, 3, height, width].")
         if images.shape[1] != CHANNELS:
@@ -171,7 +171,7 @@ class Body(nn.Module):
 
         Args:
             call: what to call layers through: `call(layer, x, ...)`.
-            leave: what to call in the place of `self.leave`.
+            leave: what to call instead of `self.leave`.
         """
         known = silu(self.level(_frequencies(level)))
         x = self.entrance(tokens)
@@ -293,7 +293,7 @@ def _start(module: nn.Module) -> None:
 
 
 def noise_scale(height: int, width: int) -> float:
-    """How strong the noise is: neighbours in a large image tell each other more, so that it takes more to hide it."""
+    """How strong the noise is: neighbours in a large image are more alike, so that it takes more to hide them."""
     return max(1.0, math.sqrt(height * width) / _PLAIN_SIDE)
 
 
@@ -316,7 +316,7 @@ def sample(
 
     Args:
         size: pixels per side, or (height, width); by default what the model was trained at.
-        body: what to call in the place of the model's: the same, compiled.
+        body: what to call instead of the model's: the same, compiled.
     """
     check_int("steps", steps, at_least=1)
     size = model.config.size if size is None else size

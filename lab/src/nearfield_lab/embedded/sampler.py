@@ -120,7 +120,7 @@ class DemoPipeline:
         return self.model.denormalised(latents)
 
     def begin(self, steps: int, first: int = 0) -> Tensor:
-        """Let the scheduler begin a sampling of so many steps, with number `first`; returns the timesteps of all."""
+        """Let the scheduler begin at step number `first` of some steps; returns the timesteps of all."""
         # Evenly from 1 to 0. The scheduler's own choice spends its last step on a thousandth of the way.
         self.scheduler.set_timesteps(sigmas=[1 - step / steps for step in range(steps)], device=self.device)
         self.scheduler.set_begin_index(first)  # or it would look for the timestep, and wait for the device
@@ -128,7 +128,7 @@ class DemoPipeline:
         return timesteps
 
     def level(self, timestep: Tensor) -> Tensor:
-        """The share of noise at a timestep, which the scheduler counts in those of its training."""
+        """The share of noise at a timestep of the scheduler, which counts timesteps of its training."""
         level: Tensor = timestep / self.scheduler.config.num_train_timesteps
         return level
 
@@ -153,7 +153,7 @@ class DemoPipeline:
 
     @torch.no_grad()
     def pictures(self, latents: Tensor) -> Tensor:
-        """The same where the model is; few at a time, for they grow 64-fold."""
+        """Latents to pictures on the device of the model; few at a time, for they grow 64-fold."""
         parts = latents.split(8 if self.device.type == "cuda" else 2)
         return torch.cat([_as_bytes(self.autoencoder.decode(part)) for part in parts])
 
@@ -170,7 +170,7 @@ class DemoPipeline:
 
 
 def noise(indices: range, sides: tuple[int, int], seed: int) -> Tensor:
-    """Noise for latents of pictures of so many pixels, by the numbers of the pictures."""
+    """Noise for latents of pictures with sides in pixels, by the numbers of the pictures."""
     return drawn(indices, (CHANNELS, sides[0] // PIXELS_PER_TOKEN, sides[1] // PIXELS_PER_TOKEN), seed)
 
 

@@ -134,7 +134,7 @@ def _times_axis(axis: Any, figures: Sequence[float]) -> None:
 
 
 def _draw_speed_up(axis: Any, place: float, value: float, height: float, colour: str) -> None:
-    """A bar with its figure at the foot, where no mark of a bound stands; beside it if the bar is short."""
+    """A bar with its figure at the foot, where no mark of a bound stands; next to it if the bar is short."""
     axis.barh(place, value, height=height, color=colour)
     least, most = axis.get_xlim()
     fits = math.log(value / least) > 0.1 * math.log(most / least)

@@ -45,7 +45,7 @@ def canvas_of(grid: tuple[int, ...]) -> Canvas:
 
 
 def draw_curve_lines(axis: Any, order: Tensor, canvas: Canvas) -> bool:
-    """Draws the steps inside each frame that is shown; returns whether a picture's curve ends beside its start."""
+    """Draws the steps inside each frame that is shown; returns whether a picture's curve ends next to its start."""
     from matplotlib.collections import LineCollection
 
     points = torch.full((len(order), 2), -1.0, dtype=torch.float64)  # of cells in raster order

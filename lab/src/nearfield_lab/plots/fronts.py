@@ -1,4 +1,4 @@
-"""Points of cost and quality, and the front of those that nothing beats: of measured pictures, and of `tune`."""
+"""Points of cost and quality, and the front of the best: of measured pictures, and of `tune`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,8 +50,8 @@ PANELS = (
 
 
 def quality_front(path: Path, rows: Sequence[QualityRow], title: str) -> None:
-    """Pairs kept against FID: every pattern a point, those that none beats in both joined by a line, for models that
-    were tuned and those that were not.
+    """Pairs kept against FID, a point for every pattern. A line joins the points that no other beats in both, one line
+    for models that were tuned and one for the others.
 
     Points take their colour from `settings["tuning"]` ("none" if it is not there).
     """
@@ -98,8 +98,8 @@ def _front_axes(axis: Any, distances: Sequence[float], samples: set[int]) -> Non
 def pareto_panels(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
     """Methods as points of speed, pairs and distance to dense, a panel for every two figures that some points have.
 
-    Records are points of `python -m benchmarks pareto`. Colours tell methods, marks tell groups, and those that nothing
-    in their group beats are joined by a line.
+    Records are points of `python -m benchmarks pareto`. Colours stand for methods, marks for groups, and a line joins
+    the points that nothing in their group beats.
     """
     pyplot = require_pyplot()
     panels = [panel for panel in PANELS if _drawn_in(panel, records)]
@@ -129,7 +129,7 @@ def pareto_panels(path: Path, records: Sequence[dict[str, Any]], title: str) -> 
 
 
 def _drawn_in(panel: Panel, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that have both figures. Where only speed was measured pairs say how well it was done; else they repeat."""
+    """The records that have both figures. A panel without a front shows records of which only speed was measured."""
     shown = [record for record in records if panel.value_of(record)]
     return shown if panel.has_front else [record for record in shown if record["lpips"] is None]
 
@@ -169,9 +169,9 @@ _FURTHER = ((5, -19, "left"), (-5, -19, "right"), (5, 13, "left"), (-5, 13, "rig
 
 
 def _write_names(axis: Any, names: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
-    """Names beside points, of the best first, long ones first of all, which find a place least easily.
+    """Write names next to points: of the best first, and of these the long ones, which find a place least easily.
 
-    Where none of the places beside it is free a point goes without.
+    A point with no free place next to it has no name.
 
     A place is free where there is no other name and no point; names of the best may cover points that are not.
     """
@@ -230,7 +230,7 @@ def _panel_axes(axis: Any, panel: Panel) -> None:
 
 
 def tuning_front(path: Path, trials: Sequence[Trial], limit: float) -> None:
-    """Pairs kept against distance to dense pictures: every trial a point, those that none beats joined by a line."""
+    """Pairs kept against distance to dense pictures: every trial is a point, and a line joins the best."""
     pyplot = require_pyplot()
     searched = [trial for trial in trials if trial.purpose == "search"]
     best = front(searched)

@@ -50,7 +50,7 @@ def _divergence(record: dict[str, Any]) -> tuple[float, float, float]:
 def recall_lines(path: Path, records: Sequence[dict[str, Any]], title: str) -> None:
     """The share of weights that is kept against the share of pairs, a line for each pattern; chosen by means dotted.
 
-    Records hold `pattern`, `by`, `tiles`, `kept` and `recall`; those of several samples are averaged.
+    Records hold `pattern`, `by`, `tiles`, `kept` and `recall`; records of several samples are averaged.
     """
     pyplot = require_pyplot()
     figure, axis = pyplot.subplots(figsize=(7.2, 5.0))
@@ -151,7 +151,7 @@ def loss_lines(path: Path, records: Sequence[dict[str, Any]], title: str = "") -
             style = _style_of(record, colours)
             points = list(zip(*record["curve"], strict=True))
             samples.plot([step * record["batch"] for step in points[0]], points[2], **style)
-            if record["label"] is None:  # the others may have run beside something: their seconds say nothing
+            if record["label"] is None:  # ablations may have shared the machine: their seconds say nothing
                 seconds.plot(points[1], points[2], **style)
             if record["over_full"] and record["attention"] != "full":
                 steps, _, over = zip(*record["over_full"], strict=True)

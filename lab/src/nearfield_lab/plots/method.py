@@ -63,7 +63,7 @@ class MethodPicture(NamedTuple):
     Args:
         view: of the first layer: the curve, the order of tokens, what is shared, and what one colour stands for.
         q_block, k_block: tokens per row and column of the masks.
-        facts: lines to print beside the masks.
+        facts: lines to print next to the masks.
         readings: of up to two blocks of the first layer, where there are no tiles that show what is read.
     """
 
@@ -78,7 +78,7 @@ class MethodPicture(NamedTuple):
 
 
 def method_overview(path: Path, picture: MethodPicture) -> None:
-    """The curve and the tiles of each layer above, who reads whom in each layer below; beside them what blocks read."""
+    """The curve and the tiles of each layer above, who reads whom in each below, at the right what blocks read."""
     canvas = canvas_of(picture.geometry.grid)
     height, width = canvas.cells.shape
     figure, above, below = two_rows_of_axes(width / height, 1 + len(picture.layers) + bool(picture.readings))

@@ -1,4 +1,4 @@
-"""A picture of several panels, each drawn by a function on an axis: those of the documentation."""
+"""A picture of several panels, each drawn by a function on an axis, for the documentation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -19,9 +19,9 @@ from nearfield_lab.plots.method import LayerPicture, MethodPicture, Reading, met
 
 MOST_TOKENS, MOST_LAYERS = 2**16, 8
 _FINE, _COARSE, _FINE_TOKENS = 16, 64, 20_000
-"""Keys per block of a mask. Pairs are counted in the method's own; of so many tokens nobody would see them drawn."""
+"""Keys per block of a mask, and up to how many tokens blocks are fine. Pairs are counted in the method's own."""
 _HEADS = 12
-"""Where heads differ, on average over so many."""
+"""The number of heads that is drawn where heads differ."""
 
 
 class Shown(NamedTuple):

@@ -5,6 +5,7 @@ All are computed in float64. FID falls with the number of images: compare equal 
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from nearfield._checks import check_int, check_tensor, shape_of, wrong_value
 from nearfield._files import check_fields
-from nearfield_lab.quality.precision import full_precision
 from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 
 _KIND = "feature statistics"
@@ -81,6 +81,12 @@ class Statistics:
         return cls(
             stored["mean"], stored["covariance"], facts["count"], facts["size"], stored.get("features")
         )
+
+
+def full_precision() -> AbstractContextManager[None]:
+    """Inside, convolutions on a GPU multiply float32 as such, and do not round the factors to ten bits (TF32)."""
+    context: AbstractContextManager[None] = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    return context
 
 
 @torch.no_grad()

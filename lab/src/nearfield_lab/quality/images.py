@@ -34,7 +34,7 @@ class ImageSet:
 
     Args:
         source: where they come from, in words.
-        names: one per image, without folders and suffixes; they tell pairs of images apart.
+        names: one per image, without folders and suffixes; images of two sets with equal names are a pair.
         readers: each gives one image, decoded.
         is_sheet: whether the images stand on a sheet, where they have numbers for names.
     """

@@ -15,7 +15,6 @@ from nearfield.methods import Borders
 from nearfield_lab.quality import fid, lpips, seams, similarity
 from nearfield_lab.quality.images import ImageSet, open_images
 from nearfield_lab.quality.inception import load_inception
-from nearfield_lab.quality.precision import full_precision
 
 BY_FEATURES = ("fid", "kid", "precision")
 BY_PAIRS = ("lpips", "psnr", "ssim")
@@ -31,7 +30,7 @@ class Task:
     Args:
         metrics: any of METRICS.
         size: pixels per side to which images are brought.
-        num: so many images of each set, evenly spaced; None for all.
+        num: how many images of each set are taken, evenly spaced; None for all.
         inception: file of the FID network; None for the installed one.
         borders: lines of the seams; asked for where these are measured.
     """
@@ -178,7 +177,7 @@ def _pairs(first: ImageSet, second: ImageSet, metrics: Sequence[str], task: Task
     for pair in zip(_counted(first, task.batch, task.size, "pairs"), others, strict=True):
         one, other = (images.to(task.device) for images in pair)
         if network is not None:
-            with full_precision():
+            with fid.full_precision():
                 values["lpips"].append(network(one, other).cpu())
         for name, function in (("psnr", similarity.psnr), ("ssim", similarity.ssim)):
             if name in metrics:

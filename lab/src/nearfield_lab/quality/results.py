@@ -32,7 +32,7 @@ class QualityRow:
         inception_distance, efficientnet_distance: to the dense images of the same seeds, 1 minus the cosine of the
             features of a network.
         tokens_kept: share of the image tokens that is left in blocks that merge.
-        milliseconds, dense_milliseconds: of a denoising step, and of the dense model's beside it in the same run.
+        milliseconds, dense_milliseconds: of a denoising step, and of the dense model's step in the same run.
         compiled: whether torch.compile made the model faster; pictures are then the same up to rounding.
         commit, date: of the code it was measured with, and when it was; outside of the settings, so that a later run
             knows what was done.
@@ -84,7 +84,7 @@ class QualityRow:
 
     @property
     def speed_up(self) -> float | None:
-        """Of a denoising step over the dense model's beside it."""
+        """How many times as fast a denoising step is as the dense model's of the same run."""
         if self.milliseconds is None or self.dense_milliseconds is None:
             return None
         return self.dense_milliseconds / self.milliseconds
@@ -127,7 +127,7 @@ def pareto_front(rows: Iterable[QualityRow]) -> list[QualityRow]:
 
 
 def unbeaten(measured: Iterable[tuple[float, float, Any]]) -> list[Any]:
-    """Of things with a cost and a distance, less being better, those that no other beats in both, by cost."""
+    """The things that no other beats in both cost and distance, where less is better; in the order of cost."""
     front, best = [], math.inf
     for _, distance, each in sorted(measured, key=lambda found: found[:2]):
         if distance < best:

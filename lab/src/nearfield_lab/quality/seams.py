@@ -4,7 +4,7 @@ Two tokens side by side in the image that do not read each other leave a line be
 read each other, but not the same of what is around them. The energy of the
 lines is the mean absolute difference of the pixels on both sides of them, over the same at the pixels around them. It
 is near 1 where nothing is to be seen. Pictures differ, and decoders leave lattices of their own: so the value of the
-dense model on the same lines belongs beside it.
+dense model on the same lines is needed to judge it.
 """
 
 import math

@@ -71,7 +71,7 @@ class Library:
         return len(self._texts)
 
     def _missing(self) -> str | None:
-        """A package or a model that is not there, told before anybody asks."""
+        """What is missing, a package or a model, in words; found before anybody asks."""
         try:
             with retrieval_told():
                 from nearfield.retrieval import check_embedded, check_folder
@@ -82,7 +82,7 @@ class Library:
         return None
 
     def ask(self, question: Question) -> Asked:
-        """Answer from the parts of the texts that share most words with the question, beside full prefill."""
+        """Answer from the parts of the texts that share most words with the question, and compare with full prefill."""
         _check(question)
         if self.problem:
             raise UsageError(self.problem)

@@ -18,7 +18,7 @@ from nearfield_lab.embedded.lora import FusedLora, suits
 from nearfield_lab.embedded.model import EMBEDDED_LORA, ModelConfig
 from nearfield_lab.embedded.sampler import DemoPipeline, OnStep
 
-# Of FLUX.1 and most others; what is drawn before a pipeline is opened, whose own facts only its run tells.
+# Of FLUX.1 and most others; used for drawing before a pipeline is opened: its own facts are known after a run.
 _PIPELINE_PIXELS_PER_TOKEN, _PIPELINE_TEXT, _PIPELINE_SIZE = 16, 512, 1024
 _MOST_PIXELS = {"cpu": 1024**2, "cuda": 4096**2}
 
@@ -61,7 +61,7 @@ class PictureModel:
         self.pixels_per_token, self.text, self.size = PIXELS_PER_TOKEN, config.condition_tokens, config.size
 
     def geometry(self, height: int, width: int) -> Geometry:
-        """Tokens of a picture of so many pixels; refuses what would take too long, or is no whole number of tokens."""
+        """The tokens of a picture with sides in pixels; refuses what is too large, or is no whole number of tokens."""
         step, most = self.pixels_per_token, _MOST_PIXELS.get(self.device.type, _MOST_PIXELS["cpu"])
         for name, side in (("height", height), ("width", width)):
             if not isinstance(side, int) or side < 4 * step or side % step:

@@ -1,4 +1,4 @@
-"""The page itself. The only importer of Gradio; what it shows is made by the modules beside it."""
+"""The page itself. Gradio is imported here alone; the other modules of the folder make what it shows."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ TOLD = (UsageError, ValueError, TypeError, NotImplementedError, ImportError, OSE
 """What goes wrong by what was asked for; it is shown as one message. Anything else is a fault of the program."""
 
 _OWN_FIELDS = "none"
-_WORK, _DRAWING = "work", "drawing"  # one model runs at a time, and pictures are drawn beside it
+_WORK, _DRAWING = "work", "drawing"  # one model runs at a time, and pictures are drawn at the same time
 STYLE = """
 #message, #drawing-message { min-height: 1.5em; }
 .gradio-container { max-width: 1500px !important; }
@@ -56,7 +56,7 @@ def build(gr: Any, models: Sequence[PictureModel], library: Library, folder: Pat
 
     Args:
         models: to choose from; the first is chosen.
-        folder: where results are; those of the checkout by default.
+        folder: where results are; by default the folder of the checkout.
     """
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gr.Markdown(f"# {TITLE}\nA method only decides who reads whom; one operation does the reading.")

@@ -1,4 +1,4 @@
-"""Serving the page: on loopback unless told otherwise, until it is interrupted, and nothing left behind."""
+"""Serving the page: on loopback unless another host is given, until it is interrupted, and nothing is left behind."""
 
 import ipaddress
 import signal

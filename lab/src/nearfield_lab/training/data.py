@@ -1,6 +1,6 @@
 """Pictures to pixels of one size, or to latents, once.
 
-Latents are a memory-mapped array beside an index with checksums.
+Latents are a memory-mapped array, with an index of checksums in another file.
 
 Every picture is encoded as it is and mirrored (mirroring a latent is not the latent of the mirrored picture). A cache
 that was interrupted goes on where it stopped; a chunk whose checksum does not fit is made again.
@@ -257,7 +257,7 @@ def fits(values: Tensor, device: torch.device) -> bool:
 
 
 def fingerprint(source: Sequence[Picture]) -> str:
-    """What tells sets of pictures apart: their names and sizes."""
+    """A digest of the names and sizes of pictures, by which sets of them are known."""
     digest = hashlib.sha256()
     for picture in source:
         digest.update(f"{picture.name}\0{picture.size}\n".encode())

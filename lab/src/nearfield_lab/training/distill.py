@@ -53,11 +53,11 @@ class Recipe:
     Args:
         method: who reads whom in the student. Its `dense_steps` have no part in it.
         rank: of the LoRA, whose scale is 1 (alpha equals rank); None for no LoRA: all weights are trained.
-        targets: names of the linear layers that get one; by default those of attention and feed-forward.
+        targets: names of the linear layers that get a LoRA; by default the layers of attention and feed-forward.
         seed: of the LoRA's weights.
         save_memory: compute activations again in the backward pass instead of keeping them.
         compiled: let torch.compile make teacher and student faster; the first step then takes a minute.
-        is_one_size: all calls have the same sizes, as those of the embedded model; for `compiled`.
+        is_one_size: all calls have the same sizes, as calls of the embedded model have; for `compiled`.
     """
 
     method: Method

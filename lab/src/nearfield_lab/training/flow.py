@@ -153,7 +153,7 @@ class FlowTraining(TrainingRun[Latents]):
 
 
 def noise_levels(number: int, shift: float, generator: torch.Generator) -> Tensor:
-    """Logit-normal levels, rounded to bfloat16: on a GPU the transformer reads them so, and what it is told is true."""
+    """Logit-normal levels, rounded to bfloat16, because the transformer reads them in that type on a GPU."""
     return shifted(torch.randn(number, generator=generator, device=generator.device).sigmoid(), shift)
 
 

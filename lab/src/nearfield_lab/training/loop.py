@@ -30,7 +30,7 @@ _CLOSE = 5  # the same where a moment must not be missed by much
 
 Ending = Literal["steps", "minutes", "stopped"]
 Mark = Literal["steps", "seconds"]
-"""A moment whose model is kept: so many steps were done, or they took so many seconds."""
+"""A moment whose model is kept: by the number of steps done, or by the seconds they took."""
 
 LossOf = Callable[[int, int], Tensor]
 """The loss of a step (from 0) and of one of its parts."""
@@ -52,7 +52,7 @@ class Schedule:
         clip: largest norm of the gradient.
         parts: pieces of a batch that are computed one after another, to save memory.
         checkpoint_seconds: time between checkpoints.
-        keep_steps, keep_seconds: keep the model when so many steps are done, and when steps have taken so long, over
+        keep_steps, keep_seconds: keep the model after this number of steps, and after steps have taken this long, over
             all runs, without pauses and what the first step of a run compiles. Without `steps`, training ends when
             both have come.
     """
@@ -86,7 +86,7 @@ class Schedule:
         return tuple(mark for mark, value in wanted.items() if value is not None)
 
     def has_passed(self, mark: Mark, step: int, seconds: float) -> bool:
-        """Whether a mark lies behind so many steps, which took so many seconds."""
+        """Whether a mark was reached after a number of steps, which took some seconds."""
         if mark == "steps":
             return self.keep_steps is not None and step >= self.keep_steps
         return self.keep_seconds is not None and seconds >= self.keep_seconds
@@ -124,7 +124,7 @@ class Loop:
 
     Args:
         facts: what a checkpoint must agree with to be gone on from (the recipe).
-        tokens: what a step computes; the log then tells the speed, too.
+        tokens: how many a step computes; the log then holds the speed, too.
         as_now: makes of an older checkpoint's facts what `facts` would be now.
     """
 

@@ -104,7 +104,7 @@ class RecordedCalls:
 
 
 def _taken_apart(value: Any, tensors: list[Tensor]) -> Any:
-    """The value with numbers in the place of tensors, which are appended to a list."""
+    """The value with a number for each tensor; the tensors are appended to a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}

@@ -105,7 +105,7 @@ class RunRecipe:
         check_member("packing", self.packing, get_args(Packing))
 
     def facts(self) -> dict[str, Any]:
-        """What must not change when a run is gone on with."""
+        """What must be the same when a run is resumed."""
         return {"batch": self.batch, "seed": self.seed}
 
 
