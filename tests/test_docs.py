@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -174,8 +175,9 @@ def shown_commands(page: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_pages_can_be_read(page: Path) -> None:
-    """Every option and value is one that the command has."""
+    """Every option and value is one that the command has; files and folders that it names are there."""
     for words in shown_commands(page.read_text(encoding="utf-8")):
+        make_files(words)
         if words[0] == "nearfield":
             cli.parser().parse_args(words[1:])
         else:
@@ -183,6 +185,18 @@ def test_commands_of_pages_can_be_read(page: Path) -> None:
             family = argparse.ArgumentParser().add_subparsers()
             add_benchmarks(words[3:], family)
             family.choices[words[3]].parse_args(words[4:])
+
+
+def make_files(words: list[str]) -> None:
+    """What options name, empty, in the folder of the test: files by their suffix, all else as folders."""
+    for option, value in pairwise(words):
+        path = Path(value.rpartition("=")[2] if option == "--option" else value)
+        if option.startswith("--") and not value.startswith("-") and not path.is_absolute():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix:
+                path.touch()
+            elif option in ("--data", "--docs", "--images", "--photographs", "--model", "--language-model"):
+                path.mkdir(parents=True, exist_ok=True)
 
 
 def test_commands_are_found() -> None:
