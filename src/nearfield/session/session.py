@@ -140,14 +140,13 @@ class Session:
     def is_dense_step(self, step: Moment | None) -> bool:
         return is_dense_step(self.method, step)
 
-    def begin(self, step: Moment, is_new: bool = False, is_first: bool = False) -> None:
+    def begin(self, step: Moment, is_first: bool = False) -> None:
         """A call begins at a step. One that lies back begins another generation.
 
         Args:
-            is_new: whether nothing serves that layers keep.
-            is_first: whether another generation begins, so that counts begin anew.
+            is_first: whether counts begin anew, too.
         """
-        if is_new or (self.step is not None and step.step_index < self.step.step_index):
+        if self.step is not None and step.step_index < self.step.step_index:
             self.forget()
         self.step = step
         for attention in self.stateful(self.state):
