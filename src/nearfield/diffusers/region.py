@@ -179,7 +179,7 @@ class Region:
         if ranks is not None and self.state is not None and not self.steps.is_in_loop():
             check_same_sample(spec.sample, first_tensor(samples), ranks)
         self._mover.enter(spec.moves, arguments)
-        return tuple(arguments.args), arguments.kwargs
+        return arguments.call
 
     def _locate(self, module: nn.Module, arguments: Arguments) -> TokenLayout | str:
         """The tokens of a call, or the reason why it has to stay dense."""
