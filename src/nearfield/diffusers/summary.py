@@ -13,7 +13,7 @@ from nearfield.diffusers.steps import SchedulerState
 from nearfield.methods import Composition, Memory
 from nearfield.ops import ReadStats, explain_choice
 from nearfield.parallel import Shapes, SplitLayer
-from nearfield.session import Pairs, TokenLayout, TokenState, has_dense_steps, num_read
+from nearfield.session import Pairs, TokenLayout, TokenState, has_dense_steps
 
 _NAMED = 4
 
@@ -261,7 +261,7 @@ def _work(region: Region, state: TokenState) -> Iterator[tuple[float, float, flo
     for layer, attention in zip(region.layers, state.attentions, strict=True):
         if layer.index is not None:
             tokens = region.session.geometry(state.layout, layer.sees_text).num_tokens
-            known = num_read(layer, attention, state)
+            known = state.num_read(layer, attention)
             read = state.num_pairs(layer) if known is None else known
             each = 2 * layer.heads * layer.head_dim  # a query times a key, a weight times a value
             yield 0, 0, read * each, tokens**2 * each
