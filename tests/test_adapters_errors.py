@@ -399,7 +399,9 @@ def test_an_adapted_model_is_not_copied(name: str, copied: Callable[[Any], Any])
 
 def test_a_processor_that_never_attends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were diffusers to change its processors, the method must not be lost in silence."""
-    monkeypatch.setattr(FluxAttnProcessor, "__call__", lambda self, attn, hidden_states, *args, **kwargs: hidden_states)
+    monkeypatch.setattr(
+        FluxAttnProcessor, "__call__", lambda self, attn, hidden_states, *args, **kwargs: hidden_states
+    )
     model, inputs = tiny_models.flux(0, 1), tiny_models.flux_inputs((9, 14))
     with nearfield.apply(model, SPARSE), pytest.raises(ValueError) as error:
         run(model, inputs)

@@ -194,9 +194,9 @@ class Spec:
         layers: attention modules whose tokens are those of the image, and perhaps text, in the order they run
             (patterns of paths in the region).
         moves: where tokens change their order.
+        processors: classes of attention processors that were tried.
         locate: how large the image is, and how long the text.
         ids: for models without `locate`, the argument with position ids, whose values say how large the images are.
-        processors: classes of attention processors that were tried.
         text_first: whether the text stands before the image in the joint sequence.
         image_only: those of `layers` that do not see the text.
         dense: the other attention modules, and why they stay as they are.
@@ -222,9 +222,9 @@ class Spec:
     model: str
     layers: tuple[str, ...]
     moves: tuple[Move, ...]
+    processors: tuple[str, ...]
     locate: Locate | None = None
     ids: str = ""
-    processors: tuple[str, ...] = ()
     name: str = ""
     text_first: bool = True
     image_only: tuple[str, ...] = ()
@@ -248,6 +248,11 @@ class Spec:
     can_split: bool = False
     blocks: tuple[MergedBlocks, ...] = ()
     comfy: ComfyModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.locate is None and not self.ids:
+            hint = "One of them says how large the image is."
+            wrong_value("locate", f"be given for {self.model} where `ids` is not", None, hint)
 
     def like(self, model: str, **changes: Any) -> "Spec":
         """The spec of a near relative: another class, of which some facts differ."""
