@@ -1,4 +1,4 @@
-"""Nodes for ComfyUI. Link this folder into ComfyUI's `custom_nodes`; see README.md beside it."""
+"""Nodes for ComfyUI. Link this folder into ComfyUI's `custom_nodes`; see README.md in it."""
 
 from .nodes import all_nodes
 

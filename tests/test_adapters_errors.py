@@ -23,6 +23,7 @@ from diffusers.models.attention_processor import (
     FusedJointAttnProcessor2_0,
     JointAttnProcessor2_0,
 )
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from tests import tiny_models
 from tests.test_adapters import EVERYTHING, SPARSE, run, trace
 from tests.tiles import paper
@@ -398,14 +399,25 @@ def test_an_adapted_model_is_not_copied(name: str, copied: Callable[[Any], Any])
 
 def test_a_processor_that_never_attends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were diffusers to change its processors, the method must not be lost in silence."""
-    kind = diffusers.models.transformers.transformer_flux.FluxAttnProcessor
-    monkeypatch.setattr(kind, "__call__", lambda self, attn, hidden_states, *args, **kwargs: hidden_states)
+    monkeypatch.setattr(
+        FluxAttnProcessor, "__call__", lambda self, attn, hidden_states, *args, **kwargs: hidden_states
+    )
     model, inputs = tiny_models.flux(0, 1), tiny_models.flux_inputs((9, 14))
     with nearfield.apply(model, SPARSE), pytest.raises(ValueError) as error:
         run(model, inputs)
     assert str(error.value) == (
         "`processor` must call `scaled_dot_product_attention` once; got 0 calls in FluxAttnProcessor."
     )
+
+
+def test_a_processor_without_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which call of it attends is seen in its source."""
+    made: dict[str, Any] = {}
+    exec("def call(self, attn, hidden_states, *args, **kwargs): return hidden_states", made)
+    monkeypatch.setattr(FluxAttnProcessor, "__call__", made["call"])
+    with pytest.raises(ValueError) as error:
+        nearfield.apply(tiny_models.flux(0, 1), SPARSE)
+    assert str(error.value) == "`processor` must have its source at hand; got call."
 
 
 @pytest.mark.parametrize("kind", ["blurred queries", "no scores", "no attention"])

@@ -341,6 +341,18 @@ def test_heads_stay_apart_if_asked() -> None:
     assert torch.allclose(out, scaled_dot_product_attention(query, key, value, scale=0.3), rtol=0, atol=1e-12)
 
 
+def test_more_calls_than_the_model_has_layers_stay_dense() -> None:
+    """Those of another node: which layer they are cannot be known."""
+    geometry = Geometry((8, 8), text=5)
+    inputs = [torch.randn(1, 69, 32, dtype=torch.float64) for _ in range(3)]
+    call = sparse_call(paper(tiles=4, dense_layers=0), geometry, 1)
+    first, second = (call(standin.optimized_attention, *inputs, 2) for _ in range(2))
+    dense = standin.optimized_attention(*inputs, 2)
+    assert not torch.allclose(first, dense)
+    assert torch.equal(second, dense)
+    assert call.summary() == "5 text + 8x8: 1 calls sparse; 1 calls dense, more than the model has layers"
+
+
 class UNetModel(torch.nn.Module):
     pass
 

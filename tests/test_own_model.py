@@ -78,6 +78,14 @@ def test_the_entry_is_short() -> None:
     assert len(body) < 20
 
 
+def test_an_entry_must_say_how_large_the_image_is() -> None:
+    with pytest.raises(ValueError) as error:
+        FLUX.like("Meadow", ids="")
+    assert str(error.value) == (
+        "`locate` must be given for Meadow where `ids` is not; got None. One of them says how large the image is."
+    )
+
+
 def test_it_was_not_known_before() -> None:
     with pytest.raises(ValueError, match=r"got Meadow\. One spec makes a class known") as error:
         nearfield.apply(Meadow(), SPARSE)

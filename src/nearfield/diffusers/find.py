@@ -180,20 +180,9 @@ def _unfit(attention: Any) -> str | None:
 def _as_it_is(
     part: TargetModule, index: int | None, path: str, attention: Any, sees_text: bool, dense: str | None
 ) -> ModuleLayer:
-    heads, processor = attention.heads, attention.get_processor()
-    names = part.path(path), path
-    return ModuleLayer(
-        index,
-        heads,
-        sees_text,
-        dense,
-        None,
-        attention.inner_dim // heads,
-        *names,
-        attention,
-        processor,
-        processor,
-    )
+    heads, processor, names = attention.heads, attention.get_processor(), (part.path(path), path)
+    facts = index, heads, sees_text, dense, None, attention.inner_dim // heads
+    return ModuleLayer(*facts, *names, attention, processor, processor)
 
 
 def _adapted(layer: ModuleLayer, part: TargetModule, merger: "Merger | None", call: ModelCall) -> ModuleLayer:

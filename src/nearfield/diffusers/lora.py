@@ -1,4 +1,4 @@
-"""A LoRA that was distilled for sparse attention rests in dense steps: the model is itself there."""
+"""A LoRA that was distilled for sparse attention is off in dense steps: the model is itself there."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +24,7 @@ class Switch(Protocol):
 class NamedLora:
     """An adapter of peft that a model has loaded.
 
-    Its scale becomes zero, and again what it was, so that other adapters beside it stay as they are. Its layers are
+    Its scale becomes zero, and again what it was, so that other adapters stay as they are. Its layers are
     looked for each time: adapters may be loaded anew under their names.
 
     Args:
@@ -44,10 +44,10 @@ class NamedLora:
         if any(getattr(layer, "use_dora", {}).get(self._name) for layer in found):
             hint = "It changes the norms of weights, too. Leave `lora` out: then it is there in dense steps, too."
             wrong_value("lora", "be a plain LoRA", f"{self._name!r}, which is a DoRA", hint)
-        self._check_nothing_beside()
+        self._check_has_nothing_else()
         return found
 
-    def _check_nothing_beside(self) -> None:
+    def _check_has_nothing_else(self) -> None:
         """Modules and biases of an adapter's own have no scale."""
         config = (getattr(self._model, "peft_config", None) or {}).get(self._name)
         for field, without in (("modules_to_save", None), ("bias", "none")):

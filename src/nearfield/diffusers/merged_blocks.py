@@ -314,13 +314,11 @@ class _Hook:
                 ROTARY, None
             )  # attention rotates by rows of its own, which differ from sample to sample
         for name in self.facts.per_token if self.is_whole else ():
-            entries = arguments.get(name)
-            if entries is not None:
-                arguments.set(name, entries.gather(1, made.tokens.destinations))
+            arguments.change(name, lambda entries: entries.gather(1, made.tokens.destinations))
         for layer in self.layers:
             layer.installed.extras = made.extras(layer.sees_text)
         self.inside = _Inside(full, short, made.tokens, text)
-        return tuple(arguments.args), arguments.kwargs
+        return arguments.call
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         inside = self.inside

@@ -1,6 +1,7 @@
 """Where tokens change their order: hooks at the places that a spec names."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class Place(NamedTuple):
 
 
 def places_of(part: TargetModule) -> list[Place]:
-    """Those besides the part's own entrance; all of its spec have to be there."""
+    """The places inside a part; each place that its spec names has to be there."""
     places = []
     for move in part.spec.moves:
         found = find(part.module, move.place)
@@ -37,10 +38,10 @@ def places_of(part: TargetModule) -> list[Place]:
 
 
 class Mover:
-    """Brings tokens into the method's order and back, while any are inside.
+    """Brings tokens into the method's order and back, during calls of the part.
 
     Args:
-        in_forward: whether they are. Modules may be shared with another model, whose calls are not ours.
+        in_forward: whether a call is under way. Modules may be shared with another model, whose calls are not ours.
     """
 
     def __init__(self, in_forward: Callable[[], bool]) -> None:
@@ -50,22 +51,41 @@ class Mover:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def hooks(self, places: Sequence[Place]) -> list[RemovableHandle]:
+        """Hooks that move an argument, or the result, of a module that is called inside a part."""
         return [self._hook(place.module, place.move) for place in places]
 
     def _hook(self, module: nn.Module, move: Move) -> RemovableHandle:
-        if move.is_argument:
-            hook = _ArgumentHook(self, move, parameter_names(module))
-            return module.register_forward_pre_hook(hook, with_kwargs=True)
-        return module.register_forward_hook(_ResultHook(self, move))
+        if isinstance(move.what, str):
+            argument = partial(self._argument, move, move.what, parameter_names(module))
+            return module.register_forward_pre_hook(argument, with_kwargs=True)
+        return module.register_forward_hook(partial(self._result, move, move.what))
+
+    def _argument(
+        self,
+        move: Move,
+        name: str,
+        names: tuple[str, ...],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        arguments = Arguments(names, args, kwargs)
+        arguments.change(name, partial(self._moved_once, move=move))
+        return arguments.call
+
+    def _result(
+        self, move: Move, index: int | None, module: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> Any:
+        if index is None:
+            return self.moved(output, move)
+        return tuple(self.moved(part, move) if place == index else part for place, part in enumerate(output))
 
     def enter(self, moves: Sequence[Move], arguments: Arguments) -> None:
         """Move those arguments of the part itself that have tokens."""
         for move in moves:
             if move.place == "":
                 assert isinstance(move.what, str)
-                value = arguments.get(move.what)
-                if value is not None:
-                    arguments.set(move.what, self.moved(value, move))
+                arguments.change(move.what, partial(self.moved, move=move))
 
     def moved(self, value: Any, move: Move) -> Any:
         """Tokens in their other order; also inside lists and dictionaries. What follows the images stays in place."""
@@ -87,7 +107,7 @@ class Mover:
         rest = value.narrow(move.dim, images, length - images)
         return torch.cat([way(value.narrow(move.dim, 0, images), move.dim), rest], dim=move.dim)
 
-    def moved_argument(self, value: Tensor, move: Move) -> Tensor:
+    def _moved_once(self, value: Tensor, move: Move) -> Tensor:
         """As `moved`, but a tensor that many layers are given is moved once (unless that would keep a graph alive)."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._in_forward():
             return self.moved(value, move)  # type: ignore[no-any-return]
@@ -98,34 +118,3 @@ class Mover:
     def forget(self) -> None:
         """A call begins, or is over: what was moved in it serves no other."""
         self._last = None
-
-
-class _ArgumentHook:
-    """Moves one argument of a module that is called inside a part."""
-
-    def __init__(self, mover: Mover, move: Move, names: tuple[str, ...]) -> None:
-        self.mover, self.move, self.names = mover, move, names
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = Arguments(self.names, args, kwargs)
-        assert isinstance(self.move.what, str)
-        value = arguments.get(self.move.what)
-        if value is None:
-            return None
-        arguments.set(self.move.what, self.mover.moved_argument(value, self.move))
-        return tuple(arguments.args), arguments.kwargs
-
-
-class _ResultHook:
-    """Moves the result, or one part of it, of a module that is called inside a part."""
-
-    def __init__(self, mover: Mover, move: Move) -> None:
-        self.mover, self.move = mover, move
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.move.what is None:
-            return self.mover.moved(output, self.move)
-        assert isinstance(self.move.what, int)
-        parts = list(output)
-        parts[self.move.what] = self.mover.moved(parts[self.move.what], self.move)
-        return tuple(parts)

@@ -16,7 +16,7 @@ from nearfield.parallel import Ranks
 
 
 def mesh_of(models: Sequence[nn.Module]) -> DeviceMesh | None:
-    """The ranks that `enable_parallelism` was told; None if it was not called on any of the models."""
+    """The ranks that `enable_parallelism` was given; None if it was not called on any of the models."""
     meshes = (_mesh_of(model) for model in models)
     return next((mesh for mesh in meshes if mesh is not None), None)
 
@@ -57,7 +57,7 @@ def _members(mesh: DeviceMesh) -> list[int]:
     return members
 
 
-class _Rested(NamedTuple):
+class _Suspended(NamedTuple):
     """What a hook calls before and after the forward of its module."""
 
     functions: Any
@@ -74,13 +74,13 @@ class SuspendedParallelism:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._config = getattr(model, "_parallel_config", None)
-        self._hooks: list[_Rested] = []
+        self._hooks: list[_Suspended] = []
         self._processors: list[tuple[Any, Any]] = []
         if self._config is None:
             return
         for hook in context_parallel_hooks(model):
             functions = hook.fn_ref
-            self._hooks.append(_Rested(functions, functions.pre_forward, functions.post_forward))
+            self._hooks.append(_Suspended(functions, functions.pre_forward, functions.post_forward))
             functions.pre_forward, functions.post_forward = _arguments_alone, _output_alone
         for module in model.modules():
             processor = getattr(module, "processor", None)

@@ -179,7 +179,7 @@ class Region:
         if ranks is not None and self.state is not None and not self.steps.is_in_loop():
             check_same_sample(spec.sample, first_tensor(samples), ranks)
         self._mover.enter(spec.moves, arguments)
-        return tuple(arguments.args), arguments.kwargs
+        return arguments.call
 
     def _locate(self, module: nn.Module, arguments: Arguments) -> TokenLayout | str:
         """The tokens of a call, or the reason why it has to stay dense."""
@@ -243,11 +243,11 @@ class Region:
             return
         name = None if self._listener is None else self._listener.name
         now = self.session.tracker.advance(step, self.steps.scheduler.timesteps, name, batch)
+        if now.is_new:
+            self._forget()
         if self.merger is not None:
-            if now.is_new:
-                self.merger.forget()
             self._begin_merging(self.merger, batch, now.step)
-        self.session.begin(*now)
+        self.session.begin(now.step, now.is_first)
 
     def _step(self) -> Moment | None:
         """None where nothing tells the step, and only maps depend on it: those are made anew then."""

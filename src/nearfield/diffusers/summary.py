@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from nearfield.diffusers.steps import SchedulerState
 from nearfield.methods import Composition, Memory
 from nearfield.ops import ReadStats, explain_choice
 from nearfield.parallel import Shapes, SplitLayer
-from nearfield.session import Pairs, TokenLayout, TokenState, has_dense_steps, num_read
+from nearfield.session import Pairs, TokenLayout, TokenState, has_dense_steps
 
 _NAMED = 4
 
@@ -177,7 +176,7 @@ def _dense_call_lines(regions: Sequence[Region]) -> list[str]:
 def _geometry_lines(
     known: Sequence[tuple[Region, TokenLayout]], method: Composition, steps: SchedulerState, origin: str
 ) -> list[str]:
-    lines, work = list[str](), _Work()
+    lines = list[str]()
     prepared: list[tuple[Region, TokenState]] = []
     shown: set[TokenLayout] = set()
     choice = ""
@@ -192,7 +191,6 @@ def _geometry_lines(
             lines += f"{origin}: {words}".splitlines()
             lines += _split_lines(region, state)
             shown.add(layout)
-        work = work.plus(_work(region, state))
         choice = choice or _choice_words(region, state)
     pairs = Pairs.sum(region.session.pairs(state) for region, state in prepared)
     stats = [stats for region, _ in known if region.state for stats in region.state.stats]
@@ -201,7 +199,7 @@ def _geometry_lines(
         *_memory_lines(prepared),
         *_achieved_lines(stats, method),
         *_speed_lines(pairs, method, steps),
-        *_work_lines(work),
+        *_work_lines(prepared),
         *filter(None, [choice]),
     ]
 
@@ -250,40 +248,27 @@ def _mean_sent(region: Region, state: TokenState, splits: Sequence[SplitLayer]) 
     return sum(sizes[id(attention.plan)] for attention in splits) / len(splits) / 2**20
 
 
-class _Work(NamedTuple):
-    """Multiplications in blocks that can merge, by weights and in attention: as it is, and with all tokens."""
-
-    products: float = 0
-    all_products: float = 0
-    attention: float = 0
-    all_attention: float = 0
-
-    def plus(self, other: "_Work") -> "_Work":
-        return _Work(*(mine + its for mine, its in zip(self, other, strict=True)))
-
-
-def _work(region: Region, state: TokenState) -> _Work:
-    work = _Work()
+def _work(region: Region, state: TokenState) -> Iterator[tuple[float, float, float, float]]:
+    """Multiplications in blocks that can merge: by weights as it is and with all tokens, in attention likewise."""
     if region.merger is None:
-        return work
+        return
+    image, text = state.layout.num_image_tokens, state.layout.text
     for block in region.merger.blocks:
-        image = state.layout.num_image_tokens
-        full = left = _products(block, state.layout.text, image, image)
+        full = left = _products(block, text, image, image)
         if state.regions is not None and block.group is not None:
-            left = _products(block, state.layout.text, image, state.regions.num_merged)
-        work = work.plus(_Work(left, full))
+            left = _products(block, text, image, state.regions.num_merged)
+        yield left, full, 0, 0
     for layer, attention in zip(region.layers, state.attentions, strict=True):
         if layer.index is not None:
-            geometry = region.session.geometry(state.layout, layer.sees_text)
-            known = num_read(layer, attention, state)
+            tokens = region.session.geometry(state.layout, layer.sees_text).num_tokens
+            known = state.num_read(layer, attention)
             read = state.num_pairs(layer) if known is None else known
             each = 2 * layer.heads * layer.head_dim  # a query times a key, a weight times a value
-            work = work.plus(_Work(0, 0, read * each, geometry.num_tokens**2 * each))
-    return work
+            yield 0, 0, read * each, tokens**2 * each
 
 
 def _products(block: Block, text: int, image: int, merged: int) -> int:
-    """Multiplications by weights in a block, for so many tokens of text and image, of which so many are left."""
+    """Multiplications by weights in a block, for its tokens of text and image, some of which are merged."""
     facts, total = block.facts, 0
     for name, module in block.module.named_modules():
         if not isinstance(module, nn.Linear):
@@ -302,14 +287,15 @@ def _is_part(name: str, parts: Sequence[str]) -> bool:
     return any(f"{name}.".startswith(f"{part}.") for part in parts)
 
 
-def _work_lines(work: _Work) -> list[str]:
-    if not work.all_products:
+def _work_lines(prepared: Sequence[tuple[Region, TokenState]]) -> list[str]:
+    works = [work for region, state in prepared for work in _work(region, state)]
+    if not works:
         return []
-    whole = work.all_products + work.all_attention
-    left = work.products + work.attention
+    products, all_products, attention, all_attention = (sum(each) for each in zip(*works, strict=True))
+    whole, left = all_products + all_attention, products + attention
     return [
-        f"matrix products of all blocks: {work.products / work.all_products:.1%}; with the pairs"
-        f" {left / whole:.1%} of the operations, at most {whole / left:.2f}x faster"
+        f"matrix products of all blocks: {products / all_products:.1%}; with the pairs {left / whole:.1%} of the"
+        f" operations, at most {whole / left:.2f}x faster"
     ]
 
 

@@ -1,6 +1,6 @@
 """What any host needs around a method, in plain torch: sessions, layouts of tokens, layers and steps."""
 
-from nearfield.session.counts import Pairs, num_read
+from nearfield.session.counts import Pairs
 from nearfield.session.grids import GridReader
 from nearfield.session.layers import Layer, attention_modules, find
 from nearfield.session.session import Session
@@ -20,5 +20,4 @@ __all__ = [
     "has_dense_steps",
     "is_dense_step",
     "key_bias",
-    "num_read",
 ]

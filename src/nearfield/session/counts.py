@@ -4,9 +4,7 @@ from collections.abc import Iterable
 from functools import reduce
 from typing import NamedTuple
 
-from nearfield.methods import LayerAttention, Method
-from nearfield.session.layers import Layer
-from nearfield.session.tokens import TokenState
+from nearfield.methods import Method
 
 
 class Pairs(NamedTuple):
@@ -46,22 +44,3 @@ class Pairs(NamedTuple):
             return self.kept
         dense = sum(method.num_dense_steps(num_steps)) / num_steps
         return dense * self.dense / self.whole + (1 - dense) * self.kept
-
-
-def num_read(layer: Layer, attention: LayerAttention | None, state: TokenState) -> float | None:
-    """Pairs that a layer reads, per head; None where that is not known before calls."""
-    most = state.num_pairs(layer)
-    if attention is None or not layer.is_sparse:
-        return most
-    known = attention.num_pairs
-    return _read_so_far(attention, most) if known is None else known
-
-
-def _read_so_far(attention: LayerAttention, there: int) -> float | None:
-    """What calls have read of so many pairs, on average; None before the first."""
-    stats = attention.stats
-    calls = 0 if stats is None else stats.num_full + stats.num_sparse
-    if stats is None or not calls:
-        return None
-    sparse = stats.num_sparse * stats.kept if stats.num_sparse else 0.0
-    return there * (stats.num_full + sparse) / calls

@@ -11,7 +11,7 @@ from nearfield._memo import device_name
 from nearfield._types import Moment
 from nearfield.layout import Geometry, Ordering
 from nearfield.methods import Composition, LayerAttention, full_layer
-from nearfield.session.counts import Pairs, num_read
+from nearfield.session.counts import Pairs
 from nearfield.session.layers import Layer
 from nearfield.session.steps import StepTracker, has_dense_steps, is_dense_step
 from nearfield.session.tokens import TokenLayout, TokenState
@@ -46,7 +46,7 @@ class Session:
         self.step: Moment | None = None
         """That of the last call, where anybody asked for it."""
         self._is_ordered_once, self._split = is_ordered_once, split
-        self._kept: OrderedDict[tuple[TokenLayout, torch.device], TokenState] = OrderedDict()
+        self._states: OrderedDict[tuple[TokenLayout, torch.device], TokenState] = OrderedDict()
 
     def geometry(self, layout: TokenLayout, sees_text: bool = True) -> Geometry:
         """Where the tokens of a call stand in layers that see the text, or do not."""
@@ -61,7 +61,7 @@ class Session:
     # -- what layers read ----------------------------------------------------------------------------------------
 
     def is_known(self, layout: TokenLayout, device: torch.device | str) -> bool:
-        return (layout, torch.device(device_name(device))) in self._kept
+        return (layout, torch.device(device_name(device))) in self._states
 
     def make(self, layout: TokenLayout, device: torch.device) -> TokenState:
         """The state for a layout, which is not kept."""
@@ -99,11 +99,11 @@ class Session:
     def prepare(self, layout: TokenLayout, device: torch.device | str, batch: int) -> TokenState:
         """The state for a layout, made once; it becomes that of the call."""
         device = torch.device(device_name(device))
-        state = self._kept.get((layout, device))
+        state = self._states.get((layout, device))
         if state is None:
-            state = self._kept[layout, device] = self.make(layout, device)
-            while len(self._kept) > _REMEMBERED:
-                self._kept.popitem(last=False)
+            state = self._states[layout, device] = self.make(layout, device)
+            while len(self._states) > _REMEMBERED:
+                self._states.popitem(last=False)
         state.prepare(self.layers, batch)
         if state is not self.state:
             for attention in self.stateful(self.state):
@@ -120,7 +120,7 @@ class Session:
             tokens = self.geometry(state.layout, layer.sees_text).num_tokens
             whole, dense = tokens**2 * layer.heads, state.num_pairs(layer) * layer.heads
             if layer.is_sparse or dense < whole:
-                read = num_read(layer, attention, state)
+                read = state.num_read(layer, attention)
                 found.append(Pairs(None if read is None else read * layer.heads, whole, whole, dense))
             else:
                 found.append(Pairs(0, 0, whole, dense))
@@ -140,14 +140,13 @@ class Session:
     def is_dense_step(self, step: Moment | None) -> bool:
         return is_dense_step(self.method, step)
 
-    def begin(self, step: Moment, is_new: bool = False, is_first: bool = False) -> None:
+    def begin(self, step: Moment, is_first: bool = False) -> None:
         """A call begins at a step. One that lies back begins another generation.
 
         Args:
-            is_new: whether nothing serves that layers keep.
-            is_first: whether another generation begins, so that counts begin anew.
+            is_first: whether counts begin anew, too.
         """
-        if is_new or (self.step is not None and step.step_index < self.step.step_index):
+        if self.step is not None and step.step_index < self.step.step_index:
             self.forget()
         self.step = step
         for attention in self.stateful(self.state):
@@ -157,12 +156,12 @@ class Session:
 
     def forget(self) -> None:
         """Nothing that layers keep serves any more."""
-        for state in self._kept.values():
+        for state in self._states.values():
             for attention in self.stateful(state):
                 attention.forget()
 
     def close(self) -> None:
         """Keep nothing alive."""
         self.forget()
-        self._kept.clear()
+        self._states.clear()
         self.state, self.tracker = None, StepTracker()

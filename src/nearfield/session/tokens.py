@@ -83,6 +83,20 @@ class TokenState:
             image = self.regions.num_merged
         return (image + (self.layout.text if layer.sees_text else self.layout.num_padding)) ** 2
 
+    def num_read(self, layer: Layer, attention: LayerAttention | None) -> float | None:
+        """Pairs that a layer reads, per head: as plans say, or on average so far; None where neither is known."""
+        most = self.num_pairs(layer)
+        if attention is None or not layer.is_sparse:
+            return most
+        if attention.num_pairs is not None:
+            return attention.num_pairs
+        stats = attention.stats
+        calls = 0 if stats is None else stats.num_full + stats.num_sparse
+        if stats is None or not calls:
+            return None
+        sparse = stats.num_sparse * stats.kept if stats.num_sparse else 0.0
+        return most * (stats.num_full + sparse) / calls
+
     @property
     def stats(self) -> list[ReadStats]:
         """What the layers have read so far, where that is counted."""

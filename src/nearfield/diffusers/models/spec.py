@@ -69,6 +69,17 @@ class Arguments:
         else:
             self.kwargs[name] = value
 
+    def change(self, name: str, change: Callable[[Any], Any]) -> None:
+        """Change an argument, if it is given."""
+        value = self.get(name)
+        if value is not None:
+            self.set(name, change(value))
+
+    @property
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with now, as a hook returns it."""
+        return tuple(self.args), self.kwargs
+
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
@@ -112,10 +123,6 @@ class Move:
     way: Literal["enter", "leave"] = "enter"
     dim: int = 1
     num_dims: int | None = None
-
-    @property
-    def is_argument(self) -> bool:
-        return isinstance(self.what, str)
 
 
 class Rows(NamedTuple):
@@ -187,9 +194,9 @@ class Spec:
         layers: attention modules whose tokens are those of the image, and perhaps text, in the order they run
             (patterns of paths in the region).
         moves: where tokens change their order.
+        processors: classes of attention processors that were tried.
         locate: how large the image is, and how long the text.
         ids: for models without `locate`, the argument with position ids, whose values say how large the images are.
-        processors: classes of attention processors that were tried.
         text_first: whether the text stands before the image in the joint sequence.
         image_only: those of `layers` that do not see the text.
         dense: the other attention modules, and why they stay as they are.
@@ -201,7 +208,7 @@ class Spec:
         attention_kwargs: the argument that is passed on to processors.
         rotary: the argument of processors with rotary rows (cos, sin), `[tokens, head_dim]` and each value twice, by
             which they turn queries and keys just before these are read; empty if there is none, or of another kind.
-        size: the grid of a region for an image of so many pixels.
+        size: the grid of a region for an image of a size in pixels.
         images: the grids that the tokens of such a grid are treated as: usually itself.
         is_video: whether it makes several frames.
         text: tokens of text, where nothing else is known; 0 if no layer sees text.
@@ -215,9 +222,9 @@ class Spec:
     model: str
     layers: tuple[str, ...]
     moves: tuple[Move, ...]
+    processors: tuple[str, ...]
     locate: Locate | None = None
     ids: str = ""
-    processors: tuple[str, ...] = ()
     name: str = ""
     text_first: bool = True
     image_only: tuple[str, ...] = ()
@@ -241,6 +248,11 @@ class Spec:
     can_split: bool = False
     blocks: tuple[MergedBlocks, ...] = ()
     comfy: ComfyModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.locate is None and not self.ids:
+            hint = "One of them says how large the image is."
+            wrong_value("locate", f"be given for {self.model} where `ids` is not", None, hint)
 
     def like(self, model: str, **changes: Any) -> "Spec":
         """The spec of a near relative: another class, of which some facts differ."""
@@ -279,8 +291,7 @@ def spec_of(model: nn.Module) -> Spec | None:
     return next((SPECS[name] for name in names if name in SPECS), None)
 
 
-# Tokens leave at the output of `norm_out`, not of `proj_out` behind it: a LoRA may put another module in the place of
-# a linear layer, but not of a norm.
+# Tokens leave at the output of `norm_out`, not of `proj_out` behind it: a LoRA may replace a linear layer, no norm.
 LEAVE = Move("norm_out", None, "leave")
 
 
@@ -295,8 +306,8 @@ def check_arguments(spec: Spec, arguments: Arguments) -> None:
     for name, reason in spec.refused.items():
         if arguments.get(name) is not None:
             wrong_value(name, "be None under nearfield", type(arguments.get(name)).__name__, reason)
-    told = arguments.get(spec.attention_kwargs) if arguments.has(spec.attention_kwargs) else None
-    unknown = sorted(set(told or {}) - {"scale"})
+    given = arguments.get(spec.attention_kwargs) if arguments.has(spec.attention_kwargs) else None
+    unknown = sorted(set(given or {}) - {"scale"})
     if unknown:
         hint = "What processors are told about tokens would be in raster order."
         wrong_value(spec.attention_kwargs, "hold `scale` at most under nearfield", ", ".join(unknown), hint)
