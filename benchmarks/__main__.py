@@ -8,11 +8,19 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from nearfield.cli.arguments import comma_list, command
-from nearfield.cli.main import run_family
-from nearfield.cli.options import add_device, add_impl, add_integer, add_json, add_number, add_plot
+from nearfield.cli import (
+    add_device,
+    add_impl,
+    add_integer,
+    add_json,
+    add_number,
+    add_plot,
+    comma_list,
+    command,
+    run_family,
+)
 
-# By name: the class, and what it measures. A benchmark is imported when it is asked for.
+# By name: the class, and what it measures. A benchmark is imported when it runs.
 BENCHMARKS = {
     "attention": (
         "benchmarks.attention:Attention",
@@ -20,7 +28,11 @@ BENCHMARKS = {
     ),
     "errors": (
         "benchmarks.errors:Errors",
-        "how far one denoising step with patterns of attention is from the dense one, in seconds per pattern",
+        "how far methods are from dense attention on captured activations, at equal shares of pairs",
+    ),
+    "host": (
+        "benchmarks.host:Host",
+        "what one attention call costs the host: inference, training and compiled, of every method",
     ),
     "pareto": (
         "benchmarks.pareto:",
@@ -29,10 +41,6 @@ BENCHMARKS = {
     "pictures": (
         "benchmarks.pictures:Pictures",
         "the embedded model's pictures with patterns of attention: likeness to the dense ones, and speed or FID",
-    ),
-    "recall": (
-        "benchmarks.recall:Recall",
-        "how much of full attention's weight is kept by single keys, blocks and runs of a curve, at equal pairs",
     ),
     "retrieval": (
         "benchmarks.retrieval:Retrieval",
@@ -84,8 +92,8 @@ def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
         action="append",
         default=[],
         metavar="JSON",
-        help=f"a case of one's own, or a .json file with a list of them: name, method, fields, and any of"
-        f" {', '.join(kind.defaults)}; called like one of the table it changes that",
+        help=f"a case of your own, or a .json file with a list of them: name, method, fields, and any of"
+        f" {', '.join(kind.defaults)}; with the name of a case of the table it changes that one",
     )
     kind.add_options(parser)
     add_impl(parser)

@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import rivals
 from benchmarks.attention_calls import BACKWARD, BOTH, FORWARD, Call, Work, preset_of
 from benchmarks.attention_cases import CASES, DEFAULTS, MILLISECONDS
 from benchmarks.cases import Case
 from benchmarks.dense import Dense, dense_attention
 from benchmarks.report import Column, Record, error_cell, speed_figures, target_cell, times_cell
 from benchmarks.runner import Benchmark, require
-from nearfield.cli.arguments import UsageError
-from nearfield.cli.check import Inputs, check_forward
+from nearfield.cli import UsageError, comma_list, member
+from nearfield.cli.check import Checked, Inputs, check_backward, check_forward
 from nearfield.cli.timing import Function, Timing, captured, measure
 
 MODEL_LAYERS = 57
 """Attention layers of FLUX.1: tokens are reordered once for all of them."""
 _OPERATIONS = {FORWARD: 4, BACKWARD: 10, BOTH: 14}
 """Floating-point operations per pair and head dimension: two products forward, five backward."""
-_MOST_DENSE = 140_000  # beyond so many tokens the backward of dense attention is not worth waiting for
+_MOST_DENSE = 140_000  # with more tokens the backward of dense attention takes too long
 _GRAPH = ", graph"
 _LAST_RESORT = "efficient"
 _FEW_TOKENS = 8192
@@ -35,7 +36,7 @@ class Attention(Benchmark):
     name = "attention"
     examples = (
         "  python -m benchmarks attention --quick\n"
-        "  python -m benchmarks attention --cases 'hilbert-*' --flex --json hilbert.json --plot hilbert.png\n"
+        "  python -m benchmarks attention --cases 'hilbert-*' --rivals flex --json hilbert.json --plot hilbert.png\n"
         "  python -m benchmarks attention --cases 'flux-2048-random-*,loglinear-4x6x16384x64'\n"
         '  python -m benchmarks attention --case \'{"method": "Hilbert", "preset": "flux-2048"}\''
     )
@@ -46,34 +47,39 @@ class Attention(Benchmark):
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--flex",
-            action="store_true",
-            help="also time torch's flex_attention, compiled, with the same mask",
+            "--rivals",
+            type=comma_list(member("--rivals", rivals.KERNELS)),
+            default=[],
+            metavar="A,B",
+            help="also time other packages on the same lists: any of flex (torch's flex_attention, compiled),"
+            " fa4 (FlashAttention-4) and bsa (cuDNN's block-sparse attention)",
         )
 
     def settings(self, case: Case) -> Record:
-        return super().settings(case) | {"flex": self.options.flex}
+        return super().settings(case) | {"rivals": self.options.rivals}
 
     def measure(self, case: Case) -> Iterator[Record]:
         call = Call(case, self.device, self.session.impl)
         works = call.works()
         checks = {name: require(work.judged()) for name, work in works.items()}
-        flex, flex_note = self._flex(call, works)
+        others, rival_notes = self._rivals(call, works)
         dense = {
             way: self._dense(call, way) for way in dict.fromkeys(work.direction for work in works.values())
         }
         graphs, notes = self._graphs(works)
-        functions = {name: work.run for name, work in works.items()} | graphs | flex
+        functions = {name: work.run for name, work in works.items()} | graphs | others
         for work in works.values():
             functions |= work.parts
         for way, each in dense.items():
             functions |= {f"{name} {way}": function for name, function in each.items()}
         timings = measure(functions, self.device, self.session.effort())
         for name, work in works.items():
-            beside = {each: timings[f"{each} {work.direction}"] for each in dense[work.direction]}
-            own = {"work": name, "check": checks[name], "note": notes.get(name, flex_note)}
-            own |= {"flex_note": flex_note, "flex_milliseconds": timings.get("flex")}
-            yield self._shape(call) | own | self._figures(case, call, name, work, timings, beside)
+            others_dense = {each: timings[f"{each} {work.direction}"] for each in dense[work.direction]}
+            rival = {each: timings[each] for each in others}
+            note = notes.get(name, "; ".join(rival_notes.values()))
+            own = {"work": name, "check": checks[name], "note": note, "rival_notes": rival_notes}
+            figures = self._figures(case, call, name, work, timings, others_dense, rival)
+            yield self._shape(call) | own | {"rival_milliseconds": rival} | figures
 
     def _shape(self, call: Call) -> Record:
         return {
@@ -91,13 +97,13 @@ class Attention(Benchmark):
         work: Work,
         timings: Mapping[str, Timing],
         dense: Mapping[str, Timing],
+        others: Mapping[str, Timing],
     ) -> Record:
         graph, parts = timings.get(name + _GRAPH), {part: timings[part] for part in work.parts}
         # Of many small kernels that the processor takes longer to launch than the GPU to run, the graph says more.
         mine = graph if graph and case.method == "LogLinear" else timings[name]
-        beside = dict(dense) | ({"flex": timings["flex"]} if "flex" in timings else {})
         found = speed_figures(mine.median, dense, work.kept, case.targets.get(name))
-        found["speed_ups"] |= {each: timing.median / mine.median for each, timing in beside.items()}
+        found["speed_ups"] |= {each: timing.median / mine.median for each, timing in others.items()}
         batch, heads, tokens, dim = call.preset.shape
         operations = _OPERATIONS[work.direction] * dim * batch * heads * tokens**2 / 1e9
         best = dense[found["dense_backend"]].median if dense else None
@@ -148,23 +154,33 @@ class Attention(Benchmark):
                     notes[name] = f"no graph: {error}"
         return found, notes
 
-    def _flex(self, call: Call, works: Mapping[str, Work]) -> tuple[dict[str, Function], str]:
-        """flex_attention with the same pattern if asked for, once its answer was right, or why it has no figure."""
-        if not self.options.flex:
-            return {}, ""
-        layer = next(iter(works.values())).layer
-        if layer is None:
-            return {}, "only a method whose geometry decides is a mask"
-        if layer.far is not None:
-            return {}, "a mask has no far field"
-        from benchmarks.rivals import flex
+    def _rivals(self, call: Call, works: Mapping[str, Work]) -> tuple[dict[str, Function], dict[str, str]]:
+        """Calls of other packages that give the right answer; and of those without a figure, why."""
+        work = next(iter(works.values()))
+        found: dict[str, Function] = {}
+        notes: dict[str, str] = {}
+        for name in self.options.rivals:
+            if work.plan is None:
+                notes[name] = "only a plan without a far field says what others are to read"
+                continue
+            is_backward = work.direction == BACKWARD
+            try:
+                made = rivals.calls(name, call.tensors, work.plan, call.grad_out if is_backward else None)
+                for each, rival in made.items():
+                    checked = self._judged_rival(call, rival, is_backward)
+                    if checked.passed or "fp8" in each:  # of which the error is part of the result
+                        found[each] = rival.run
+                    if not checked.passed:
+                        notes[each] = str(checked)
+            except Exception as error:  # whatever breaks is what its record says
+                notes[name] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return found, notes
 
-        try:
-            function = flex.compiled(call.tensors, layer.near)
-            checked = check_forward(call.tensors, layer.near, function(), None)
-        except Exception as error:  # whatever breaks is what its record says
-            return {}, f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        return ({"flex": function}, "") if checked.passed else ({}, f"check failed: {checked}")
+    def _judged_rival(self, call: Call, rival: rivals.Rival, is_backward: bool) -> Checked:
+        result: Any = rival.run()
+        if is_backward:
+            return check_backward(call.tensors, rival.plan, call.grad_out, result)
+        return check_forward(call.tensors, rival.plan, result, None)
 
     def _extra_bytes(self, call: Call, work: Work) -> int | None:
         """The most memory that a forward and backward call needed beyond inputs and results."""
@@ -182,6 +198,7 @@ class Attention(Benchmark):
     def columns(self, records: Sequence[Record]) -> list[Column]:
         dense = dict.fromkeys(name for record in records for name in record.get("dense_milliseconds", {}))
         others = dict.fromkeys(name for record in records for name in record.get("speed_ups", {}))
+        other_packages = [name for name in others if name not in dense]
         rates = (record.get("tflops") or 0 for record in records)
         unit, scale = ("TFLOP/s", 1) if max(rates, default=0) >= 1 else ("GFLOP/s", 1000)
         return [
@@ -190,7 +207,7 @@ class Attention(Benchmark):
             Column("impl", "impl"),
             Column("kept", "density", ".1%"),
             *(Column(f"{name} ms", f"dense_milliseconds/{name}/median", ".3f") for name in dense),
-            Column("flex ms", "flex_milliseconds/median", ".3f"),
+            *(Column(f"{name} ms", f"rival_milliseconds/{name}/median", ".3f") for name in other_packages),
             Column("ms", "milliseconds/median", ".3f"),
             Column("graph ms", "graph_milliseconds/median", ".3f"),
             Column("pool ms", "parts_milliseconds/pooling/median", ".3f"),

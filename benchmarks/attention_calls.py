@@ -11,10 +11,19 @@ from torch import Tensor
 from benchmarks import layouts
 from benchmarks.cases import Case
 from benchmarks.dense import random_inputs
-from benchmarks.fitted import Fitted, FittedReader
+from benchmarks.fitted import Fitted, FittedLayer
 from benchmarks.runner import WrongAnswer
-from nearfield import FineGrained, Geometry, LogLinear, Method, attend_with, explain_choice, planning
-from nearfield._types import Attended, Impl, Moment
+from nearfield import (
+    Attended,
+    FineGrained,
+    Geometry,
+    LogLinear,
+    Method,
+    Plan,
+    attend_with,
+    explain_choice,
+    planning,
+)
 from nearfield.cli.check import (
     Checked,
     Inputs,
@@ -27,10 +36,9 @@ from nearfield.cli.check import (
 )
 from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Function
-from nearfield.methods import PlanLayer, SelectLayer
+from nearfield.methods import Moment, PlanLayer, SelectLayer
 from nearfield.methods.loglinear import Chosen, choose
 from nearfield.ops import attend, pool
-from nearfield.plan import Plan
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 _TILES = 16
@@ -47,7 +55,7 @@ class Work:
         direction: which dense call it stands for.
         parts: of what it consists, or needs.
         in_graph: whether it never waits for the device, so that it can be captured.
-        layer: the layer whose plans say who reads whom, where there is one.
+        plan: where it says all that is read.
         facts: for its record.
     """
 
@@ -57,14 +65,14 @@ class Work:
     direction: str = FORWARD
     parts: Mapping[str, Function] = field(default_factory=dict)
     in_graph: bool = False
-    layer: PlanLayer | None = None
+    plan: Plan | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Call:
     """The tensors of a case."""
 
-    def __init__(self, case: Case, device: torch.device, impl: Impl) -> None:
+    def __init__(self, case: Case, device: torch.device, impl: Any) -> None:
         self.on, self.device, self.impl = case.on, device, impl
         self.preset = preset_of(case)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -129,7 +137,7 @@ def preset_of(case: Case) -> Preset:
         if given not in PRESETS:
             raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}; got {given!r}.")
         return PRESETS[given]
-    return Preset(case.name, **{**given, "grid": tuple(given["grid"])}, kept=given.get("kept", 0.25))
+    return Preset(case.name, **{"kept": 0.25, **given, "grid": tuple(given["grid"])})
 
 
 # -- a plan ------------------------------------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ def plan_works(call: Call) -> Iterator[tuple[str, Work]]:
         parts = _row_parts(call, plan) if call.on["plan"] == "ragged" else {}
         yield (
             FORWARD,
-            Work(run, partial(_judged, call, run, plan), plan.density, FORWARD, parts, True, facts=facts),
+            Work(run, partial(_judged, call, run, plan), plan.density, FORWARD, parts, True, plan, facts),
         )
         return
     with poisoned_memory():
@@ -158,7 +166,7 @@ def plan_works(call: Call) -> Iterator[tuple[str, Work]]:
             found = gradients()
         return check_backward(call.inputs, plan, call.grad_out, found)
 
-    yield BACKWARD, Work(gradients, judged, plan.density, BACKWARD, facts=facts)
+    yield BACKWARD, Work(gradients, judged, plan.density, BACKWARD, plan=plan, facts=facts)
 
 
 def made_plan(call: Call) -> Plan:
@@ -221,11 +229,12 @@ def method_work(call: Call, method: Method) -> Work:
     }
     rows = _rows_of_every_kind(method, call, layer.near)
     judged = partial(_judged, call, run, layer.near, rows, far=layer.far, summary=layer.summary)
-    return Work(run, judged, kept, parts=moved, in_graph=True, layer=layer, facts=facts)
+    only = layer.near if layer.far is None else None
+    return Work(run, judged, kept, parts=moved, in_graph=True, plan=only, facts=facts)
 
 
 def _rows_of_every_kind(method: Method, call: Call, near: Plan) -> tuple[int, ...]:
-    """Of the text, of what is shared, the first of the rest."""
+    """The first row of the text, of the shared tokens, and of the rest."""
     shared = getattr(method, "shared_tokens", None) or 0
     firsts = (call.preset.text, call.preset.text + shared)
     return tuple(min(first // near.q_block, near.num_rows - 1) for first in firsts)
@@ -321,11 +330,11 @@ def fine_works(call: Call, method: FineGrained) -> Iterator[tuple[str, Work]]:
     cached = Fitted.of(method, skipped, predict="cached", refresh=(0.0,))
     online = Fitted.of(method, skipped, predict="online", min_similarity=None)
     finds, makes, predicts = (each.layer(call.geometry) for each in (cached, cached, online))
-    makes.fitted.readers[0] = finds  # what is kept is asked of the one that finds its lists
+    makes.fitted.layers[0] = finds  # what is kept is asked of the one that finds its lists
     full = planning.full(call.preset.tokens, call.preset.tokens, device=call.device)
     facts = {"q_block": method.query_block, "k_block": method.grain}
 
-    def attended(layer: FittedReader, step: int) -> Attended:
+    def attended(layer: FittedLayer, step: int) -> Attended:
         layer.set_step(Moment(step, _STEPS))
         return layer.attend(*call.alike, impl=call.impl)
 
@@ -341,8 +350,8 @@ def fine_works(call: Call, method: FineGrained) -> Iterator[tuple[str, Work]]:
         run()
         if fitted.misfit:
             raise WrongAnswer(fitted.misfit)
-        (plan,) = fitted.lists().values() if name == "cached" else (layer.plan,)
-        assert plan is not None
+        is_cached = name == "cached"
+        plan = fitted.plans()[0] if is_cached else layer.predicted(*call.alike[:2], impl=call.impl)
         memory = {"list_bytes": plan.blocks.nbytes}
         yield name, Work(run, partial(_judged, call, run, plan), fitted.kept, facts=facts | memory)
     yield "refresh", Work(made_anew, partial(_judged, call, made_anew, full), 1.0, facts=facts)

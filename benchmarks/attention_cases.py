@@ -16,8 +16,8 @@ DEFAULTS: dict[str, Any] = {
     "backward": False,
     "skipped": None,
 }
-"""What a call is: the tensors (a preset's name, or batch, heads, head_dim, grid and text), the layer of a method, or in
-place of a method a plan ("random" lists of so many keys per id, "tiles", or "ragged": tiles and the parts they
+"""What a call is: the tensors (a preset's name, or batch, heads, head_dim, grid and text), the layer of a method, or
+instead of a method a plan ("random" lists with `grain` keys per id, "tiles", or "ragged": tiles and the parts they
 consist of), blocks, whether the backward is timed, and the share of keys that FineGrained is to skip."""
 
 
@@ -157,8 +157,45 @@ def _fine() -> Iterator[Case]:
             yield Case(name, on, "FineGrained", fields, targets, (where,))
 
 
+_LISTS: dict[str, tuple[tuple[int, int, int], float, tuple[tuple[int, int], ...]]] = {
+    "flux-2048": ((24, 16896, 128), 0.121, ((128, 128), (128, 64), (64, 64))),
+    "wan-480p": ((12, 32768, 128), 0.297, ((128, 128), (64, 64))),
+    "flux-1024": ((24, 4608, 128), 0.25, ((128, 128),)),
+    "pixel-256": ((6, 65536, 64), 0.02, ((128, 128),)),
+    "long": ((7, 109632, 128), 64 * 64 / 109632, ((64, 64), (128, 64))),
+}
+"""Heads, tokens and head dimension; the share of keys; queries and keys per block: what others read, too."""
+_SHAPES: dict[str, tuple[int, int, tuple[int, ...], int]] = {
+    "qwen-image-1328": (24, 128, (83, 83), 200),
+    "flux-1536x640": (24, 128, (40, 96), 512),
+    "sd35-2048": (38, 64, (128, 128), 333),
+    "pixart-2048": (16, 72, (128, 128), 0),
+    "hunyuan-720p": (24, 128, (33, 45, 80), 256),
+    "wan-720p": (40, 128, (21, 45, 80), 0),
+    "ltx-704x1216": (32, 64, (16, 22, 38), 0),
+    "z-image-1024": (30, 128, (64, 64), 128),
+    "flux-3072": (24, 128, (192, 192), 512),
+}
+"""Heads, head dimension, grid and text of models whose shapes nothing was tuned to."""
+
+
+def _rivals() -> Iterator[Case]:
+    """Lists that other packages read, too (`--rivals`), and shapes that are in no preset."""
+    for name, ((heads, tokens, dim), kept, blocks) in _LISTS.items():
+        for queries, keys in blocks:
+            preset = _line(1, heads, tokens, dim) | {"kept": kept}
+            on = {"preset": preset, "plan": "random", "grain": keys, "q_block": queries}
+            for suffix, backward in (("", False), ("-backward", True)):
+                yield Case(f"lists-{name}-{queries}x{keys}{suffix}", on | {"backward": backward})
+    kinds = {"default": DEFAULT, "tiles": hilbert_fields(16) | {"shared": "centre"}}
+    for name, (heads, dim, grid, text) in _SHAPES.items():
+        on = {"preset": {"batch": 1, "heads": heads, "head_dim": dim, "grid": list(grid), "text": text}}
+        for kind, fields in kinds.items():
+            yield Case(f"shape-{name}-{kind}", on, "Hilbert", fields)
+
+
 def _all() -> Iterator[Case]:
-    for case in (*_plans(), *_hilbert(), *_loglinear(), *_fine()):
+    for case in (*_plans(), *_hilbert(), *_loglinear(), *_fine(), *_rivals()):
         yield Case(case.name, {**DEFAULTS, **case.on}, case.method, case.fields, case.targets, case.where)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nearfield import Method
-from nearfield.cli.arguments import UsageError, wrong
+from nearfield.cli import UsageError, wrong
 from nearfield.methods import recipes
 
 CUDA, CPU, QUICK = "cuda", "cpu", "quick"

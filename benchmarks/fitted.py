@@ -1,66 +1,74 @@
 """FineGrained where what may be skipped is unknown: a method that skips a given share, and one that reads given lists.
 
-Of random weights nobody knows what may be skipped. So the share is fixed, and the threshold, or the mass, is sought for
-it, in every layer, from that layer's own queries and keys. All that is done with it is what the method always does.
+Of random weights nobody knows what may be skipped. So the share is fixed, and the threshold, or `top_p`, is sought for
+it in every layer, from that layer's own queries and keys. All that is done with it is what the method always does.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearfield import FineGrained, Geometry
-from nearfield._types import Attended, Impl
-from nearfield.methods.finegrained import FineLayer
-from nearfield.ops import Mask, attend, predict
-from nearfield.ops import _triton as kernels
-from nearfield.ops.predict.reference import columns
-from nearfield.plan import Plan
+from nearfield import Attended, FineGrained, Geometry, LayerAttention, Method, Ordering, Plan
+from nearfield.methods import Memory, Moment, PlanLayer
+from nearfield.ops import ReadStats, predict
 
-_SAMPLED_ROWS = 16
 _HALVINGS = 16
+_LEAST = 1e-8
+"""The smallest threshold that is tried."""
 _MISFIT = 0.02
 """By how much of all keys the share that is skipped may differ from the one that was asked for."""
+_STEPS = 2**30
 
 
 @dataclass(frozen=True)
-class Fitted(FineGrained):
+class Fitted(Method):
     """FineGrained that skips a given share of the keys.
 
     Args:
+        method: with other fields; `threshold`, or `top_p` if it predicts online, is sought.
         skipped: that share.
-        found: by layer, the threshold or the mass that skips it.
-        readers: by layer, those that were made last.
+        found: by layer, the value that skips it.
+        layers: by number, those that were made last.
     """
 
+    method: FineGrained
     skipped: float = 0.7
     found: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
-    readers: dict[int, "FittedReader"] = field(default_factory=dict, compare=False, repr=False)
+    layers: dict[int, "FittedLayer"] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, method: FineGrained, skipped: float, **changed: Any) -> "Fitted":
-        """The method with other fields, some of them changed."""
-        own = {each.name: getattr(method, each.name) for each in fields(FineGrained)}
-        return cls(**own | changed, skipped=skipped)
+        return cls(replace(method, **changed), skipped)
 
     def layer(
         self,
         geometry: Geometry,
-        layer: int = 0,
+        index: int = 0,
         *,
         heads: int | None = None,
         device: torch.device | str = "cpu",
-    ) -> "FittedReader":
-        self.readers[layer] = FittedReader(self, geometry, layer)
-        return self.readers[layer]
+    ) -> "FittedLayer":
+        self.layers[index] = FittedLayer(self, geometry, index)
+        return self.layers[index]
+
+    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
+        return self.method.ordering(geometry, device=device)
+
+    @property
+    def is_stateful(self) -> bool:
+        return self.method.is_stateful
+
+    def refreshes(self, num_steps: int) -> list[int]:
+        return self.method.refreshes(num_steps)
 
     @property
     def kept(self) -> float:
-        """The share of the keys that was read since the readers were made, full calls not counted."""
-        return fmean(reader.stats.kept for reader in self.readers.values())
+        """The share of the keys that was read since the layers were made, full calls not counted."""
+        return fmean(layer.inner.stats.kept for layer in self.layers.values())
 
     @property
     def misfit(self) -> str:
@@ -69,112 +77,98 @@ class Fitted(FineGrained):
             return ""
         return f"{1 - self.kept:.1%} of the keys were skipped, not {self.skipped:.0%}"
 
-    def lists(self) -> dict[int, Plan]:
+    def plans(self) -> dict[int, Plan]:
         """What layers remember."""
         return {
-            layer: _plan(known.lists)
-            for layer, reader in self.readers.items()
-            for known in reader.known.values()
+            index: known.lists
+            for index, layer in self.layers.items()
+            for known in layer.inner.known.values()  # lists: there is no bound on memory
         }
 
 
-def _plan(lists: Plan | Mask) -> Plan:
-    assert isinstance(lists, Plan)  # there is no bound on memory
-    return lists
+class FittedLayer(LayerAttention):
+    """A layer that seeks, at its first call, what skips the share."""
 
+    def __init__(self, fitted: Fitted, geometry: Geometry, index: int) -> None:
+        self.fitted, self.geometry, self.index = fitted, geometry, index
+        self.inner: Any = fitted.method.layer(geometry, index)
+        self._moment: Moment | None = None
+        self._is_found = False
 
-class FittedReader(FineLayer):
-    """At the first call of its layer it seeks what skips the share."""
+    @property
+    def num_pairs(self) -> None:
+        """Not known before the calls; `stats` knows it after."""
+        return None
 
-    def __init__(self, method: Fitted, geometry: Geometry, layer: int) -> None:
-        super().__init__(method, geometry)
-        self.fitted, self.layer = method, layer
-        self.plan: Plan | None = None
-        """What was predicted last."""
+    @property
+    def stats(self) -> ReadStats:  # type: ignore[override]
+        stats: ReadStats = self.inner.stats
+        return stats
 
-    def _remember(
-        self,
-        query: Tensor,
-        key: Tensor,
-        lse: Tensor,
-        key_bias: Tensor | None,
-        scale: float | None,
-        impl: Impl,
-    ) -> None:
-        found = self.fitted.found
-        if self.layer not in found:
-            found[self.layer] = self._threshold(query, key, lse, scale, impl)
-        self.method = replace(self.fitted, threshold=found[self.layer])
-        super()._remember(query, key, lse, key_bias, scale, impl)
+    def plans_like(self, device: torch.device) -> Any:
+        return self.inner.plans_like(device)
 
-    def _predicted(
-        self, query: Tensor, key: Tensor, key_bias: Tensor | None, scale: float | None, impl: Impl
-    ) -> Plan:
-        found = self.fitted.found
-        if self.layer not in found:
-            found[self.layer] = self._mass(query, key, scale, impl)
-        self.method = replace(self.fitted, top_p=found[self.layer])
-        self.plan = super()._predicted(query, key, key_bias, scale, impl)
-        return self.plan
+    def set_step(self, moment: Moment) -> "FittedLayer":
+        self._moment = moment
+        self.inner.set_step(moment)
+        return self
 
-    def _threshold(self, query: Tensor, key: Tensor, lse: Tensor, scale: float | None, impl: Impl) -> float:
-        """The weight that the share falls below, in some blocks of queries of every head.
+    def forget(self) -> None:
+        self.inner.forget()
 
-        Weights are computed as the method will: where they hardly differ, rounding would decide.
-        """
-        rows = torch.arange(query.shape[2], device=query.device).split(self.blocks.q_block)
-        places = torch.linspace(0, len(rows) - 1, min(_SAMPLED_ROWS, len(rows))).round().int().tolist()
-        some = torch.cat([rows[place] for place in places])  # the last, which may be shorter, at the end
-        grain = self.blocks.k_block
-        module = (
-            kernels.kernels("predict.triton.columns", impl if query.is_cuda else "grouped", query, grain)
-            or columns
-        )
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        maxima, _ = module.column_statistics(
-            query[:, :, some], key, lse[:, :, some], self.blocks.q_block, grain, float(scale)
-        )
-        ranked = maxima.flatten().sort().values
-        return float(ranked[int(self.fitted.skipped * (len(ranked) - 1))])
+    def memory(self, heads: int) -> Memory | None:
+        memory: Memory | None = self.inner.memory(heads)
+        return memory
 
-    def _mass(self, query: Tensor, key: Tensor, scale: float | None, impl: Impl) -> float:
-        """The mass that keeps the rest, by halving."""
-        low, high = 0.0, 1.0
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Attended:
+        if not self._is_found:
+            found = self.fitted.found
+            if self.index not in found:
+                found[self.index] = self._sought(query, key, value, **options)
+            self.inner = self._made(found[self.index])
+            if self._moment is not None:
+                self.inner.set_step(self._moment)
+            self._is_found = True
+        attended: Attended = self.inner.attend(query, key, value, **options)
+        return attended
+
+    def _made(self, sought: float) -> Any:
+        method = self.fitted.method
+        found = replace(method, threshold=sought) if method.is_stateful else replace(method, top_p=sought)
+        return found.layer(self.geometry, self.index)
+
+    def _sought(self, *inputs: Tensor, **options: Any) -> float:
+        """By halving: a larger share keeps more, a larger threshold less."""
+        low, high, is_cached = 0.0, 1.0, self.fitted.is_stateful
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            kept = predict.by_means(query, key, self.blocks, mass=middle, scale=scale, impl=impl).kept
-            low, high = (low, middle) if float(kept) > 1 - self.fitted.skipped else (middle, high)
-        return high
+            layer = self._made(_LEAST ** (1 - middle) if is_cached else middle)
+            for step in (0, 1)[not is_cached :]:  # lists are made at the first of two
+                layer.set_step(Moment(step, _STEPS))
+                layer.attend(*inputs, **options)
+            keeps_too_much = layer.stats.kept > 1 - self.fitted.skipped
+            low, high = (low, middle) if keeps_too_much != is_cached else (middle, high)
+        return _LEAST ** (1 - low) if is_cached else high
+
+    def predicted(self, query: Tensor, key: Tensor, impl: Any) -> Plan:
+        """What a call that predicts reads."""
+        method: FineGrained = self.inner.method
+        blocks = method.blocks(self.geometry)
+        found = predict.by_means(
+            query, key, blocks, mass=method.top_p, guard=method.min_similarity, impl=impl
+        )
+        return blocks.plan(found.keep, compact=False)
 
 
 @dataclass(frozen=True)
-class Given(FineGrained):
+class Given(Method):
     """Reads lists that were made before, by layer: rounding cannot change them."""
 
-    lists: Mapping[int, Plan] = field(default_factory=dict, compare=False, repr=False)
-    predict: Any = "online"
+    method: Method
+    plans: Mapping[int, Plan] = field(compare=False, repr=False)
 
-    @classmethod
-    def of(cls, method: FineGrained, lists: Mapping[int, Plan]) -> "Given":
-        """With the method's other fields."""
-        own = {each.name: getattr(method, each.name) for each in fields(FineGrained)}
-        return cls(**own | {"predict": "online"}, lists=lists)
+    def layer(self, geometry: Geometry, index: int = 0, **_: Any) -> PlanLayer:
+        return PlanLayer(self.plans[index])
 
-    def layer(
-        self,
-        geometry: Geometry,
-        layer: int = 0,
-        *,
-        heads: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Any:
-        return _GivenReader(self, geometry, self.lists[layer])
-
-
-class _GivenReader(FineLayer):
-    def __init__(self, method: Given, geometry: Geometry, plan: Plan) -> None:
-        super().__init__(method, geometry)
-        self.plan = plan
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Attended:
-        return attend(query, key, value, self.plan, **options)
+    def ordering(self, geometry: Geometry, *, device: torch.device | str = "cpu") -> Ordering:
+        return self.method.ordering(geometry, device=device)

@@ -4,9 +4,8 @@ import math
 
 import torch
 
+from nearfield import Plan, planning
 from nearfield.cli.presets import Preset
-from nearfield.plan import builders as planning
-from nearfield.plan.plan import Plan
 
 CYCLE = 4
 """Layers after which the sliding tiles are back where they started."""

@@ -12,9 +12,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.report import Column, Record, plain
-from nearfield.cli import machine
-from nearfield.cli.arguments import FAILED, OK, UsageError, wrong
-from nearfield.cli.options import add_json, add_plot
+from nearfield.cli import FAILED, OK, UsageError, add_json, add_plot, machine, wrong
 from nearfield.cli.reports import write_reports
 from nearfield_lab.commands.drawing import require_reports
 from nearfield_lab.plots.fronts import PANELS, Panel, pareto_panels
@@ -92,7 +90,7 @@ class Point:
         family: the class of the method.
         group: what it may be compared with.
         pairs_kept, tokens_kept: shares of the dense ones.
-        milliseconds, speed_up: of a denoising step over dense beside it; or of one attention call.
+        milliseconds, speed_up: of a denoising step, or of one attention call, over the dense one of the same run.
         lpips, psnr, inception_distance, efficientnet_distance: to the dense pictures of the same seeds.
         seam_ratio: seam energy over that of the dense pictures on the same lines.
         fid: to photographs.

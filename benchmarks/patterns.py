@@ -29,7 +29,7 @@ def _sparse(name: str, **fields: Any) -> Case:
 
 
 def _paper(name: str, **fields: Any) -> Case:
-    """The same of the paper's method: a shared centre, and no far field."""
+    """The paper's method: tiles with a shared centre, and no far field."""
     return _sparse(name, **{"shared": "centre", "far": None} | fields)
 
 
@@ -38,18 +38,13 @@ def _chosen(name: str, method: str, **fields: Any) -> Case:
     return _pattern(name, {"dense_layers": 0, "dense_steps": 0} | fields, method)
 
 
-def _weighted(name: str, **fields: Any) -> Case:
-    """Weighted summaries, dense at both ends of the steps and nowhere else."""
-    return _sparse(name, summary="weighted", dense_steps=_THREE_STEPS[_BOTH_ENDS], **fields)
-
-
 def _around(name: str, **fields: Any) -> Case:
-    """What is around a block in the place of its tile, and weighted summaries, unless the fields say else."""
+    """The tokens around each block instead of its tile, and weighted summaries, unless the fields say otherwise."""
     return _sparse(name, **{"near": "around", "summary": "weighted"} | fields)
 
 
 def _merge_fields(**fields: Any) -> Fields:
-    """Of `Merge`; all but the first block of each kind merge, for the embedded model has few."""
+    """Fields of `Merge`: all but the first block of each kind merge, because the embedded model has few."""
     return {"skip_blocks": (1, 1)} | fields
 
 
@@ -61,24 +56,12 @@ def _merge_then_tiles(tiles: int) -> Case:
     return _pattern(f"merge 0.5, {tiles} tiles", parts, "Composition")
 
 
-_CURVES = ("hilbert-closed", "hilbert", "morton", "raster")
 _REGIONS = [(place, share) for place in ("centre", "distributed") for share in ("two-way", "keys")]
-_BOTH_ENDS = "first and last 2 steps dense"
-_THREE_STEPS = {"3 dense steps": 3, "last 3 steps dense": (0, 3), _BOTH_ENDS: (1, 2)}
 _STEPS = {
     "first step dense": 1,
     "first 3 steps dense": 3,
     "last 3 steps dense": (0, 3),
-    _BOTH_ENDS: (1, 2),
-}
-_TILES_BY_LAYER = {8: (8, 8, 32, 8, 4, 8, 8, 32, 32, 32, 8, 32), 16: (4, 4, 8, 4, 4, 4, 8, 32, 32, 8, 8, 32)}
-"""Of the twelve layers of the embedded model, by `far`: the least error that a quarter of the pairs buys, if layers add
-to it as they do when each alone is sparse."""
-_LAYERS = {
-    "first layer": 1,
-    "every fourth layer": (0, 4, 8),
-    "last four": (-4, -3, -2, -1),
-    "first four": 4,
+    "first and last 2 steps dense": (1, 2),
 }
 
 GROUPS: dict[str, Sequence[Case]] = {
@@ -88,16 +71,6 @@ GROUPS: dict[str, Sequence[Case]] = {
         *(_sparse(f"far 16, {tiles} tiles", tiles=tiles) for tiles in (4, 8, 32, 64)),
         _sparse("far 8, 32 tiles", far=8, tiles=32),
     ],
-    "far-weighted": [
-        _sparse("far 16, weighted", summary="weighted"),
-        _sparse("far 16, centre, two-way, weighted", shared="centre", summary="weighted"),
-        _sparse("far 32, weighted", far=32, summary="weighted"),
-        _sparse("far 8, weighted", far=8, summary="weighted"),
-        _weighted(f"far 16, 8 tiles, weighted, {_BOTH_ENDS}", tiles=8),
-        _sparse(
-            "far 16, centre, weighted, 3 dense steps", shared="centre", summary="weighted", dense_steps=3
-        ),
-    ],
     "far-shared": [
         *(_sparse(f"far 16, {place}, {share}", shared=place, share=share) for place, share in _REGIONS),
         *(
@@ -105,25 +78,9 @@ GROUPS: dict[str, Sequence[Case]] = {
             for tokens in (64, 512)
         ),
     ],
-    "far-curve": [_sparse(f"far 16, {curve}", curve=curve) for curve in _CURVES],
-    "far-slide": [
-        *(_sparse(f"far 16, cycle {cycle}", cycle=cycle) for cycle in (1, 2, 8)),
-        _sparse("far 16, interleave", interleave=True),
-    ],
-    "far-steps": [
-        *(_sparse(f"far 16, {words}", dense_steps=ends) for words, ends in _STEPS.items()),
-        # Shares are rounded up: of 16 steps 10 % are 2, 20 % are 4.
-        *(_sparse(f"far 16, {share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)),
-        _sparse("far 16, interleave, 1 dense step", interleave=True, dense_steps=1),
-        _sparse("far 16, centre, 3 dense steps", shared="centre", dense_steps=3),
-        _sparse("far 16, interleave, 3 dense steps", interleave=True, dense_steps=3),
-        _sparse("far 8, interleave, 3 dense steps", far=8, interleave=True, dense_steps=3),
-    ],
-    "far-layers": [
-        _sparse(f"far 16, {words} dense", dense_layers=layers) for words, layers in _LAYERS.items()
-    ],
-    "search": [_around("around"), _around("around, 16 tiles, far 8", tiles=16, far=8)],
     "around": [
+        _around("around"),
+        _around("around, 16 tiles, far 8", tiles=16, far=8),
         _around("around, means", summary="mean"),
         *(_around(f"around, far {window}", far=window) for window in (8, 32)),
         _around("around, nothing far", far=None, summary="mean"),
@@ -134,33 +91,7 @@ GROUPS: dict[str, Sequence[Case]] = {
         *(_around(f"around, {curve}", curve=curve) for curve in ("morton", "raster")),
         *(_around(f"around, {words}", dense_steps=ends) for words, ends in _STEPS.items()),
     ],
-    "three-steps": [
-        *(
-            _sparse(
-                f"far 16, centre, interleave, {words}", shared="centre", interleave=True, dense_steps=ends
-            )
-            for words, ends in _THREE_STEPS.items()
-        ),
-        _weighted(f"far 8, weighted, {_BOTH_ENDS}", far=8),
-    ],
-    "far-tiles": [
-        _weighted(f"far 8, tiles by layer, weighted, {_BOTH_ENDS}", far=8, tiles=_TILES_BY_LAYER[8]),
-        _weighted(f"far 16, tiles by layer, weighted, {_BOTH_ENDS}", tiles=_TILES_BY_LAYER[16]),
-        _weighted(f"far 8, 12 tiles, weighted, {_BOTH_ENDS}", far=8, tiles=12),
-    ],
     "tiles": [_paper(f"{tiles} tiles", tiles=tiles) for tiles in (2, 4, 8, 16)],
-    "curve": [_paper(f"{curve}, nothing shared", shared="none", curve=curve) for curve in _CURVES],
-    "slide": [
-        *(_paper(f"cycle {cycle}", cycle=cycle) for cycle in (1, 2)),
-        _paper("interleave", interleave=True),
-    ],
-    "shared": [
-        *(_paper(f"{place}, {share}", shared=place, share=share) for place, share in _REGIONS),
-        _paper("nothing shared", shared="none"),
-        *(_paper(f"{tokens} shared", shared_tokens=tokens) for tokens in (64, 512)),
-    ],
-    "steps": [_paper(f"{share:.0%} dense steps", dense_steps=share) for share in (0.1, 0.2, 0.3, 0.5)],
-    "layers": [_paper(f"{words} dense", dense_layers=layers) for words, layers in _LAYERS.items()],
     "rivals": [
         *(
             _pattern(f"disc of radius {radius}", {"radius": radius}, "window")
@@ -205,12 +136,6 @@ ALL_METHODS = ("tiles", "default", "far", "far-shared", "chosen", "merge", "peer
 def as_file_name(name: str) -> str:
     """A pattern's name, as far as files may be called so."""
     return re.sub("[^a-z0-9.]+", "-", name.lower()).strip("-")
-
-
-def without_dense_steps(case: Case) -> Case:
-    """The same with every step sparse, and a name that speaks of none: all that tuning knows of a pattern."""
-    words = [word for word in case.name.split(", ") if not re.search("dense steps?$|steps? dense$", word)]
-    return replace(case, name=", ".join(words), fields={**case.fields, "dense_steps": 0})
 
 
 def _where(group: str) -> tuple[str, ...]:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.cases import Case
 from nearfield import Geometry, Method, apply
-from nearfield.diffusers import Handle
-from nearfield.diffusers.compiling import compiled_blocks
+from nearfield.diffusers import Handle, compiled_blocks
 from nearfield_lab import quality
 from nearfield_lab.embedded.lora import lora_on
 from nearfield_lab.embedded.model import ModelConfig, TinyFlux
@@ -84,7 +83,7 @@ class Facts(NamedTuple):
 
 
 class Drawing:
-    """A model with a pattern in place; it makes pictures, and `facts` tells what they read.
+    """A model with a pattern in place; it makes pictures, and `facts` says what they read.
 
     Args:
         is_compiled: whether the model's blocks are.
@@ -110,7 +109,7 @@ class Drawing:
         return made._replace(images=made.images[: len(numbers)])
 
     def pictures(self, numbers: range) -> Tensor:
-        """The same pictures where the model is. Nothing is waited for, so a GPU is never without work."""
+        """The same pictures, left on the model's device. Nothing waits for a GPU, so that it always has work."""
         task = self._task
         together = range(numbers.start, numbers.start + self._num_together(numbers))
         latents = self._pipeline.sample(together, size=task.size, steps=task.steps, seed=task.seed)
@@ -128,7 +127,7 @@ class Drawing:
         return max(len(numbers), min(self._task.batch, self._task.num))
 
     def facts(self) -> Facts:
-        """Of pictures like the last one."""
+        """What pictures like the last one read."""
         if self._handle is None:
             return Facts(1.0)
         kept, geometry = self._handle.pairs_kept(), self._handle.geometry()
@@ -218,7 +217,7 @@ def finite_mean(values: Tensor) -> float | None:
 def feature_distance_values(
     images: Tensor, dense: Tensor, networks: Mapping[str, nn.Module], device: torch.device
 ) -> dict[str, Tensor]:
-    """The same of every pair, `[num]` float64."""
+    """Distances of features of every pair, `[num]` float64."""
     found = {}
     for name, network in networks.items():
         features = [quality.features_of(batches(part, device), network) for part in (images, dense)]

@@ -23,9 +23,7 @@ from benchmarks.patterns import CASES, DEFAULTS, DENSE, as_file_name, tuning_of
 from benchmarks.picture_runs import TINY, Drawing, Facts, PictureMaker, Task
 from benchmarks.report import Column, Record
 from benchmarks.runner import Benchmark, Session
-from nearfield.cli import machine
-from nearfield.cli.arguments import UsageError, comma_list, integer, wrong
-from nearfield.cli.options import add_integer, add_weights
+from nearfield.cli import UsageError, add_integer, add_weights, comma_list, integer, machine, wrong
 from nearfield_lab import quality
 from nearfield_lab.embedded.generate import NoWeights, embedded_weights
 from nearfield_lab.embedded.pictures import grid_of, write_picture
@@ -99,7 +97,7 @@ class Pictures(Benchmark):
             help="pictures of each pattern (default 4, with --photographs 1500); 1500,5000 gives a record for the first"
             " 1,500, too",
         )
-        add_integer(parser, "--pairs", 512, "of the first so many each is compared with the dense one")
+        add_integer(parser, "--pairs", 512, "pictures that are compared with the dense ones, from the first")
         add_integer(parser, "--steps", 16, "denoising steps")
         add_integer(
             parser, "--size", None, "pixels per side (default: what the model was trained at)", least=64
@@ -198,7 +196,7 @@ class Pictures(Benchmark):
 
     @property
     def references(self) -> quality.Statistics:
-        """Of all photographs, from the file in which an earlier run has kept them."""
+        """Statistics of all photographs, read from the file that an earlier run wrote."""
         if self._references is None:
             source = data.pictures(self.options.photographs)
             kept = f"photographs-{self.task.size}-{data.fingerprint(source)[:12]}.safetensors"
@@ -214,7 +212,7 @@ class Pictures(Benchmark):
         return self._references
 
     def _batches(self, count: int) -> Iterator[range]:
-        """Of the first so many pictures, whole ones, so that they serve larger numbers, too."""
+        """Batches of the first `count` pictures, always whole ones, so that they serve larger numbers, too."""
         return (numbers for numbers in self.task.batches() if numbers.start < count)
 
     def _made(self, pattern: Case | None, count: int) -> list[Batch]:
@@ -416,7 +414,7 @@ def check_model(options: argparse.Namespace) -> None:
 
 
 def _means(values: dict[str, Tensor]) -> Record:
-    """Of what is known of every pair."""
+    """Means over all pairs."""
     found: Record = {}
     if "seam" in values:
         found |= picture_runs.seam_figures(values.pop("seam"), values.pop("dense_seam"))
@@ -429,7 +427,7 @@ def _median(times: Sequence[float]) -> float:
 
 
 def photograph_statistics(batches: Any, network: nn.Module, size: int, kept: Path) -> quality.Statistics:
-    """Of photographs `[B, 3, size, size]`, from a file where they were measured before."""
+    """Statistics of photographs `[B, 3, size, size]`, read from a file where they were measured before."""
     if kept.exists():
         return quality.Statistics.load(kept)
     found = quality.Statistics.of(quality.features_of(batches, network), size)

@@ -20,13 +20,12 @@ from benchmarks.cases import Case
 from benchmarks.report import Column, Record, speed_figures, target_cell, times_cell
 from benchmarks.retrieval_cases import ARCHITECTURES, CASES, DEFAULTS, EMBEDDED, RATIOS, SELECTORS
 from benchmarks.runner import Benchmark, Session, WrongAnswer
-from nearfield.cli.arguments import comma_list, member, number, wrong
-from nearfield.cli.options import add_integer
+from nearfield.cli import add_integer, comma_list, member, number, wrong
 from nearfield.cli.timing import Timing
 from nearfield_lab.commands.retrieving import retrieval_told
 
 STEPS = ("assemble", "score", "select", "recompute")
-"""Of reuse. The last holds the question, too, which is read in the same pass, up to the logits of the first token."""
+"""The steps of reuse. The last includes the question, read in the same pass, up to the first token's logits."""
 _PREFIX = 4
 _ROUNDS = 5
 

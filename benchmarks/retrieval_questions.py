@@ -47,7 +47,7 @@ class Question:
 
     @property
     def digest(self) -> str:
-        """Of the passages, to know them again."""
+        """A digest of the passages, by which they are recognised."""
         return hashlib.sha256("".join(self.passages).encode()).hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""One loop for all benchmarks: what is measured is written at once, what breaks is a record, what is known stays."""
+"""One loop for all benchmarks: every result is written at once, a failure is a record, and known results stay."""
 
 import argparse
 import importlib
@@ -14,15 +14,12 @@ from benchmarks import report
 from benchmarks.cases import Case, check, chosen
 from benchmarks.cases import read as read_cases
 from benchmarks.report import Column, Record
-from nearfield._types import Impl
-from nearfield.cli import machine
-from nearfield.cli.arguments import FAILED, INTERRUPTED, OK, UsageError
+from nearfield.cli import FAILED, INTERRUPTED, OK, Bar, UsageError, device_of, machine, time_for
 from nearfield.cli.check import Checked
-from nearfield.cli.progress import Bar, time_for
 from nearfield.cli.reports import note_load, write_reports, write_so_far
 from nearfield.cli.timing import Effort
 from nearfield_lab.commands.drawing import require_reports
-from nearfield_lab.commands.launched import chosen_device
+from nearfield_lab.missing import MissingExtra
 
 
 class WrongAnswer(Exception):
@@ -55,12 +52,12 @@ class Session:
     has_time: Callable[[], bool] = lambda: True
 
     @property
-    def impl(self) -> Impl:
-        impl: Impl = self.options.impl
-        return impl
+    def impl(self) -> Any:
+        """Which implementation reads."""
+        return self.options.impl
 
     def effort(self, rounds: int | None = None) -> Effort:
-        """How long to measure: `--rounds`, else so many `rounds` of long works; None: short ones."""
+        """How long to measure: by `--rounds`, else by `rounds` where calls are long; None for short calls."""
         asked = self.options.rounds or rounds
         if asked is None:
             return Effort.of(self.device, self.options.quick)
@@ -162,7 +159,7 @@ class Run:
         return report.document(self.bench.name, facts, self.machine, self.records)
 
     def measure(self, case: Case) -> None:
-        """Add the records of a case in place of earlier ones. What breaks is one, too, so that others still run."""
+        """Replace the records of a case. A failure is a record, too, so that the other cases still run."""
         found = list[Record]()
         try:
             self._collect(case, found)
@@ -213,11 +210,11 @@ class Run:
 
 
 def run(kind: type[Benchmark], options: argparse.Namespace) -> int:
-    """Measure what is missing and tell of all that was asked for; returns the exit code.
+    """Measure what is missing and report everything that was asked for; returns the exit code.
 
     It is 0 if something was measured, nothing was wrong or broke, and all of it was written.
     """
-    device = chosen_device(options.device)
+    device = device_of(options.device)
     cases = kind.cases(options, device)
     kind.check(cases, options)
     require_reports("--plot", options.plot, options.json)
@@ -225,14 +222,19 @@ def run(kind: type[Benchmark], options: argparse.Namespace) -> int:
         earlier = report.read(options.json, kind.name)
     except ValueError as error:
         raise UsageError(f"`--json` must name a new file or one of these results. {error}") from None
-    with Bar(len(cases), "cases") as bar:
-        done = [0]
-        session = Session(options, device, lambda text: bar.show(done[0], text), time_for(options.minutes))
-        course = Run(kind(session), cases, earlier)
-        if options.dry_run:
-            return _list(course, device)
-        note_load(device.type)
-        ended = _measure_all(course, options, done)
+    try:
+        with Bar(len(cases), "cases") as bar:
+            done = [0]
+            session = Session(
+                options, device, lambda text: bar.show(done[0], text), time_for(options.minutes)
+            )
+            course = Run(kind(session), cases, earlier)
+            if options.dry_run:
+                return _list(course, device)
+            note_load(device.type)
+            ended = _measure_all(course, options, done)
+    except MissingExtra as error:
+        raise UsageError(str(error)) from None
     return _told(course, options, ended)
 
 

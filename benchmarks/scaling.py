@@ -17,7 +17,7 @@ from benchmarks.report import Column, Record
 from benchmarks.runner import Benchmark, WrongAnswer
 from benchmarks.scaling_cases import BYTES, CASES, DEFAULTS, LATENCY, LINKS, PROCESSES, TIMES
 from benchmarks.scaling_split import SplitCase, check, count
-from nearfield.cli.arguments import UsageError
+from nearfield.cli import UsageError
 
 
 class Scaling(Benchmark):

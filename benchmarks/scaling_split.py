@@ -16,9 +16,17 @@ from benchmarks.report import Record
 from benchmarks.scaling_cases import CASES, LATENCY, LIKE, LINKS, MEASURED, Measured
 from nearfield import Geometry
 from nearfield.methods import PlanLayer
-from nearfield.parallel import Ranks, Shapes, Split, Traffic, attend, bytes_sent
-from nearfield.parallel.cuts import even_split
-from nearfield.parallel.far import bytes_summed, summary_split
+from nearfield.parallel import (
+    Ranks,
+    Shapes,
+    Split,
+    Traffic,
+    attend,
+    bytes_sent,
+    bytes_summed,
+    even_split,
+    summary_split,
+)
 
 _BLOCK = 128  # of plans on a GPU
 _SMALL_BLOCK = 16
@@ -38,7 +46,7 @@ class SplitCase:
 
     @property
     def num_layers(self) -> int:
-        """Of a cycle."""
+        """Layers of a cycle, after which plans repeat."""
         return getattr(self.method, "phases", 1)
 
     def readers(self, block: int) -> tuple[PlanLayer, ...]:
@@ -46,7 +54,7 @@ class SplitCase:
         return _readers(self.method, self.geometry, block)
 
     def split(self, num_ranks: int, block: int) -> Split:
-        """As `apply` splits it."""
+        """The split that `apply` makes."""
         return _split(self.method, self.geometry, num_ranks, block)
 
 
@@ -100,7 +108,7 @@ def count(case: SplitCase, num_ranks: int) -> Record:
 
 
 def _traffics(reader: PlanLayer, split: Split) -> list[Traffic]:
-    """Of the tokens, and of the summaries where there are any: as `SplitReader` sends them."""
+    """Traffic of tokens and, where there are any, of summaries, as a `SplitLayer` sends them."""
     near = Traffic(reader.near, split)
     return (
         [near]

@@ -12,14 +12,12 @@ from torch import Tensor
 from benchmarks.report import Record
 from benchmarks.runner import require
 from benchmarks.scaling_split import SplitCase
-from nearfield._types import Attended
+from nearfield import Attended, Plan
 from nearfield.cli import check, timing
 from nearfield.cli.timing import Timing
 from nearfield.ops import attend as attend_here
 from nearfield.ops import attend_continued
 from nearfield.parallel import Ranks, Route, Shapes, Traffic, attend
-from nearfield.parallel.route import CAME
-from nearfield.plan import Plan
 
 Sides = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
@@ -57,7 +55,7 @@ class AbsentRanks(Ranks):
 
 
 def effort(device: torch.device, usual: timing.Effort, quick: bool) -> timing.Effort:
-    """Of short calls, of which there are many: 17 for 8 ranks in each layer."""
+    """The effort for short calls, of which there are many: 17 for 8 ranks in each layer."""
     return usual if quick or device.type == "cpu" else timing.Effort(rounds=5, seconds=0.15, most=30)
 
 
@@ -126,7 +124,7 @@ def _check(tensors: Sides, plan: Plan, run: Callable[[], Attended]) -> None:
 def _graphs(
     functions: dict[str, timing.Function], device: torch.device
 ) -> tuple[dict[str, timing.Function], bool]:
-    """The same as CUDA graphs, where they can be: a rank's share is so short that starting it would take longer."""
+    """The functions as CUDA graphs, where possible: launching a rank's share would take longer than running it."""
     if device.type != "cuda":
         return functions, False
     try:
@@ -165,7 +163,7 @@ def _kernels(case: SplitCase, route: Route, mine: Sides) -> timing.Function:
 
     def run() -> Attended:
         found = None
-        if call.keys.tokens is None and CAME in call.key_groups:
+        if call.keys.tokens is None and len(call.key_groups) > 1:
             found = attend_continued(query, key, value, more, call.plan)
         return found or attend_here(query, whole_key, whole_value, call.plan)
 

@@ -25,7 +25,7 @@ from benchmarks.step_cases import CASES, DEFAULTS
 from benchmarks.step_models import NAMED_SIZES, Arguments, Built, Size, architecture, read_sides
 from benchmarks.step_parts import Loop
 from nearfield import FineGrained, Hilbert, Merge, Method, apply
-from nearfield.cli.arguments import UsageError
+from nearfield.cli import UsageError
 from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.timing import Timing, captured, measure
 from nearfield.methods import Composition
@@ -35,9 +35,9 @@ OURS, CEILING, REORDERING = "nearfield", "no attention", "reordering"
 SELECTING, MERGING, REFRESH = "making maps", "merging", "making lists"
 STEP, CACHED, ONLINE = "step", "cached", "online"
 STEPS = 50
-"""Of the generation that is reckoned from steps that make lists and steps that find them."""
+"""Steps of the generation that is reckoned from steps that make lists and steps that find them."""
 MERGING_SHARE = 0.03
-"""Of a step, at most so much for making maps, merging and parting."""
+"""The largest share of a step that making maps, merging and unmerging may take."""
 _ROUNDS = 5
 _CHECKED_TOKENS = 4096
 Context = Callable[[], AbstractContextManager[Any]]
@@ -172,7 +172,7 @@ class StepBenchmark(Benchmark):
         if isinstance(method, FineGrained):
             everything = replace(method, predict="online", top_p=1.0, min_similarity=None)
             lists = self._lists(Fitted.of(method, _skipped(case)), built, arguments)
-            return Given.of(method, lists), everything, "lists of all keys"
+            return Given(method, lists), everything, "lists of all keys"
         if merge := _merge_of(method):
             step_parts.check_choice(merge, built.geometry(size), self.device)
             method = step_parts.with_fixed_destinations(method)
@@ -182,7 +182,7 @@ class StepBenchmark(Benchmark):
     def _lists(self, method: Fitted, built: Built, arguments: Arguments) -> dict[int, Plan]:
         with apply(built.model, method, scheduler=Loop(), impl=self.session.impl):
             output(built, arguments)
-            return method.lists()
+            return method.plans()
 
     # -- what is timed ---------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class StepBenchmark(Benchmark):
         moving, ordering = built.moving(arguments, size), method.ordering(geometry, device=self.device)
         found: dict[str, tuple[Context, Step]] = {REORDERING: (nullcontext, partial(moving.by, ordering))}
         if isinstance(method, Fitted):
-            loop, same = Loop(), replace(method, readers={})  # the others tell what was kept
+            loop, same = Loop(), replace(method, layers={})  # the share that is kept is read from the others
             found[REFRESH] = self._applied(built, same, loop), loop.anew(step)
         if _merge_of(method):
             parts = step_parts.Parts(method, geometry, built.model, self.device, self.dtype)

@@ -13,8 +13,8 @@ DEFAULTS: dict[str, Any] = {
     "tiny": False,
     "skipped": None,
 }
-"""What is denoised: the model, pixels (1024, 768x1344, 480p), blocks of each kind, a few narrow layers in place of the
-real width, and the share of keys that FineGrained is to skip (0.7)."""
+"""What is denoised: the model, pixels (1024, 768x1344, 480p), blocks of each kind, a few narrow layers instead of
+the real width, and the share of keys that FineGrained is to skip (0.7)."""
 
 _TINY = {"model": "flux1", "size": "256", "tiny": True}
 _TINY_VIDEO = {"model": "wan21-1.3b", "size": "128x192", "tiny": True}

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from nearfield import Geometry, Ordering
-from nearfield.cli.arguments import UsageError
+from nearfield.cli import UsageError
+from nearfield.diffusers import step_arguments
 
 PIXELS_PER_TOKEN = 16
 FRAMES_PER_TOKEN = 4
 NAMED_SIZES = {"480p": (480, 832), "720p": (720, 1280)}
-Arguments = dict[str, Tensor]
+Arguments = dict[str, Any]
 
 
 class TooLarge(NotImplementedError):
@@ -80,8 +81,7 @@ class Architecture:
         layers, tiny_layers: the arguments that count blocks of each kind.
         joins_text: whether text stands in one sequence with the image; otherwise it is read by cross-attention.
         frames, tiny_frames: of a video; 1 for images.
-        inputs: arguments of one call, as the pipeline passes them.
-        moving: what of them moves with the order of tokens.
+        moving: what of a call's arguments moves with the order of tokens.
         prompt, tiny_prompt: tokens of text that a step is given.
     """
 
@@ -91,7 +91,6 @@ class Architecture:
     layers: Mapping[str, int]
     tiny_layers: Mapping[str, int]
     joins_text: bool
-    inputs: "Callable[[Built, Size], Arguments]"
     moving: "Callable[[Built, Arguments, Size], Moving]"
     frames: int = 1
     tiny_frames: int = 1
@@ -144,39 +143,15 @@ class Built:
         return Geometry(size.grid, text=self.text)
 
     def arguments(self, size: Size) -> Arguments:
-        return self.architecture.inputs(self, size)
+        """Arguments of one call, as the pipeline passes them; guidance makes two such calls in a step."""
+        pixels = size.height, size.width, size.frames
+        return step_arguments(self.model, pixels, self.prompt, self.device)
 
     def moving(self, arguments: Arguments, size: Size) -> Moving:
         return self.architecture.moving(self, arguments, size)
 
-    def random(self) -> Callable[..., Tensor]:
-        """Makes random tensors of given shapes."""
-        generator = torch.Generator(self.device).manual_seed(1)
-        like: dict[str, Any] = {"generator": generator, "device": self.device, "dtype": self.dtype}
-        return lambda *shape: torch.randn(shape, **like)
-
 
 # -- architectures -----------------------------------------------------------------------------------------------------
-
-
-def _flux_inputs(built: Built, size: Size) -> Arguments:
-    random, config, device, dtype = built.random(), built.config, built.device, built.dtype
-    return {
-        "hidden_states": random(1, size.tokens, config.in_channels),
-        "encoder_hidden_states": random(1, built.prompt, config.joint_attention_dim),
-        "pooled_projections": random(1, config.pooled_projection_dim),
-        "timestep": torch.full((1,), 0.5, device=device, dtype=dtype),
-        "guidance": torch.full((1,), 3.5, device=device, dtype=torch.float32),
-        "img_ids": _image_ids(size.grid, device, dtype),
-        "txt_ids": torch.zeros(built.prompt, 3, device=device, dtype=dtype),
-    }
-
-
-def _image_ids(grid: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Row and column of every token, `[tokens, 3]`."""
-    rows, columns = (torch.arange(side, device=device, dtype=dtype) for side in grid)
-    places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).flatten(0, 1)
-    return torch.cat([torch.zeros_like(places[:, :1]), places], dim=1)
 
 
 def _flux_moving(built: Built, arguments: Arguments, size: Size) -> Moving:
@@ -184,17 +159,6 @@ def _flux_moving(built: Built, arguments: Arguments, size: Size) -> Moving:
     latents, places = arguments["hidden_states"], arguments["img_ids"]
     width = built.config.num_attention_heads * built.config.attention_head_dim
     return Moving([(latents, 1), (places, 0)], latents.new_ones(1, size.tokens, width))
-
-
-def _wan_inputs(built: Built, size: Size) -> Arguments:
-    """Guidance makes two such calls in a step."""
-    random, config = built.random(), built.config
-    sides = [side * part for side, part in zip(size.grid, config.patch_size, strict=True)]
-    return {
-        "hidden_states": random(1, config.in_channels, *sides),
-        "timestep": torch.full((1,), 500, device=built.device),
-        "encoder_hidden_states": random(1, built.prompt, config.text_dim),
-    }
 
 
 def _wan_moving(built: Built, arguments: Arguments, size: Size) -> Moving:
@@ -221,7 +185,6 @@ ARCHITECTURES = {
         layers={"num_layers": 19, "num_single_layers": 38},
         tiny_layers={"num_layers": 2, "num_single_layers": 3},
         joins_text=True,
-        inputs=_flux_inputs,
         moving=_flux_moving,
     ),
     "wan21-1.3b": Architecture(
@@ -231,7 +194,6 @@ ARCHITECTURES = {
         layers={"num_layers": 30},
         tiny_layers={"num_layers": 2},
         joins_text=False,
-        inputs=_wan_inputs,
         moving=_wan_moving,
         frames=81,
         tiny_frames=9,

@@ -1,5 +1,5 @@
-"""What a step is timed with: a denoising loop told by hand; where tokens are merged, maps that do not get old, and the
-parts that are timed apart."""
+"""What a step is timed with: a denoising loop that is moved by hand, maps of merged tokens that never get old, and the
+parts that are timed separately."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +42,7 @@ class Loop:
 
 
 def with_kept_maps(method: Method) -> Composition:
-    """The same, but maps never get old."""
+    """The method with maps that never get old."""
     method, merge = _parts(method)
     return replace(method, merge=replace(merge, refresh=(FOREVER, FOREVER)))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from benchmarks.cases import CUDA, QUICK, Case, named
 from benchmarks.report import Column, Record, error_cell, speed_figures, target_cell, times_cell
 from benchmarks.runner import Benchmark, Session, WrongAnswer, require
-from nearfield.cli.arguments import UsageError, comma_list, member
+from nearfield.cli import UsageError, comma_list, member
 from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.timing import measure
-from nearfield_lab.commands.training import BACKENDS, TINY_PIXEL
 from nearfield_lab.embedded.model import num_parameters
 from nearfield_lab.embedded.pixel import PixelConfig, PixelTransformer
 from nearfield_lab.embedded.sampler import precision
@@ -38,6 +37,7 @@ _EVERYTHING: dict[str, dict[str, Any]] = {
     "SparseLinear": {"topk": 2**20},
 }
 """Fields with which everything is chosen, of the methods that can be trained from the start."""
+_TINY = {"layers": 2, "heads": 2, "head_dim": 32}
 _CHECKED_SIDE = 24
 _ROUNDS = 5
 DEFAULTS: dict[str, Any] = {"size": 128, "batch": 16, "compiled": True, "tiny": False}
@@ -94,9 +94,9 @@ class Train(Benchmark):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--dense-kernels",
-            type=comma_list(member("--dense-kernels", BACKENDS)),
+            type=comma_list(member("--dense-kernels", get_args(Backend))),
             metavar="A,B",
-            help=f"torch's kernels for full attention: any of {', '.join(BACKENDS)} (default on a GPU: cudnn,flash)",
+            help=f"torch's kernels for full attention: any of {', '.join(get_args(Backend))} (on a GPU cudnn,flash)",
         )
 
     @classmethod
@@ -210,7 +210,7 @@ def _pixels(on: Mapping[str, Any]) -> Pixels:
 
 def config_of(case: Case, **sizes: int) -> PixelConfig:
     """The model of a case, of the paper's sizes if no others are given."""
-    given = sizes or (TINY_PIXEL if case.on["tiny"] else {})
+    given = sizes or (_TINY if case.on["tiny"] else {})
     return PixelConfig.of(case.made() if case.method else None, size=case.on["size"], **given)
 
 

@@ -23,10 +23,7 @@ from nearfield.cli.timing import Effort, Timing
 from nearfield.ops import _triton as kernels
 
 KINDS = [name for name, (place, _) in program.BENCHMARKS.items() if not place.endswith(":")]
-NEEDED = {
-    "errors": ["--photographs", str(CATS)],
-    "recall": ["--weights", "model.safetensors", "--images", str(CATS)],
-}
+NEEDED = {"errors": ["--captured", str(CATS)]}
 """What some benchmarks must be given."""
 COMMIT = "0123456789ab"
 

@@ -5,23 +5,26 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import attention_calls
+from benchmarks import attention_calls, layouts
 from benchmarks.attention import Attention, usable_dense
-from benchmarks.attention_calls import BOTH, FORWARD, Call, made_plan
+from benchmarks.attention_calls import BACKWARD, BOTH, FORWARD, Call, made_plan, preset_of
 from benchmarks.attention_cases import CASES, DEFAULTS, MILLISECONDS, hilbert_fields
 from benchmarks.cases import Case
 from benchmarks.dense import dense_attention, random_inputs
-from benchmarks.fitted import FittedReader
+from benchmarks.fitted import FittedLayer
 from benchmarks.report import Record
 from benchmarks.rivals import flex
 from benchmarks.runner import Session, WrongAnswer
 from tests import command_line as cli
 from tests.tiles import paper
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from nearfield import Geometry, Hilbert, attend, planning
 from nearfield._types import Attended
@@ -29,6 +32,7 @@ from nearfield.cli.check import check_forward
 from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Effort
 from nearfield.methods import PlanLayer, Summary
+from nearfield.methods.finegrained import FineLayer
 from nearfield.ops import _triton as kernels
 from nearfield.ops.attention.dispatch import Choice
 
@@ -56,7 +60,7 @@ def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(case: Case, **options: Any) -> dict[str, Record]:
     """The records of a case by their work. Raises WrongAnswer."""
-    given = {"impl": "auto", "rounds": None, "quick": True, "flex": False} | options
+    given = {"impl": "auto", "rounds": None, "quick": True, "rivals": []} | options
     bench = Attention(Session(argparse.Namespace(**given), CPU))
     return {record["work"]: record for record in bench.measure(case)}
 
@@ -305,15 +309,15 @@ def test_lists_are_found_predicted_and_made(monkeypatch: pytest.MonkeyPatch) -> 
         assert found[name]["density"] == pytest.approx(0.3, abs=0.02)
         assert found[name]["list_bytes"] > 0
     assert found["refresh"]["density"] == 1
-    monkeypatch.setattr(FittedReader, "_threshold", lambda *_: 0.0)
+    monkeypatch.setattr(FittedLayer, "_sought", lambda *_, **__: 1e-30)
     with pytest.raises(WrongAnswer, match=r"0\.0% of the keys were skipped, not 70%"):
         measured(FINE)
 
 
 def test_a_refresh_makes_the_lists_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    remember = FittedReader._remember
-    monkeypatch.setattr(FittedReader, "_remember", lambda *given: made.append(1) or remember(*given))
+    remember = FineLayer._remember
+    monkeypatch.setattr(FineLayer, "_remember", lambda *given: made.append(1) or remember(*given))
     works = Call(FINE, CPU, "auto").works()
     made.clear()
     works["cached"].run()
@@ -385,19 +389,130 @@ def test_whole_blocks_carry_no_mask() -> None:
 def test_flex_is_measured_with_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without compiling, which takes long; the far field, which no mask can say, is left out."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    assert set(measured(TILES, flex=True)[FORWARD]["speed_ups"]) == {"sdpa", "flex"}
+    assert set(measured(TILES, rivals=["flex"])[FORWARD]["speed_ups"]) == {"sdpa", "flex"}
+    assert set(measured(PLAN, rivals=["flex"])[FORWARD]["speed_ups"]) == {"sdpa", "flex"}
 
     def note(case: Case) -> str:
-        record = measured(case, flex=True)[FORWARD]
+        record = next(iter(measured(case, rivals=["flex"]).values()))
         assert "flex" not in record["speed_ups"]
-        return str(record["flex_note"])
+        return str(record["rival_notes"]["flex"])
 
-    assert note(FAR) == "a mask has no far field"
-    assert note(LOGLINEAR) == "only a method whose geometry decides is a mask"
+    for case in (FAR, LOGLINEAR):
+        assert note(case) == "only a plan without a far field says what others are to read"
+    backward = replace(PLAN, on={**PLAN.on, "backward": True})
+    assert note(backward) == "NotImplementedError: its backward is not timed"
     monkeypatch.setattr(flex, "compiled", lambda inputs, plan: lambda: inputs[0] * 0)
-    assert note(TILES).startswith("check failed: relative error")
+    assert note(TILES).startswith("relative error")
     monkeypatch.setattr(flex, "compiled", None)
     assert note(TILES) == "TypeError: 'NoneType' object is not callable"
+
+
+@pytest.mark.parametrize("name", ["fa4", "bsa"])
+def test_packages_that_are_not_there_say_how_to_bring_them(name: str) -> None:
+    note = measured(PLAN, rivals=[name])[FORWARD]["rival_notes"][name]
+    assert note.startswith(f"NotImplementedError: the package of '{name}' is not installed (No module named ")
+    assert note.endswith("; benchmarks/rivals/README.md says how to bring its wheels")
+
+
+def mask_of(lists: Tensor, blocks: tuple[int, int], tokens: int) -> Tensor:
+    """`[1, heads, tokens, tokens]`, of lists of blocks of keys."""
+    shape = *lists.shape[:3], -(-tokens // blocks[1])
+    cells = torch.zeros(shape, dtype=torch.bool).scatter_(3, lists.long(), True)
+    whole = cells.repeat_interleave(blocks[0], 2).repeat_interleave(blocks[1], 3)
+    return whole[:, :, :tokens, :tokens]
+
+
+def test_lists_reach_flash_attention_as_it_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that computes from what it is given, by tokens before heads and, backward, by blocks of keys."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, block_sparse_tensors: Any = None, **_: Any) -> Any:
+        tensors = [x.transpose(1, 2) for x in (query, key, value)]
+        mask = None
+        if block_sparse_tensors is not None:
+            given = block_sparse_tensors
+            assert (given.full_block_cnt == given.full_block_idx.shape[3]).all()
+            mask = mask_of(given.full_block_idx, given.block_size, query.shape[1])
+        return scaled_dot_product_attention(*tensors, attn_mask=mask).transpose(1, 2), None
+
+    def backward(
+        query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad: Tensor, lse: None, **lists: Any
+    ) -> Any:
+        leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (query, key, value)]
+        mask = None
+        if lists:
+            given = lists["block_sparse_tensors"]
+            mask = torch.zeros(1, query.shape[2], query.shape[1], query.shape[1], dtype=torch.bool)
+            for head, counts in enumerate(given.full_block_cnt[0].tolist()):
+                for column, count in enumerate(counts):
+                    keys = slice(column * given.block_size[1], (column + 1) * given.block_size[1])
+                    for row in given.full_block_idx[0, head, column, :count].tolist():
+                        mask[0, head, row * given.block_size[0] : (row + 1) * given.block_size[0], keys] = (
+                            True
+                        )
+        found = scaled_dot_product_attention(*leaves, attn_mask=mask)
+        return [x.transpose(1, 2) for x in torch.autograd.grad(found, leaves, grad.transpose(1, 2))]
+
+    interface = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    sparsity = SimpleNamespace(BlockSparseTensorsTorch=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", sparsity)
+    monkeypatch.delitem(sys.modules, "benchmarks.rivals.fa4", raising=False)
+    for case in (PLAN, replace(PLAN, on={**PLAN.on, "backward": True})):
+        (record,) = measured(case, rivals=["fa4"]).values()
+        assert record["rival_notes"] == {}
+        assert set(record["speed_ups"]) == {"sdpa", "fa4 dense", "fa4"}
+    monkeypatch.delitem(sys.modules, "benchmarks.rivals.fa4")
+
+
+def test_lists_reach_cudnn_as_it_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, lists: Tensor, count: int, sparse_block_size: int
+    ) -> Any:
+        assert lists.shape[3] == count
+        mask = mask_of(lists, (sparse_block_size, sparse_block_size), query.shape[2])
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return {"o_tensor": out, "lse_tensor": out}
+
+    def backward(grad: Tensor, *given: Any, sparse_block_size: int) -> Any:
+        leaves = [x.detach().requires_grad_() for x in given[:3]]
+        out = forward(*leaves, *given[5:], sparse_block_size=sparse_block_size)["o_tensor"]
+        return dict(zip("qkv", torch.autograd.grad(out, leaves, grad), strict=True))
+
+    package = SimpleNamespace(
+        block_sparse_attention_forward=forward,
+        block_sparse_attention_backward=backward,
+        block_sparse_attention_fp8_forward=lambda *given, **blocks: {
+            "o_tensor": 1.05 * forward(*given, **blocks)["o_tensor"]
+        },
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", package)
+    monkeypatch.delitem(sys.modules, "benchmarks.rivals.bsa", raising=False)
+    square = Case("square", LINE | {"plan": "random", "grain": 64, "q_block": 64, "backward": False,
+                                    "preset": LINE["preset"] | {"grid": [640], "kept": 0.4}})  # fmt: skip
+    record = measured(square, rivals=["bsa"])[FORWARD]
+    assert set(record["speed_ups"]) == {"sdpa", "bsa", "bsa fp8"}
+    assert record["rival_notes"]["bsa fp8"].startswith("relative error 5.00e-02 exceeds")
+    record = measured(replace(square, on={**square.on, "backward": True}), rivals=["bsa"])[BACKWARD]
+    assert (set(record["speed_ups"]), record["rival_notes"]) == ({"sdpa", "bsa"}, {})
+    note = measured(PLAN, rivals=["bsa"])[FORWARD]["rival_notes"]["bsa"]
+    assert note == "NotImplementedError: it reads an even number of square blocks of a whole number of them"
+    monkeypatch.delitem(sys.modules, "benchmarks.rivals.bsa")
+
+
+def test_rivals_have_lists_that_all_can_read() -> None:
+    cases = {name: case for name, case in CASES.items() if name.startswith("lists-")}
+    assert len(cases) == 18
+    for case in cases.values():
+        preset = preset_of(case)
+        count = layouts.kept_ids(preset, case.on["grain"])
+        assert count * case.on["grain"] / preset.tokens == pytest.approx(preset.kept, rel=0.1)
+        assert preset.tokens % 64 == 0
+    shapes = [case for name, case in CASES.items() if name.startswith("shape-")]
+    assert len(shapes) == 18
+    assert {preset_of(case).head_dim for case in shapes} == {64, 72, 128}
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

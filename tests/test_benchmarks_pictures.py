@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import tarfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from nearfield_lab.embedded.sampler import DemoPipeline
 from nearfield_lab.quality.results import read_rows
 from nearfield_lab.storage import write_tensors
 from nearfield_lab.training import distill
+from nearfield_lab.training.data import pictures
 from nearfield_lab.training.loop import Schedule
 
 TILES = Case("2 tiles", {}, "Hilbert", {"tiles": 2, "near": "tile", "summary": "mean", "dense_layers": [0],
@@ -522,3 +524,12 @@ def test_the_command_keeps_strips_and_draws_a_front(
 def test_bad_calls(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "pictures", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_one_tar_file_is_read_as_a_folder_of_them(tmp_path: Path) -> None:
+    shard = tmp_path / "cats.tar"
+    with tarfile.open(shard, "w") as archive:
+        for picture in pictures(CATS):
+            archive.add(picture.file, picture.name)
+    assert pictures(shard) == pictures(tmp_path)
+    assert [each.read() for each in pictures(shard)] == [each.read() for each in pictures(CATS)]

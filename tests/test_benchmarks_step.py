@@ -41,6 +41,7 @@ from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.timing import Effort, Timing, measure
 from nearfield.diffusers import processor
 from nearfield.layout import Ordering
+from nearfield.methods import PlanLayer
 from nearfield.ops import Merging
 from nearfield.ops import _triton as kernels
 
@@ -419,7 +420,7 @@ def fine_bench() -> Bench:
 def test_the_share_is_skipped_that_was_asked_for(
     fine_bench: Bench, skipped: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[fitted.FittedReader] = []
+    made: list[fitted.FittedLayer] = []
     monkeypatch.setattr(fitted.Fitted, "layer", _telling(fitted.Fitted.layer, made))
     monkeypatch.setattr(fine_bench, "case", replace(VIDEO, on={**VIDEO.on, "skipped": skipped}))
     blocks = fine_bench.built.model.blocks
@@ -432,7 +433,7 @@ def test_the_share_is_skipped_that_was_asked_for(
         parts = {REFRESH} if name == "cached" else set()
         assert set(result["milliseconds"]) == {"sdpa", OURS, CEILING, REORDERING} | parts
         assert (result["speed_up_over_generation"] is not None) == bool(parts)
-        assert "nearfield: Fitted(query_block=16, " in result["summary"]
+        assert "nearfield: Fitted(method=FineGrained(query_block=16" in result["summary"]
         assert "object at" not in result["summary"]
     assert [block.attn1.processor for block in blocks] == before
     # A timed call finds its lists, but for those whose making is timed.
@@ -451,7 +452,7 @@ def _telling(make: Any, made: list[Any]) -> Any:
 
 
 def test_a_share_that_was_not_met_gets_no_figure(fine_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitted.FittedReader, "_threshold", lambda *_: 0.0)
+    monkeypatch.setattr(fitted.FittedLayer, "_sought", lambda *_, **__: 1e-30)
     with pytest.raises(WrongAnswer, match=r"0\.0% of the keys were skipped, not 70%"):
         fine_bench.run()
 
@@ -461,12 +462,12 @@ def test_right_lists_pass_the_check_and_wrong_ones_do_not(
 ) -> None:
     checked = fine_bench.check()
     assert checked.passed, checked
-    right = fitted.attend
+    right = PlanLayer.attend
 
-    def wrong(query: Any, key: Any, value: Any, plan: Any, **options: Any) -> Any:
-        return right(query, key.roll(int(options["impl"] == "auto"), 2), value, plan, **options)
+    def wrong(self: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
+        return right(self, query, key.roll(int(options["impl"] == "auto"), 2), value, **options)
 
-    monkeypatch.setattr(fitted, "attend", wrong)
+    monkeypatch.setattr(PlanLayer, "attend", wrong)
     checked = fine_bench.check()
     assert not checked.passed
     assert "plain torch" in checked.where

@@ -27,7 +27,6 @@ from nearfield.methods.fields import fields_of, shown, texts_of
 from nearfield.ops import _triton as kernels
 from nearfield.ops._triton import launch
 from nearfield.ops.attention.api import attend
-from nearfield.plan.plan import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,8 +81,6 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
 def test_choices_are_those_of_the_library() -> None:
     """Written out in the command line, which imports nothing to read its arguments."""
     assert get_args(Impl) == choices.IMPLS
-    assert choices.GRAINS == BLOCKS
-    assert tuple(block for block in BLOCKS if block >= 16) == choices.QUERY_BLOCKS
 
 
 def test_help_names_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +184,6 @@ PLOTTING = (
     "bench attention",
     "bench pareto",
     "bench pictures",
-    "bench recall --latents a",
     "bench scaling",
     "bench retrieval",
     "rag --docs a --ask b",
@@ -301,7 +297,7 @@ def test_doctor_reports_versions_choices_and_a_passed_check(capsys: pytest.Captu
 
 def slow_machine(**change: Any) -> list[str]:
     """What is said of an idle Hopper machine on which one thing is otherwise."""
-    from nearfield.cli import slowness
+    from nearfield.cli.doctor import slow_reasons
 
     choice = {"impl": change.get("impl", "gluon"), "others": change.get("others", {})}
     gpus = [{"capability": change.get("capability", "9.0")}]
@@ -312,7 +308,7 @@ def slow_machine(**change: Any) -> list[str]:
         "load": change.get("load", 0.5),
     }
     devices = {"cuda:0": {"forward": choice, "dense": change.get("dense", "cudnn_attention")}}
-    return slowness.reasons(facts, devices, change.get("has_gpu", True))
+    return slow_reasons(facts, devices, change.get("has_gpu", True))
 
 
 FLOAT32 = "In float32 kernels do without tensor cores: load models with `torch_dtype=torch.bfloat16`."
@@ -602,7 +598,7 @@ def test_every_method_that_reads_can_be_timed(kind: Any, capsys: pytest.CaptureF
 
 BAD_BENCHES = {
     "--method merge": "`--method` must be one that says who reads whom; got 'merge'. What merging saves shows in a "
-    "whole step: `nearfield generate --compare`.",
+    "whole step: `nearfield bench --model`.",
     "--method dense": "`--method` must be sparse; got dense.",
     "--method gatedblocks": "`geometry` must ",
     "--impl triton": "`impl` must be able to run this call; got 'triton'. ",

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from benchmarks.rivals import Rival
+from nearfield import Plan
 from nearfield.cli.check import Inputs
-from nearfield.plan import Plan
 
 _BLOCK = 128
 """Flex's own default: blocks of 128 x 128 tokens that are read whole, masked, or not at all."""
@@ -35,6 +36,12 @@ def block_mask(plan: Plan) -> BlockMask:
         mask_mod=mask,
         seq_lengths=(plan.num_queries, plan.num_keys),
     )
+
+
+def calls(inputs: Inputs, plan: Plan, grad_out: Tensor | None) -> dict[str, Rival]:
+    if grad_out is not None:
+        raise NotImplementedError("its backward is not timed")
+    return {"flex": Rival(compiled(inputs, plan), plan)}
 
 
 def compiled(inputs: Inputs, plan: Plan) -> Callable[[], Tensor]:

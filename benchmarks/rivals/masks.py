@@ -11,8 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import RIVALS
 from nearfield import Attended, Geometry, LayerAttention, Method
-from nearfield._types import Impl
-from nearfield.methods.dense_parts import DenseSteps, checked_steps
+from nearfield.methods import DenseSteps
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +46,7 @@ class MaskLayer(LayerAttention):
         *,
         key_bias: Tensor | None = None,
         scale: float | None = None,
-        impl: Impl = "auto",
+        impl: str = "auto",
     ) -> Attended:
         assert key_bias is None  # nothing is padded here
         if torch.compiler.is_compiling():
@@ -73,7 +72,7 @@ class Masked(Method):
     dense_steps: DenseSteps = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_steps", checked_steps(self.dense_steps))
+        self.check_dense_parts()
 
     def layer(
         self,

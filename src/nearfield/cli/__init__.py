@@ -4,13 +4,14 @@ Installed packages add commands by the entry points `nearfield.commands`: functi
 their commands share with these is exported here.
 """
 
-from nearfield.cli import machine, weights
+from nearfield.cli import bench, check, machine, presets, reports, timing, weights
 from nearfield.cli.arguments import (
     FAILED,
     INTERRUPTED,
     OK,
     UsageError,
     as_usage,
+    comma_list,
     command,
     input_file,
     integer,
@@ -21,12 +22,13 @@ from nearfield.cli.arguments import (
     wrong,
 )
 from nearfield.cli.drawing import add_drawer
-from nearfield.cli.main import main
+from nearfield.cli.main import main, run_family
 from nearfield.cli.methods import DENSE, add_method, method_of, recipe_of, settings_of
 from nearfield.cli.options import (
     DEVICE_WORDS,
     TakesOptions,
     add_device,
+    add_impl,
     add_integer,
     add_json,
     add_number,
@@ -48,6 +50,7 @@ __all__ = [
     "UsageError",
     "add_device",
     "add_drawer",
+    "add_impl",
     "add_integer",
     "add_json",
     "add_method",
@@ -55,6 +58,9 @@ __all__ = [
     "add_plot",
     "add_weights",
     "as_usage",
+    "bench",
+    "check",
+    "comma_list",
     "command",
     "device_of",
     "input_file",
@@ -66,10 +72,14 @@ __all__ = [
     "note_load",
     "number",
     "output_file",
+    "presets",
     "recipe_of",
+    "reports",
+    "run_family",
     "settings_of",
     "show_help_without_command",
     "time_for",
+    "timing",
     "weights",
     "write_all",
     "write_reports",

@@ -1,6 +1,6 @@
 """What commands share: exit codes, errors of usage, and values read from text.
 
-Nothing is imported but the package's plain tables, so that arguments are read at once.
+The module imports only plain tables, so that arguments are read at once.
 """
 
 import argparse
@@ -18,9 +18,7 @@ from nearfield.cli import presets
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 CODES = "exit codes: 0 done, 1 a check or a write failed, 2 wrong usage, 130 interrupted"
 
-# The library's, written out so that reading arguments needs nothing; a test holds them to the originals.
-QUERY_BLOCKS = (16, 32, 64, 128, 192)
-GRAINS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+# The library's, written out so that reading arguments needs nothing; a test compares them.
 IMPLS = ("auto", "gluon", "triton", "grouped", "reference")
 
 
@@ -88,6 +86,15 @@ def grid_sides(text: str) -> tuple[int, ...]:
     if math.prod(grid) > 2**18:
         wrong("--grid", "hold at most 262,144 tokens", f"{math.prod(grid):,}")
     return grid
+
+
+def pixels(text: str) -> tuple[int, int]:
+    """Height and width in pixels: N or HxW."""
+    sides = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in text.lower().split("x")]
+    if len(sides) > 2 or any(side < 8 or side % 8 for side in sides):
+        rule = "be pixels or height x width, in multiples of 8"
+        wrong("--size", rule, repr(text), "Example: --size 512")
+    return sides[0], sides[-1]
 
 
 def integer(argument: str, least: int, most: int = 2**24) -> Callable[[str], int]:
@@ -175,7 +182,7 @@ def input_file(argument: str) -> Callable[[str], Path]:
 
 
 def output_file(argument: str, *suffixes: str) -> Callable[[str], Path]:
-    """A file that can be written, as far as can be told before there is anything to write."""
+    """A file that can be written, as far as that is known before there is anything to write."""
     hint = f"Example: {argument} results{suffixes[0] if suffixes else '.json'}"
 
     def parse(text: str) -> Path:

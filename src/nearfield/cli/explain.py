@@ -22,7 +22,7 @@ class Explained:
     """A method in the calls of a preset, on a device.
 
     Args:
-        layers: which to tell of; by default the first four, or one where these read alike.
+        layers: which layers to explain; by default the first four, or one where these read alike.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ def _pair_lines(report: dict[str, Any]) -> list[str]:
     bound = "" if steps is None else f"; at most {1 / steps:.2f}x over dense in all layers and steps"
     lines.append(_line("steps", f"of {STEPS} the first {first} and the last {last} are dense{bound}"))
     if report["refreshes"]:
-        lines.append(_line("", f"what is read is decided anew at {', '.join(map(str, report['refreshes']))}"))
+        lines.append(_line("", f"the method decides again at {', '.join(map(str, report['refreshes']))}"))
     return lines
 
 

@@ -12,6 +12,7 @@ from nearfield.cli.arguments import (
     command,
     grid_sides,
     layer_numbers,
+    pixels,
     preset_name,
     wrong,
 )
@@ -20,8 +21,11 @@ from nearfield.cli.reports import note_load, write_reports
 from nearfield.methods import Composition
 
 if TYPE_CHECKING:
+    import torch
+
     from nearfield import Method
     from nearfield.cli.explain import Explained
+    from nearfield.cli.steps import StepBench
 
 _DEFAULT = "flux-1024"
 """The preset whose numbers of heads, layers and text tokens count where none is named."""
@@ -89,24 +93,56 @@ def _bench(arguments: argparse.Namespace) -> int:
     from nearfield.cli.timing import Effort
 
     method, device = _method(arguments), device_of(arguments.device)
+    note_load(device.type)
+    effort = Effort.of(device, arguments.quick)
+    try:
+        if arguments.model:
+            from nearfield.cli import steps
+
+            step = _step(arguments, method, device)
+            found = step.run(effort)
+            shown, document, passed = steps.text(step, found), steps.document(step, found), found.passed
+        else:
+            call = bench.Bench(
+                _bench_preset(arguments, method, device), method, arguments.layer, device, arguments.impl
+            )
+            measured = call.run(effort)
+            shown, document = bench.text(call, measured), bench.document(call, measured)
+            passed = measured.passed
+    except (ValueError, NotImplementedError) as error:  # fields that do not fit, or an implementation
+        raise UsageError(str(error)) from None
+    print(shown)
+    return OK if write_reports(document, arguments.json) and passed else FAILED
+
+
+def _bench_preset(arguments: argparse.Namespace, method: "Method", device: "torch.device") -> presets.Preset:
     if Composition.of(method).merge is not None:
-        hint = "What merging saves shows in a whole step: `nearfield generate --compare`."
+        hint = "What merging saves shows in a whole step: `nearfield bench --model`."
         wrong("--method", "be one that says who reads whom", repr(arguments.method), hint)
+    if arguments.size or arguments.frames:
+        wrong("--model", "be given with `--size` and `--frames`", None)
     quick = presets.QUICK_ON_CUDA if device.type == "cuda" else presets.QUICK_ON_CPU
     usual = presets.ON_CUDA if device.type == "cuda" else presets.ON_CPU
-    preset = _preset(arguments, method, arguments.preset or (quick if arguments.quick else usual)[0])
-    note_load(device.type)
+    return _preset(arguments, method, arguments.preset or (quick if arguments.quick else usual)[0])
+
+
+def _step(arguments: argparse.Namespace, method: "Method", device: "torch.device") -> "StepBench":
+    from nearfield.cli.bench import usual_dtype
+    from nearfield.cli.steps import StepBench
+    from nearfield.diffusers import open_model
+
+    for name in ("preset", "grid", "heads"):
+        if getattr(arguments, name) is not None:
+            shown = "PRESET" if name == "preset" else f"--{name}"
+            wrong(shown, "be left out with `--model`", getattr(arguments, name), "Say --size, in pixels.")
     try:
-        made = bench.Bench(preset, method, arguments.layer, device, arguments.impl)
-        measured = made.run(Effort.of(device, arguments.quick))
-    except (
-        ValueError,
-        NotImplementedError,
-    ) as error:  # fields that do not fit the size, or an implementation
-        raise UsageError(str(error)) from None
-    print(bench.text(made, measured))
-    written = write_reports(bench.document(made, measured), arguments.json)
-    return OK if measured.passed and written else FAILED
+        opened = open_model(arguments.model, device, usual_dtype(device))
+    except (ImportError, OSError) as error:
+        hint = "It needs `pip install 'nearfield[diffusers]'`." if isinstance(error, ImportError) else ""
+        wrong("--model", "name a folder or a model of diffusers", f"{arguments.model!r} ({error})", hint)
+    height, width = arguments.size or (1024, 1024)
+    pixels = height, width, arguments.frames or 1
+    return StepBench(arguments.model, opened, method, pixels, arguments.text, device, arguments.impl)
 
 
 def _method(arguments: argparse.Namespace) -> "Method":
@@ -172,7 +208,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grid", type=grid_sides, metavar="HxW", help="image tokens per side, or frames x height x width"
     )
-    add_integer(parser, "--text", None, "text tokens (default: the preset's)", least=0, most=2**13)
+    add_integer(parser, "--text", None, "text tokens (default: as many as is usual)", least=0, most=2**13)
     add_integer(parser, "--heads", None, "heads (default: the preset's)", most=2**16)
 
 
@@ -181,9 +217,11 @@ def _add_bench(commands: Any) -> None:
         commands,
         "bench",
         _bench,
-        "time one attention call of a method beside dense attention on this machine; a wrong answer gets no figure",
+        "how fast a method is on this machine, in turns with dense attention: one attention call, or one call of your"
+        " model; a wrong answer gets no figure",
         "  nearfield bench --quick\n  nearfield bench flux-2048 --set tiles=32 --json bench.json\n"
-        "  nearfield bench --method NAME --grid 90x160 --text 256",
+        "  nearfield bench --method NAME --grid 90x160 --text 256\n"
+        "  nearfield bench --model FLUX.1-dev --size 2048 --json step.json",
     )
     parser.add_argument(
         "preset",
@@ -193,6 +231,16 @@ def _add_bench(commands: Any) -> None:
         help=f"the shape of the call: {', '.join(presets.PRESETS)} (default {presets.ON_CUDA[0]}; without a GPU"
         f" {presets.ON_CPU[0]})",
     )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="instead, a diffusers pipeline or transformer: a folder, or a name on the Hub; where a folder has only a"
+        " configuration, weights are random",
+    )
+    parser.add_argument(
+        "--size", type=pixels, metavar="N", help="of --model, in pixels: N or HxW (default 1024)"
+    )
+    add_integer(parser, "--frames", None, "of --model, where it makes videos")
     methods.add_method(parser)
     _add_shape(parser)
     add_integer(parser, "--layer", 0, "which layer of the model it is", least=0, most=2**16)

@@ -29,8 +29,8 @@ from nearfield.methods import DEFAULT
 ENTRY_POINTS = "nearfield.commands"
 AddCommands = Callable[[Any], None]
 
-LAB = ("distill", "generate", "quality", "rag", "studio", "train", "tune")
-"""Commands of nearfield-lab, for who does not have it."""
+LAB = ("capture", "distill", "errors", "generate", "quality", "rag", "studio", "train", "tune")
+"""Commands of nearfield-lab: without it, their error says how to install it."""
 
 _FIRST = f"""\
 examples:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None, others: Sequence[AddCommands] = ()) 
     """Run one command; returns the exit code.
 
     Args:
-        others: add further commands, beside those of installed packages.
+        others: functions that add commands, besides those of installed packages.
     """
     return _guarded(lambda words: parser_of(others, words), argv)
 
@@ -121,7 +121,7 @@ def parser_of(others: Sequence[AddCommands] = (), words: Sequence[str] = ()) -> 
     """The parser of all commands.
 
     Args:
-        others: add further commands, beside those of installed packages.
+        others: functions that add commands, besides those of installed packages.
         words: what is to be read; a command that is not installed is refused by what brings it.
     """
     parser = Parser(

@@ -1,4 +1,4 @@
-"""Long work: a bar on stderr, rewritten in a terminal, in a log said again every few seconds; and when time is up."""
+"""Progress of long work on stderr: a bar in a terminal, a line every few seconds in a log; and limits of time."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ _IN_TERMINAL, _IN_LOG = 0.2, 10.0
 
 
 def time_for(minutes: float | None) -> Callable[[], bool]:
-    """Tells whether so many minutes from now are not over; None: they never are."""
+    """A function that returns whether time is left; with None there always is."""
     ends = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     return lambda: time.monotonic() < ends
 
@@ -34,7 +34,7 @@ class Bar:
         """Say how far it is, if it was not said a moment ago."""
         self.total = self.total if total is None else total
         now = time.monotonic()
-        if self._first is None or done < self._last:  # it counts anew, for the next of several works
+        if self._first is None or done < self._last:  # the next of several works counts from the start
             self._first = done, now
         self._last = done
         if now - self._said < (_IN_TERMINAL if self._rewrites else _IN_LOG):

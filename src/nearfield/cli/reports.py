@@ -23,7 +23,7 @@ def note_load(device: str) -> None:
 
 
 def write_so_far(document: dict[str, Any], json_path: Path | None) -> None:
-    """Write what is known before the end, in case there is none. Where that fails, the end will tell."""
+    """Write intermediate results, in case the command is interrupted. A failure to write is reported at the end."""
     if json_path:
         with suppress(OSError):
             write_json(json_path, document)

@@ -16,6 +16,7 @@ from nearfield.diffusers.models.spec import (
     all_specs,
     define,
 )
+from nearfield.diffusers.standalone import Opened, open_model, step_arguments
 from nearfield.session import TokenLayout
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Handle",
     "MergedBlocks",
     "Move",
+    "Opened",
     "Pixels",
     "Spec",
     "Switch",
@@ -32,5 +34,7 @@ __all__ = [
     "apply",
     "compiled_blocks",
     "define",
+    "open_model",
     "remove",
+    "step_arguments",
 ]

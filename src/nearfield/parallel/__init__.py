@@ -2,6 +2,7 @@
 
 from nearfield.parallel.attention import attend
 from nearfield.parallel.cuts import even_split, split_between_regions
+from nearfield.parallel.far import bytes_summed, summary_split
 from nearfield.parallel.messages import Sent, Shapes, bytes_sent
 from nearfield.parallel.model import Share, SplitLayer, SplitModel, check_splittable
 from nearfield.parallel.ranks import ExchangeFailed, Ranks
@@ -22,8 +23,10 @@ __all__ = [
     "Traffic",
     "attend",
     "bytes_sent",
+    "bytes_summed",
     "check_splittable",
     "even_split",
     "split_between_regions",
     "split_tokens",
+    "summary_split",
 ]

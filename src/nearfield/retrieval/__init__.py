@@ -1,5 +1,6 @@
 """Reuse of document caches: compute the keys and values of a text once, and put prompts together from such texts."""
 
+from nearfield.retrieval import clock, embedded, fidelity, prompt
 from nearfield.retrieval.chunks import Chunk, Context, assemble, prefill_chunk
 from nearfield.retrieval.embedded import (
     MissingModel,
@@ -63,11 +64,15 @@ __all__ = [
     "check_embedded",
     "check_folder",
     "chunk_shares",
+    "clock",
     "compare",
+    "embedded",
+    "fidelity",
     "first_logits",
     "load_embedded",
     "load_folder",
     "prefill_chunk",
+    "prompt",
     "question_ids",
     "rank",
     "read_image",
