@@ -8,6 +8,9 @@ from typing import Any
 
 from nearfield_lab.drawings.sets import BACKGROUNDS, COLOURS
 
+Box = tuple[float, float, float, float]
+"""Left, top, width and height."""
+
 VARIANTS = 4
 """Captions of one drawing, from which each step of training takes one."""
 
@@ -25,7 +28,7 @@ class Drawing:
         number: among the drawings of its set.
         name: words, such as "cat with wry smile".
         body: what stands between the tags `<svg>`.
-        box: left, top, width and height of the drawing.
+        box: where the drawing is.
         keywords: further words, the closest ones first.
         colour: a name of `COLOURS`, in which it is drawn; empty where it has its own.
         background: a name of `BACKGROUNDS`.
@@ -36,7 +39,7 @@ class Drawing:
     name: str
     style: str
     body: str
-    box: tuple[float, float, float, float]
+    box: Box
     keywords: tuple[str, ...] = field(default=())
     colour: str = ""
     background: str = "white"

@@ -7,12 +7,14 @@ import base64
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nearfield_lab.drawings.captions import Drawing, chance, colours_for, toned, words_of
+from nearfield_lab.drawings.captions import Box, Drawing, chance, colours_for, toned, words_of
+from nearfield_lab.drawings.pixels import drawn_box
 from nearfield_lab.drawings.sets import (
     CLIP_ART,
     CLIP_ART_STYLE,
@@ -41,6 +43,13 @@ _LONG_NUMBER = re.compile(r"\d*\.\d{3,}(?![\d.]*e)")
 _SVG = "http://www.w3.org/2000/svg"
 _LINK = "http://www.w3.org/1999/xlink"
 _FOREIGN = re.compile(r"^\{(?!http://www\.w3\.org/)")
+_LEFT_OUT = {
+    *("logos", "special", "duplicates", "icons"),  # others' marks, textures, copies, and what icons are better at
+    *("cardbacks", "ornamental", "simple", "bordered"),  # hundreds that differ in a number
+}
+_NO_KEYWORDS = {"hash", "unsorted"}
+_MOST_ALIKE = 8  # drawings of clip art with one name
+_GENERIC = {"clipart", "cliparts", "openclipart", "various", "symbols", "signs", "untitled", "drawing", "elements"}
 _FLAGS = 9  # the group of emoji
 _SIZE = re.compile(r"-\d+$")
 
@@ -158,7 +167,7 @@ def _plain_words(text: str) -> str:
     return re.sub(r"[^a-z]+", " ", text.lower().replace("&", "and")).strip()
 
 
-def _box(icon: dict[str, Any], document: dict[str, Any]) -> tuple[float, float, float, float]:
+def _box(icon: dict[str, Any], document: dict[str, Any]) -> Box:
     both = {"left": 0, "top": 0, "width": 16, "height": 16}
     both |= {key: document[key] for key in both if key in document}
     both |= {key: icon[key] for key in both if key in icon}
@@ -224,7 +233,7 @@ class _Emoji:
         if entry.get("group") == _FLAGS:
             words = f"flag of {words}"
         parts = (self._parts.get(entry.get("subgroup")), self._groups.get(entry.get("group")))
-        return words, [*entry.get("tags", ()), *(part for part in parts if part)]
+        return words, [*(tag.lower() for tag in entry.get("tags", ())), *(part for part in parts if part)]
 
     def entry_words(self, code: str) -> tuple[str, list[str]] | None:
         entry = self._by_code.get(_bare(code))
@@ -294,7 +303,7 @@ def _clip_art(folder: Path) -> Found:
         "Debian openclipart-svg",
     )
     drawings = list[Drawing]()
-    seen = set[str]()
+    seen, names = set[str](), Counter[str]()
     for path in sorted(folder.rglob("*.svg")):
         parts = path.relative_to(folder).parts[:-1]
         if not _is_drawn(parts):
@@ -306,23 +315,29 @@ def _clip_art(folder: Path) -> Found:
         if not _is_public(root):
             continue
         words, keywords = _clip_words(root, path.stem)
-        box = _clip_box(root)
-        body = None if box is None else _clip_body(root)
-        if box is None or body is None or body in seen or not _is_usable(words, body):
+        page = _page(root)
+        body = None if page is None else _clip_body(root)
+        if page is None or body is None or body in seen or not _is_usable(words, body):
             continue
         seen.add(body)
+        names[words] += 1
+        if names[words] > _MOST_ALIKE:
+            continue
+        box = drawn_box(body, page)
+        if box is None or not _is_compact(box):
+            continue
         # Folders go from the general to the special; keywords go the other way.
         keywords = [*keywords, *(words_of(part) for part in reversed(parts))]
         _, background = colours_for(CLIP_ART, f"{path.stem}", is_coloured=True)
-        kept = tuple(dict.fromkeys(word for word in keywords if word and word != words))
+        known = {"", words, *_NO_KEYWORDS}
+        kept = tuple(dict.fromkeys(word for word in keywords if word not in known))
         number = len(drawings)
         drawings.append(Drawing(CLIP_ART, number, words, CLIP_ART_STYLE, body, box, kept, "", background))
     return source, drawings
 
 
 def _is_drawn(parts: Sequence[str]) -> bool:
-    left_out = {"logos", "special", "duplicates", "icons", "cardbacks", "ornamental", "simple", "bordered"}
-    return not left_out & set(parts)
+    return not _LEFT_OUT & set(parts)
 
 
 def _is_public(root: ElementTree.Element) -> bool:
@@ -344,8 +359,12 @@ def _clip_words(root: ElementTree.Element, stem: str) -> tuple[str, list[str]]:
         elif kind == "Work":
             texts["title"] += [child.text or "" for child in element if _local(child.tag) == "title"]
     authors = {part for name in texts["creator"] for part in re.split(r"[^a-z]+", name.lower()) if len(part) > 2}
-    title = next((text for text in texts["title"] if text.strip()), re.sub(r"_\d+$", "", stem))
-    words = [word for word in words_of(re.sub(r"[^A-Za-z0-9]+", " ", title)).split() if word not in authors]
+    titles = [*texts["title"], re.sub(r"_\d+$", "", stem)]
+    parted = [words_of(re.sub(r"[^A-Za-z]+", " ", title)).split() for title in titles]
+    # Names of files have those of authors, cut off somewhere.
+    cut = lambda word: any(author.startswith(word) for author in authors)  # noqa: E731
+    named = [[word for word in words if not cut(word) and len(word) > 1] for words in parted]
+    words = next((words for words in named if words and not _GENERIC & set(words)), [])
     keywords = [
         words_of(re.sub(r"[^A-Za-z0-9]+", " ", text))
         for text in texts["li"]
@@ -354,7 +373,7 @@ def _clip_words(root: ElementTree.Element, stem: str) -> tuple[str, list[str]]:
     return " ".join(words[:8]), [word for word in keywords if 2 < len(word) < 24]
 
 
-def _clip_box(root: ElementTree.Element) -> tuple[float, float, float, float] | None:
+def _page(root: ElementTree.Element) -> Box | None:
     try:
         if "viewBox" in root.attrib:
             left, top, width, height = map(float, re.split(r"[\s,]+", root.attrib["viewBox"].strip()))
@@ -363,8 +382,11 @@ def _clip_box(root: ElementTree.Element) -> tuple[float, float, float, float] | 
             width, height = (float(re.sub(r"(px|pt)$", "", root.attrib[name])) for name in ("width", "height"))
     except (KeyError, ValueError):
         return None
-    shape_fits = width > 0 and height > 0 and 0.25 < width / height < 4
-    return (round(left, 2), round(top, 2), round(width, 2), round(height, 2)) if shape_fits else None
+    return (left, top, width, height) if width > 0 and height > 0 else None
+
+
+def _is_compact(box: Box) -> bool:
+    return 0.25 < box[2] / box[3] < 4
 
 
 def _clip_body(root: ElementTree.Element) -> str | None:

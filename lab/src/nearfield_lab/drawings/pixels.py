@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield_lab.drawings.captions import Drawing
+from nearfield_lab.drawings.captions import Box, Drawing
 from nearfield_lab.drawings.sets import BACKGROUNDS, COLOURS
 from nearfield_lab.embedded.storage import BadFile
 from nearfield_lab.missing import MissingExtra
 
 _MARGIN = 0.06  # of a side, around a drawing
 _CHUNK = 32
-
-Pixels = Tensor
-"""`[3, size, size]` uint8."""
+_LOOK = 100  # pixels, where only the extent of a drawing is wanted
 
 
 def rendered(
@@ -48,23 +46,45 @@ def picture_of(drawing: Drawing, size: int) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
 
 
-def document_of(drawing: Drawing) -> str:
-    """The drawing as an SVG file: in the middle of a square, with a margin, on its background."""
-    left, top, width, height = drawing.box
-    side = max(width, height) * (1 + 2 * _MARGIN)
-    view = (left - (side - width) / 2, top - (side - height) / 2, side, side)
-    box = " ".join(f"{value:.6g}" for value in view)
-    colour = COLOURS.get(drawing.colour, "#1c1c1e")
+def document_of(body: str, box: Box, colour: str = "", margin: float = _MARGIN) -> str:
+    """An SVG file with a drawing in the middle of a square."""
+    view = " ".join(f"{value:.6g}" for value in _square(box, margin))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{box}"'
-        f' color="{colour}">{drawing.body}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{view}"'
+        f' color="{COLOURS.get(colour, COLOURS["black"])}">{body}</svg>'
     )
+
+
+def drawn_box(body: str, page: Box) -> Box | None:
+    """Where a drawing is, which may be outside of its page, to a hundredth of its size; None where nothing is."""
+    box = page
+    for margin in (1.0, 0.1):  # once in all around the page, then more closely
+        try:
+            content = _resvg()(
+                svg_string=document_of(body, box, margin=margin), width=_LOOK, height=_LOOK, skip_system_fonts=True
+            )
+        except ValueError:
+            return None
+        with _pillow().open(io.BytesIO(bytes(content))) as image:
+            found = image.convert("RGBA").getchannel("A").getbbox()
+        if found is None:
+            return None
+        left, top, side, _ = _square(box, margin)
+        start, above, end, below = (place * side / _LOOK for place in found)
+        box = (left + start, top + above, end - start, below - above)
+    return box
+
+
+def _square(box: Box, margin: float) -> Box:
+    left, top, width, height = box
+    side = max(width, height) * (1 + 2 * margin)
+    return left - (side - width) / 2, top - (side - height) / 2, side, side
 
 
 def _tried(drawing: Drawing, size: int) -> bytes | None:
     try:
         content = _resvg()(
-            svg_string=document_of(drawing),
+            svg_string=document_of(drawing.body, drawing.box, drawing.colour),
             width=size,
             height=size,
             background=BACKGROUNDS[drawing.background],
