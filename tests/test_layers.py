@@ -58,6 +58,7 @@ LAB_READS = {
     "engines": {"missing"},
     "quality": {"missing", "storage", "images"},
     "training": {"missing", "storage", "images", "embedded"},
+    "drawings": {"missing", "storage", "images", "embedded", "training", "quality"},
     "plots": {"missing", "quality", "tuning"},
 }
 LAB_READS |= {room: {*LAB_READS, "commands", "studio"} for room in ("commands", "studio", "__main__")}

@@ -8,7 +8,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,27 @@ _SVG = "http://www.w3.org/2000/svg"
 _LINK = "http://www.w3.org/1999/xlink"
 _FOREIGN = re.compile(r"^\{(?!http://www\.w3\.org/)")
 _LEFT_OUT = {
-    *("logos", "special", "duplicates", "icons"),  # others' marks, textures, copies, and what icons are better at
+    *(
+        "logos",
+        "special",
+        "duplicates",
+        "icons",
+    ),  # others' marks, textures, copies, and what icons are better at
     *("cardbacks", "ornamental", "simple", "bordered"),  # hundreds that differ in a number
 }
 _NO_KEYWORDS = {"hash", "unsorted"}
 _MOST_ALIKE = 8  # drawings of clip art with one name
-_GENERIC = {"clipart", "cliparts", "openclipart", "various", "symbols", "signs", "untitled", "drawing", "elements"}
+_GENERIC = {
+    "clipart",
+    "cliparts",
+    "openclipart",
+    "various",
+    "symbols",
+    "signs",
+    "untitled",
+    "drawing",
+    "elements",
+}
 _FLAGS = 9  # the group of emoji
 _SIZE = re.compile(r"-\d+$")
 
@@ -69,15 +84,12 @@ class Source:
 Found = tuple[Source, list[Drawing]]
 
 
-def read_packages(folder: Path, on_set: Callable[[str], None] = lambda name: None) -> Iterator[Found]:
+def read_packages(folder: Path) -> Iterator[Found]:
     """Every set with its drawings, in the order of `SETS`."""
     emoji = _Emoji(folder / "emojibase-data" / "package")
     for wanted in SETS:
-        on_set(wanted.name)
         yield _icon_set(folder / "iconify-json" / "package", wanted, emoji)
-    on_set(RENDERED)
     yield _rendered(folder / "lobehub-fluent-emoji-3d" / "package", emoji)
-    on_set(CLIP_ART)
     yield _clip_art(folder / "openclipart" / "usr" / "share" / "openclipart" / "svg")
 
 
@@ -113,7 +125,15 @@ def _icon_set(package: Path, wanted: DrawingSet, emoji: "_Emoji") -> Found:
         number = len(drawings)
         drawings.append(
             Drawing(
-                wanted.name, number, words, style, body, box, tuple(dict.fromkeys(keywords)), colour, background
+                wanted.name,
+                number,
+                words,
+                style,
+                body,
+                box,
+                tuple(dict.fromkeys(keywords)),
+                colour,
+                background,
             )
         )
     return source, drawings
@@ -284,7 +304,15 @@ def _rendered(package: Path, emoji: _Emoji) -> Found:
         number = len(drawings)
         drawings.append(
             Drawing(
-                RENDERED, number, words, RENDERED_STYLE, body, (0, 0, 256, 256), tuple(keywords), "", background
+                RENDERED,
+                number,
+                words,
+                RENDERED_STYLE,
+                body,
+                (0, 0, 256, 256),
+                tuple(keywords),
+                "",
+                background,
             )
         )
     return source, drawings
@@ -342,7 +370,10 @@ def _is_drawn(parts: Sequence[str]) -> bool:
 
 def _is_public(root: ElementTree.Element) -> bool:
     licences = [
-        value.lower() for element in root.iter() for name, value in element.items() if name.endswith("}resource")
+        value.lower()
+        for element in root.iter()
+        for name, value in element.items()
+        if name.endswith("}resource")
     ]
     return any("publicdomain" in value for value in licences)
 
@@ -358,12 +389,16 @@ def _clip_words(root: ElementTree.Element, stem: str) -> tuple[str, list[str]]:
             texts["li"].append(element.text)
         elif kind == "Work":
             texts["title"] += [child.text or "" for child in element if _local(child.tag) == "title"]
-    authors = {part for name in texts["creator"] for part in re.split(r"[^a-z]+", name.lower()) if len(part) > 2}
+    authors = {
+        part for name in texts["creator"] for part in re.split(r"[^a-z]+", name.lower()) if len(part) > 2
+    }
     titles = [*texts["title"], re.sub(r"_\d+$", "", stem)]
     parted = [words_of(re.sub(r"[^A-Za-z]+", " ", title)).split() for title in titles]
     # Names of files have those of authors, cut off somewhere.
-    cut = lambda word: any(author.startswith(word) for author in authors)  # noqa: E731
-    named = [[word for word in words if not cut(word) and len(word) > 1] for words in parted]
+    named = [
+        [word for word in words if len(word) > 1 and not any(author.startswith(word) for author in authors)]
+        for words in parted
+    ]
     words = next((words for words in named if words and not _GENERIC & set(words)), [])
     keywords = [
         words_of(re.sub(r"[^A-Za-z0-9]+", " ", text))
@@ -379,7 +414,9 @@ def _page(root: ElementTree.Element) -> Box | None:
             left, top, width, height = map(float, re.split(r"[\s,]+", root.attrib["viewBox"].strip()))
         else:
             left, top = 0.0, 0.0
-            width, height = (float(re.sub(r"(px|pt)$", "", root.attrib[name])) for name in ("width", "height"))
+            width, height = (
+                float(re.sub(r"(px|pt)$", "", root.attrib[name])) for name in ("width", "height")
+            )
     except (KeyError, ValueError):
         return None
     return (left, top, width, height) if width > 0 and height > 0 else None
@@ -396,7 +433,9 @@ def _clip_body(root: ElementTree.Element) -> str | None:
         return None
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _LINK)
-    kept = {name: root.attrib[name] for name in ("style", "fill", "stroke", "fill-rule") if name in root.attrib}
+    kept = {
+        name: root.attrib[name] for name in ("style", "fill", "stroke", "fill-rule") if name in root.attrib
+    }
     inner = ElementTree.Element(f"{{{_SVG}}}g", kept)
     inner.extend(list(root))
     text = ElementTree.tostring(inner, encoding="unicode")

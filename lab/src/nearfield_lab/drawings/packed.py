@@ -49,7 +49,9 @@ def write_parts(folder: Path, found: Sequence[Found], most_bytes: int) -> list[P
 def _streams(found: Sequence[Found]) -> Iterator[bytes]:
     for _, drawings in found:
         for start in range(0, len(drawings), _TOGETHER):
-            lines = [json.dumps(one.document(), ensure_ascii=False) for one in drawings[start : start + _TOGETHER]]
+            lines = [
+                json.dumps(one.document(), ensure_ascii=False) for one in drawings[start : start + _TOGETHER]
+            ]
             yield lzma.compress("".join(f"{line}\n" for line in lines).encode(), preset=9)
 
 
@@ -100,6 +102,15 @@ def category_of(drawing: Drawing) -> str | None:
     words = drawing.name.split()
     named = [word for word in words if word in CATEGORIES]
     return named[0] if len(named) == 1 and len(words) <= 2 else None
+
+
+def compared_with(drawings: Sequence[Drawing], number: int) -> list[Drawing]:
+    """Held-out drawings in styles that the generator knows, in an order by chance: what its pictures are compared with.
+
+    Their first captions are what it is asked for.
+    """
+    known = [drawing for drawing in drawings if drawing.set != HELD_OUT and is_held_out(drawing)]
+    return sorted(known, key=lambda one: chance(one.set, str(one.number), "compared"))[:number]
 
 
 # -- licences ------------------------------------------------------------------------------------------------------

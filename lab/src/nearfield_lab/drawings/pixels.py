@@ -1,14 +1,18 @@
 """Drawings to pixels, by resvg, in several processes."""
 
+import importlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nearfield._files import replace_file
 from nearfield_lab.drawings.captions import Box, Drawing
 from nearfield_lab.drawings.sets import BACKGROUNDS, COLOURS
 from nearfield_lab.embedded.storage import BadFile
@@ -16,6 +20,7 @@ from nearfield_lab.missing import MissingExtra
 
 _MARGIN = 0.06  # of a side, around a drawing
 _CHUNK = 32
+_QUALITY = 92
 _LOOK = 100  # pixels, where only the extent of a drawing is wanted
 
 
@@ -61,7 +66,10 @@ def drawn_box(body: str, page: Box) -> Box | None:
     for margin in (1.0, 0.1):  # once in all around the page, then more closely
         try:
             content = _resvg()(
-                svg_string=document_of(body, box, margin=margin), width=_LOOK, height=_LOOK, skip_system_fonts=True
+                svg_string=document_of(body, box, margin=margin),
+                width=_LOOK,
+                height=_LOOK,
+                skip_system_fonts=True,
             )
         except ValueError:
             return None
@@ -79,6 +87,27 @@ def _square(box: Box, margin: float) -> Box:
     left, top, width, height = box
     side = max(width, height) * (1 + 2 * margin)
     return left - (side - width) / 2, top - (side - height) / 2, side, side
+
+
+def write_archive(path: Path, batches: Iterable[Tensor]) -> None:
+    """Pictures `[B, height, width, 3]` uint8 to a tar file of numbered WebP pictures.
+
+    They are coded with small losses, and equally, whoever drew them: thousands then fit where a few hundred would.
+    """
+
+    def write(part: Path) -> None:
+        with tarfile.open(part, "w") as archive:
+            for number, picture in enumerate(picture for batch in batches for picture in batch):
+                content = io.BytesIO()
+                height, width, _ = picture.shape
+                image = _pillow().frombytes("RGB", (width, height), picture.contiguous().numpy().tobytes())
+                image.save(content, "WEBP", quality=_QUALITY, method=2)
+                entry = tarfile.TarInfo(f"{number:06d}.webp")
+                entry.size = content.tell()
+                content.seek(0)
+                archive.addfile(entry, content)
+
+    replace_file(path, write)
 
 
 def _tried(drawing: Drawing, size: int) -> bytes | None:
@@ -100,10 +129,9 @@ def _tried(drawing: Drawing, size: int) -> bytes | None:
 
 def _resvg() -> Callable[..., Any]:
     try:
-        from resvg_py import svg_to_bytes
+        draw: Callable[..., Any] = importlib.import_module("resvg_py").svg_to_bytes
     except ImportError as error:
-        raise MissingExtra("resvg-py", error, purpose="to render drawings") from None
-    draw: Callable[..., Any] = svg_to_bytes
+        raise MissingExtra("resvg-py", error, extra="drawings", purpose="to render drawings") from None
     return draw
 
 

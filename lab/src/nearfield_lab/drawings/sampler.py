@@ -39,7 +39,9 @@ class DrawingPipeline(DemoPipeline):
         self._asked = self._captions
 
     @classmethod
-    def load(cls, path: Path, device: torch.device | str = "cpu", guidance: float = GUIDANCE) -> "DrawingPipeline":
+    def load(
+        cls, path: Path, device: torch.device | str = "cpu", guidance: float = GUIDANCE
+    ) -> "DrawingPipeline":
         """A model from its file; in bfloat16 where that is fast."""
         model, vocabulary, _ = load_model(path)
         pipeline = cls(model, vocabulary, guidance=guidance)
@@ -63,9 +65,7 @@ class DrawingPipeline(DemoPipeline):
         self._asked = self._captions[places].to(self.device)
         return super().sample(indices, **options)
 
-    def velocity(
-        self, latents: Tensor, timestep: Tensor, context: str = "cond", **condition: Any
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timestep: Tensor, context: str = "cond", **condition: Any) -> Tensor:
         """What the model says of normalised latents at one of the timesteps, guided, in float32."""
         asked = super().velocity(latents, timestep, context, captions=self._asked, **condition)
         if self.guidance == 1:

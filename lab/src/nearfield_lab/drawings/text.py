@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Vocabulary:
         if word not in self._known:
             parts = list(word)
             while len(parts) > 1:
-                pairs = list(zip(parts, parts[1:], strict=False))
+                pairs = list(pairwise(parts))
                 best = min(pairs, key=lambda pair: self._ranks.get(pair, len(self._ranks)))
                 if best not in self._ranks:
                     break
@@ -82,7 +83,7 @@ def _frequent_pairs(counts: Counter[str], number: int) -> list[Pair]:
     weights = list(counts.values())
     totals, places = Counter[Pair](), defaultdict[Pair, set[int]](set)
     for place, parts in enumerate(words):
-        for pair in zip(parts, parts[1:], strict=False):
+        for pair in pairwise(parts):
             totals[pair] += weights[place]
             places[pair].add(place)
     found = list[Pair]()
@@ -93,12 +94,12 @@ def _frequent_pairs(counts: Counter[str], number: int) -> list[Pair]:
         found.append(best)
         for place in sorted(places.pop(best)):
             parts, weight = words[place], weights[place]
-            for pair in zip(parts, parts[1:], strict=False):
+            for pair in pairwise(parts):
                 totals[pair] -= weight
                 if totals[pair] <= 0:
                     del totals[pair]
             words[place] = parts = _joined(parts, best)
-            for pair in zip(parts, parts[1:], strict=False):
+            for pair in pairwise(parts):
                 totals[pair] += weight
                 places[pair].add(place)
         totals.pop(best, None)

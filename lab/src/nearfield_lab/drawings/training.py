@@ -204,9 +204,7 @@ class DrawingTraining(FlowTraining):
         return {"captions": tokens.masked_fill(is_left_out[:, None], PADDING)}
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
-        save_model(
-            path, self.model, self.vocabulary, facts | {"earlier": self.earlier}, self.recipe.packing
-        )
+        save_model(path, self.model, self.vocabulary, facts | {"earlier": self.earlier}, self.recipe.packing)
 
     def pipeline(self) -> DrawingPipeline:
         pipeline = DrawingPipeline(self.model, self.vocabulary, guidance=self.recipe.guidance)
