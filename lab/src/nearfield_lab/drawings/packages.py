@@ -433,9 +433,8 @@ def _clip_body(root: ElementTree.Element) -> str | None:
         return None
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _LINK)
-    kept = {
-        name: root.attrib[name] for name in ("style", "fill", "stroke", "fill-rule") if name in root.attrib
-    }
+    styles = ("style", "fill", "stroke", "fill-rule")
+    kept: dict[str, str] = {name: root.attrib[name] for name in styles if name in root.attrib}
     inner = ElementTree.Element(f"{{{_SVG}}}g", kept)
     inner.extend(list(root))
     text = ElementTree.tostring(inner, encoding="unicode")

@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import torch
@@ -46,11 +47,11 @@ class Vocabulary:
 
     def tokens(self, captions: Sequence[str], length: int) -> Tensor:
         """Numbers of tokens `[captions, length]` int64, filled up with padding; what is too long is cut off."""
-        rows = torch.full((len(captions), length), PADDING)
-        for row, caption in zip(rows, captions, strict=True):
+        rows = list[list[int]]()
+        for caption in captions:
             numbers = [number for word in _words(caption) for number in self._of(word)][:length]
-            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-        return rows
+            rows.append(numbers + [PADDING] * (length - len(numbers)))
+        return torch.tensor(rows, dtype=torch.int64)
 
     def document(self) -> dict[str, list[str]]:
         return {"letters": list(self.letters), "pairs": [" ".join(pair) for pair in self.pairs]}
@@ -65,7 +66,8 @@ class Vocabulary:
             parts = list(word)
             while len(parts) > 1:
                 pairs = list(pairwise(parts))
-                best = min(pairs, key=lambda pair: self._ranks.get(pair, len(self._ranks)))
+                ranks = [self._ranks.get(pair, len(self._ranks)) for pair in pairs]
+                best = pairs[ranks.index(min(ranks))]
                 if best not in self._ranks:
                     break
                 parts = _joined(parts, best)
@@ -86,23 +88,28 @@ def _frequent_pairs(counts: Counter[str], number: int) -> list[Pair]:
         for pair in pairwise(parts):
             totals[pair] += weights[place]
             places[pair].add(place)
+    # Of each pair the heap holds an entry for every total it had; those of old totals are passed over.
+    heap = [(-total, pair) for pair, total in totals.items()]
+    heapify(heap)
     found = list[Pair]()
-    while len(found) < number and totals:
-        best = min(totals, key=lambda pair: (-totals[pair], pair))
-        if totals[best] < 2:
-            break
+    while len(found) < number and heap:
+        total, best = heappop(heap)
+        if -total != totals[best] or -total < 2:
+            continue
         found.append(best)
-        for place in sorted(places.pop(best)):
+        changed = set[Pair]()
+        for place in places.pop(best):
             parts, weight = words[place], weights[place]
             for pair in pairwise(parts):
                 totals[pair] -= weight
-                if totals[pair] <= 0:
-                    del totals[pair]
+                changed.add(pair)
             words[place] = parts = _joined(parts, best)
             for pair in pairwise(parts):
                 totals[pair] += weight
                 places[pair].add(place)
-        totals.pop(best, None)
+                changed.add(pair)
+        for pair in changed - {best}:
+            heappush(heap, (-totals[pair], pair))
     return found
 
 
