@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from nearfield._checks import check_tensor
@@ -21,6 +22,8 @@ from nearfield_lab.embedded.model import (
 )
 
 _KIND = "drawing-flux"
+# Training may ask for a kernel that takes no mask.
+_MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class _TextBlock(nn.Module):
     def forward(self, x: Tensor, is_read: Tensor) -> Tensor:
         parts = self.inputs(self.norm_attention(x)).unflatten(2, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        read = scaled_dot_product_attention(query, key, value, attn_mask=is_read)
+        with sdpa_kernel(_MASKED):
+            read = scaled_dot_product_attention(query, key, value, attn_mask=is_read)
         x = x + self.outputs(read.transpose(1, 2).flatten(2))
         y: Tensor = x + self.narrow(gelu(self.wide(self.norm_wide(x))))
         return y

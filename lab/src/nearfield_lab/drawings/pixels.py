@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import multiprocessing
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,7 +32,10 @@ def rendered(
 
     A drawing that resvg does not understand is left out.
     """
-    with ProcessPoolExecutor(workers) as pool:
+    # Processes of their own, not copies of this one, which may hold threads and a GPU.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(workers, context) as pool:
         pictures = pool.map(partial(_tried, size=size), drawings, chunksize=_CHUNK)
         numbers, kept = list[int](), list[Tensor]()
         for number, content in enumerate(pictures):
