@@ -173,7 +173,7 @@ def test_one_set_is_held_out_whole_and_a_share_of_the_others() -> None:
     others = sum(packed.is_held_out(drawing(number=number)) for number in numbers) / 2000
     cats = sum(packed.is_held_out(drawing("cat", number=number)) for number in numbers) / 2000
     assert others == pytest.approx(1 / 12, abs=0.02)
-    assert cats == pytest.approx(1 / 3, abs=0.04)
+    assert cats == pytest.approx(1 / 2, abs=0.04)
 
 
 def test_categories_are_told_by_one_word() -> None:

@@ -272,7 +272,7 @@ def test_prompts_are_64_and_categories_come_in_order() -> None:
 def test_a_probe_learns_what_can_be_told_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     answers = torch.arange(20).repeat(6)
-    found = torch.nn.functional.one_hot(answers, 32).float() + 0.1 * torch.randn(120, 32, generator=generator)
+    found = torch.nn.functional.one_hot(answers, 32).float() + 0.1 * torch.rand(120, 32, generator=generator)
     learned = probe.Probe.learn(found[:80], answers[:80])
     assert probe.score(learned, found[80:], answers[80:]).accuracy == 1
     wrong = probe.score(learned, found[80:], (answers[80:] + 1) % 20)

@@ -20,7 +20,7 @@ a caption, in the latent space of TAEF2. It exists to show and to measure sparse
 **Data.** {drawings} drawings of {sets} sets, all under licences that allow any use, with attribution or without; the
 table below names authors and licences. Captions were made from the drawings' names, keywords and categories, with
 words for the style of the set. {held_out} of the drawings were kept from the model for tests: the set `twemoji` as a
-whole, a third of the drawings in {categories} categories, and one in twelve of the others. Sets of logos were left
+whole, half of the drawings in {categories} categories, and one in twelve of the others. Sets of logos were left
 out, and drawings named after trade marks.
 
 **Licence.** Apache-2.0, with attribution to the authors of the drawings: this card travels with the weights.

@@ -177,5 +177,5 @@ CATEGORIES = (
 )
 """What drawings are recognised by in tests."""
 
-CATEGORY_SHARE = 1 / 3
+CATEGORY_SHARE = 1 / 2
 """Of the drawings in one of the categories: kept from the generator."""
