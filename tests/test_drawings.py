@@ -15,7 +15,7 @@ from nearfield_lab.drawings.captions import VARIANTS, Drawing, captions, colours
 from nearfield_lab.drawings.packages import Found, Source, read_packages
 from nearfield_lab.drawings.pixels import drawn_box, picture_of, rendered, write_archive
 from nearfield_lab.drawings.sets import BACKGROUNDS, CATEGORIES, COLOURS, HELD_OUT, SETS
-from nearfield_lab.embedded.storage import BadFile
+from nearfield_lab.storage import BadFile
 
 HAS_RESVG = pytest.mark.skipif(
     "not __import__('importlib').util.find_spec('resvg_py')", reason="needs resvg-py"

@@ -4,30 +4,38 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfield.cli.arguments import (
+from nearfield import Method
+from nearfield.cli import (
+    DENSE,
     FAILED,
     INTERRUPTED,
     OK,
+    Bar,
     UsageError,
+    add_device,
+    add_integer,
+    add_json,
+    add_method,
+    add_number,
+    as_usage,
     command,
+    device_of,
+    machine,
     member,
+    recipe_of,
     show_help_without_command,
+    write_reports,
     wrong,
 )
-from nearfield.cli.methods import DENSE, add_method, recipe_of
-from nearfield.cli.options import add_device, add_integer, add_json, add_number, device_of
-from nearfield.cli.progress import Bar
-from nearfield.cli.reports import write_reports
 from nearfield.methods import DEFAULT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nearfield import Method
     from nearfield_lab.drawings.captions import Drawing
     from nearfield_lab.drawings.training import DrawingTraining
 
@@ -222,7 +230,7 @@ def _pack(arguments: argparse.Namespace) -> int:
     from nearfield_lab.drawings.packages import read_packages
     from nearfield_lab.drawings.packed import licence_table, read_index, write_parts
 
-    with _usage_told(), Bar(None, "sets") as bar:
+    with as_usage(FileNotFoundError), Bar(None, "sets") as bar:
         found = []
         for one in read_packages(arguments.packages):
             found.append(one)
@@ -249,7 +257,7 @@ def _train(arguments: argparse.Namespace) -> int:
         wrong("--tiny", "be left out with `--start`, which brings a model", "both")
     if arguments.steps is None and arguments.minutes is None:
         wrong("--steps", "be given, or `--minutes`", None, "Training has to end somewhere.")
-    with _usage_told():
+    with as_usage(FileNotFoundError):
         device = device_of(arguments.device)
         schedule = Schedule(
             steps=arguments.steps,
@@ -275,7 +283,7 @@ def _train(arguments: argparse.Namespace) -> int:
             shift=arguments.shift,
             seed=arguments.seed,
             method=method,
-            attention=arguments.kernel,
+            dense_kernel=arguments.kernel,
             compiled=arguments.compile,
             samples=arguments.samples,
             sample_seconds=arguments.sample_seconds,
@@ -298,7 +306,6 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _trained(arguments: argparse.Namespace, training: "DrawingTraining", num_drawings: int) -> int:
     """Run, then say and write what came of it."""
-    from nearfield.cli import machine
     from nearfield_lab.embedded.model import num_parameters
     from nearfield_lab.training.loop import Diverged
     from nearfield_lab.training.runs import MODEL
@@ -351,7 +358,7 @@ def _draw(arguments: argparse.Namespace) -> int:
     from nearfield_lab.embedded.pictures import grid_of, write_picture
 
     method = _method(arguments, DEFAULT)
-    with _usage_told():
+    with as_usage(FileNotFoundError):
         asked = arguments.prompt or _questions(arguments)
         pipeline = DrawingPipeline.load(arguments.weights, device_of(arguments.device), arguments.guidance)
         pipeline.ask(asked)
@@ -397,7 +404,7 @@ def _render(arguments: argparse.Namespace) -> int:
     from nearfield_lab.drawings.packed import compared_with
     from nearfield_lab.drawings.pixels import rendered, write_archive
 
-    with _usage_told(), Bar(arguments.num, "drawings") as bar:
+    with as_usage(FileNotFoundError), Bar(arguments.num, "drawings") as bar:
         chosen = compared_with(_drawings(arguments.data), arguments.num)
         done = 0
 
@@ -416,7 +423,6 @@ def _render(arguments: argparse.Namespace) -> int:
 def _probe(arguments: argparse.Namespace) -> int:
     import torch
 
-    from nearfield.cli import machine
     from nearfield_lab.drawings import probe
     from nearfield_lab.drawings.pixels import rendered
     from nearfield_lab.drawings.sets import CATEGORIES
@@ -435,7 +441,7 @@ def _probe(arguments: argparse.Namespace) -> int:
         found = probe.features(pictures(), device_of(arguments.device))
         return found, probe.labels([drawings[number] for number in kept])
 
-    with _usage_told(), Bar(None, "pictures") as bar:
+    with as_usage(FileNotFoundError), Bar(None, "pictures") as bar:
         try:
             parts = probe.split(_drawings(arguments.data))
             learned = probe.Probe.learn(*looked_at(parts.learned))
@@ -466,7 +472,7 @@ def _probe(arguments: argparse.Namespace) -> int:
 def _card(arguments: argparse.Namespace) -> int:
     from nearfield_lab.drawings.card import card
 
-    with _usage_told():
+    with as_usage(FileNotFoundError):
         arguments.out.write_text(card(arguments.data, arguments.weights), encoding="utf-8")
     print(f"wrote {arguments.out}")
     return OK
@@ -478,17 +484,6 @@ def _drawings(folder: Path) -> "list[Drawing]":
     return read_parts(folder)
 
 
-def _method(arguments: argparse.Namespace, base: "Method") -> "Method | None":
+def _method(arguments: argparse.Namespace, base: Method) -> Method | None:
     recipe = recipe_of(arguments, base)
     return None if recipe is None else recipe.method
-
-
-@contextmanager
-def _usage_told() -> Iterator[None]:
-    """What cannot be used is a matter of usage: one line says what."""
-    from nearfield_lab.missing import MissingExtra
-
-    try:
-        yield
-    except (FileNotFoundError, MissingExtra, ValueError) as error:
-        raise UsageError(str(error)) from None

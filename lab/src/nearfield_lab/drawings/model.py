@@ -1,7 +1,7 @@
 """The model that draws from captions: the tiny FLUX, with a small text encoder that is trained with it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nearfield_lab.embedded.model import (
     TinyFlux,
     put_weights,
     read_weights,
+    stored_config,
     write_weights,
 )
 
@@ -132,8 +133,6 @@ def save_model(
 def load_model(path: Path) -> tuple[DrawingFlux, Vocabulary, dict[str, Any]]:
     """The model in float32 on the CPU, its vocabulary, and all facts of its file."""
     weights, facts = read_weights(path, _KIND, "nearfield drawings train")
-    known = {field.name for field in fields(DrawingConfig)}
-    config = DrawingConfig(**{name: value for name, value in facts["config"].items() if name in known})
-    model = DrawingFlux(config)
+    model = DrawingFlux(stored_config(path, DrawingConfig, facts))
     put_weights(path, model, weights)
     return model.eval().requires_grad_(False), Vocabulary.of(facts["vocabulary"]), facts

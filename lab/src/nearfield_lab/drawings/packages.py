@@ -25,7 +25,7 @@ from nearfield_lab.drawings.sets import (
     SETS,
     DrawingSet,
 )
-from nearfield_lab.embedded.storage import BadFile
+from nearfield_lab.storage import BadFile
 
 FETCH = """\
 npm pack @iconify/json @lobehub/fluent-emoji-3d emojibase-data

@@ -14,7 +14,7 @@ from nearfield._files import replace_file, write_json
 from nearfield_lab.drawings.captions import Drawing, chance
 from nearfield_lab.drawings.packages import Found, Source
 from nearfield_lab.drawings.sets import CATEGORIES, CATEGORY_SHARE, HELD_OUT, HELD_OUT_SHARE
-from nearfield_lab.embedded.storage import BadFile
+from nearfield_lab.storage import BadFile
 
 INDEX = "drawings.json"
 _TOGETHER = 2000  # drawings compressed together

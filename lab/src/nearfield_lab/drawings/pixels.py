@@ -16,8 +16,8 @@ from torch import Tensor
 from nearfield._files import replace_file
 from nearfield_lab.drawings.captions import Box, Drawing
 from nearfield_lab.drawings.sets import BACKGROUNDS, COLOURS
-from nearfield_lab.embedded.storage import BadFile
 from nearfield_lab.missing import MissingExtra
+from nearfield_lab.storage import BadFile
 
 _MARGIN = 0.06  # of a side, around a drawing
 _CHUNK = 32

@@ -1,7 +1,7 @@
 """Training on drawings and their captions: flow matching, where one caption in ten is left out."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from nearfield_lab.drawings.sampler import DrawingPipeline
 from nearfield_lab.drawings.text import PADDING, Vocabulary
 from nearfield_lab.embedded.autoencoder import CHANNELS, PIXELS_PER_TOKEN, Autoencoder
 from nearfield_lab.embedded.model import ModelConfig, TinyFlux
-from nearfield_lab.embedded.storage import read_facts, read_tensors, write_tensors
+from nearfield_lab.storage import read_facts, read_tensors, write_tensors
 from nearfield_lab.training.data import Latents, OnProgress
 from nearfield_lab.training.flow import FlowTraining, Recipe
 from nearfield_lab.training.loop import Schedule
+from nearfield_lab.training.runs import OnStep
 
 _UNCAPTIONED = 0.1  # of the pictures of a batch
 _COLOURED_TIMES = 2  # as often as drawings of one colour, which are the larger part
@@ -79,23 +80,19 @@ def encode(
         wrong_value("size", f"be a multiple of {PIXELS_PER_TOKEN} pixels", size)
     path = folder / f"latents-{size}.safetensors"
     known = {"format": FORMAT, "kind": "drawing latents", "drawings": fingerprint(drawings)}
-    if not path.is_file() or read_facts(path) != known:
-        _encode_to(path, drawings, size, known, workers, torch.device(device), on_progress)
-    tensors, _ = read_tensors(path)
+    if path.is_file() and read_facts(path) == known:
+        tensors, _ = read_tensors(path)
+    else:
+        tensors = _encoded(drawings, size, workers, torch.device(device), on_progress)
+        write_tensors(path, tensors, known)
     kept = [drawings[number] for number in tensors["numbers"].tolist()]
     values = tensors["values"].unsqueeze(1)
     return DrawingLatents(values, tensors["mean"], tensors["std"], epoch_rows(kept)), kept
 
 
-def _encode_to(
-    path: Path,
-    drawings: Sequence[Drawing],
-    size: int,
-    facts: dict[str, Any],
-    workers: int,
-    device: torch.device,
-    on_progress: OnProgress,
-) -> None:
+def _encoded(
+    drawings: Sequence[Drawing], size: int, workers: int, device: torch.device, on_progress: OnProgress
+) -> dict[str, Tensor]:
     autoencoder = Autoencoder().to(device)
     side = size // PIXELS_PER_TOKEN
     values = torch.empty(len(drawings), CHANNELS, side, side, dtype=torch.float16)
@@ -116,13 +113,12 @@ def _encode_to(
     count = len(numbers) * side**2
     mean = total / count
     std = (squares / count - mean**2).clamp(min=1e-12).sqrt()
-    stored = {
+    return {
         "values": values[: len(numbers)],
         "numbers": torch.tensor(numbers),
-        "mean": mean.float(),
-        "std": std.float(),
+        "mean": mean.float().cpu(),
+        "std": std.float().cpu(),
     }
-    write_tensors(path, stored, facts)
 
 
 def fingerprint(drawings: Sequence[Drawing]) -> str:
@@ -133,7 +129,7 @@ def fingerprint(drawings: Sequence[Drawing]) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DrawingRecipe(Recipe):
     """What is learned from what.
 
@@ -173,7 +169,7 @@ class DrawingTraining(FlowTraining):
         config: DrawingConfig | None = None,
         start: Path | None = None,
         device: torch.device | str = "cpu",
-        on_step: Callable[[int, float | None], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self._captions = [caption for drawing in drawings for caption in captions(drawing)]
         self.earlier = list[dict[str, Any]]()
