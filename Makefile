@@ -53,7 +53,7 @@ $(BIN)/python:
 # torch first and pinned: left free, it brings gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -c constraints.txt torch
-	$(PIP) -c constraints.txt -e '.[dev]' -e './lab[train,ray]'
+	$(PIP) -c constraints.txt -e '.[dev]' -e './lab[train,ray,drawings]'
 	touch $@
 
 demo: $(STAMP) ## make a picture with dense and with sparse attention (ARGS="--num 4 --steps 16" for more and better)

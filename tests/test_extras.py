@@ -98,6 +98,7 @@ LINES = {
         f"python -m nearfield_lab distill --weights demo/model.safetensors {TRAINING} --out lora",
     ],
     "nearfield-lab[quality]": [f"python -m nearfield_lab quality {COMPARED}"],
+    "nearfield-lab[drawings]": ["import nearfield_lab.drawings.pixels, resvg_py"],
     "nearfield-lab[ray]": ["import nearfield_lab.engines.cluster, nearfield_lab.embedded.sampler, ray"],
     "nearfield-lab[studio]": ["import nearfield_lab.studio.page, nearfield_lab.studio.server"],
 }
@@ -215,8 +216,9 @@ def test_every_extra_for_users_is_tried() -> None:
 
 @pytest.mark.parametrize("installed", LINES)
 def test_what_is_installed_brings_what_its_commands_import(installed: str, folder: Path) -> None:
-    if "studio" in installed:
-        pytest.importorskip("gradio")
+    for extra, package in (("studio", "gradio"), ("drawings", "resvg_py")):
+        if extra in installed:
+            pytest.importorskip(package)
     assert "pytest" in hidden(installed)
     assert ("nearfield_lab" in hidden(installed)) == (not installed.startswith("nearfield-lab"))
     sources = [str(ROOT / name) for name in ("src", "lab/src", ".")]

@@ -61,6 +61,7 @@ LAB_READS = {
     "quality": {"missing", "storage", "images"},
     "training": {"missing", "storage", "images", "embedded"},
     "captured": {"missing", "storage", "images", "embedded", "training"},
+    "drawings": {"missing", "storage", "images", "embedded", "training", "quality"},
     "plots": {"missing", "quality", "tuning"},
 }
 LAB_READS |= {room: {*LAB_READS, "commands", "studio"} for room in ("commands", "studio", "__main__")}

@@ -7,7 +7,15 @@ from typing import Any
 from nearfield import Geometry, Method
 from nearfield.cli import add_drawer, as_usage, weights
 from nearfield_lab.captured import command as capturing
-from nearfield_lab.commands import generating, measuring, retrieving, serving, training, tuning
+from nearfield_lab.commands import (
+    drawings,
+    generating,
+    measuring,
+    retrieving,
+    serving,
+    training,
+    tuning,
+)
 from nearfield_lab.plots import show
 from nearfield_lab.plots.figures import require_matplotlib
 
@@ -18,7 +26,7 @@ def add_commands(commands: Any) -> None:
     for room in ("embedded", "quality"):
         weights.add_folder(lab / room / "weights")
     add_drawer(_draw_method)
-    for family in (generating, serving, retrieving, training, tuning, measuring, capturing):
+    for family in (generating, serving, retrieving, training, tuning, measuring, capturing, drawings):
         family.add_commands(commands)
 
 
