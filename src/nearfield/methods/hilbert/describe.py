@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
-from nearfield.layout import Geometry, Grid, Segment, Shortened, curves, tiling
+from nearfield.layout import Geometry, Grid, Segment, Shortened, tiling
 from nearfield.methods.hilbert.around import spans_around
 from nearfield.methods.hilbert.far_field import far_spans, windows_of
-from nearfield.methods.hilbert.layout import Layout, Pattern
+from nearfield.methods.hilbert.layout import Layout, Pattern, curve_of
 from nearfield.methods.layers import Summary
 
 
@@ -18,7 +18,8 @@ def image_lines(
     is_line = isinstance(geometry, Shortened)
     for grid, segment in zip(geometry.images, layout.segments, strict=True):
         sides = "x".join(map(str, grid))
-        yield f"  {sides} along {'what was merged' if is_line else _curve_words(pattern, grid)}"
+        curve = "what was merged" if is_line else curve_of(pattern, grid) or f"the {pattern.curve} order"
+        yield f"  {sides} along {curve}"
         yield f"    shared: {_shared_words(pattern, None if is_line else grid, segment)}"
         if pattern.near == "around":
             yield f"    around: {_around_words(pattern, geometry, layout, segment, q_block, k_block)}"
@@ -28,12 +29,6 @@ def image_lines(
             number = _num_windows(geometry, layout, segment, k_block, pattern.far)
             weighted = ", weighted" if summary == "weighted" else ""
             yield f"    far field: {number} summaries of {pattern.far} tokens{weighted}"
-
-
-def _curve_words(pattern: Pattern, grid: Grid) -> str:
-    if pattern.curve in ("morton", "raster"):
-        return f"the {pattern.curve} order"
-    return str(curves.choose(grid, closed={"auto": None, "hilbert": False}.get(pattern.curve, True)))
 
 
 def _shared_words(pattern: Pattern, grid: Grid | None, segment: Segment) -> str:
@@ -53,7 +48,7 @@ def _tile_words(layout: Layout, segment: Segment, cycle: int) -> str:
         return "none: every token is shared"
     sizes, shifts = [], []
     for phase in range(cycle):
-        begins = tiling.cuts(segment.ring, layout.tiles, (phase, cycle), layout.unit)
+        begins = layout.cuts(segment, phase, cycle)
         sizes.append(begins.diff())
         shifts.append(int(begins[0]))
     real = torch.cat(sizes)

@@ -5,8 +5,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from nearfield.layout import Curve, Geometry, Ordering, Segment, Shared, Shortened, tiling
+from nearfield.layout import Curve, Geometry, Grid, Ordering, Segment, Shared, Shortened, curves, tiling
 from nearfield.plan import check_block
 
 Near = Literal["tile", "around"]
@@ -46,6 +47,17 @@ class Layout(NamedTuple):
     segments: tuple[Segment, ...]
     tiles: int
     unit: int
+
+    def cuts(self, segment: Segment, phase: int, cycle: int) -> Tensor:
+        """Where the tiles of an image begin on its ring, in one phase of the cycle."""
+        return tiling.cuts(segment.ring, self.tiles, (phase, cycle), self.unit)
+
+
+def curve_of(pattern: Pattern, grid: Grid) -> curves.Choice | None:
+    """The Hilbert curve of a grid; None where another order was asked for."""
+    if pattern.curve in ("morton", "raster"):
+        return None
+    return curves.choose(grid, closed={"auto": None, "hilbert": False}.get(pattern.curve, True))
 
 
 def segments_of(pattern: Pattern, geometry: Geometry) -> tuple[Segment, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nearfield.layout import Geometry, Segment, tiling
+from nearfield.layout import Geometry, tiling
 from nearfield.methods.hilbert.around import spans_around
 from nearfield.methods.hilbert.layout import Layout, Pattern, layout_of
 from nearfield.plan import Plan
@@ -77,7 +77,7 @@ def _tile_spans(pattern: Pattern, geometry: Geometry, layout: Layout, phase: int
     spans = []
     for segment in layout.segments:
         start, stop = segment.ring
-        begins = _cuts(pattern, layout, segment, phase)
+        begins = layout.cuts(segment, phase, pattern.cycle)
         spans.append(tiling.tile_spans(segment.ring, begins).flatten(0, 1))
         tile[start:stop] = tiling.tile_at(torch.arange(stop - start, device="cpu"), begins) + 1
         if pattern.share == "keys" and start < stop:
@@ -98,7 +98,3 @@ def _reads_all(pattern: Pattern, geometry: Geometry, layout: Layout, q_block: in
         if pattern.share == "two-way" or segment.num_shared == len(segment.order):
             everything[slice(*segment.shared)] = True
     return everything.view(rows, q_block).any(dim=1)
-
-
-def _cuts(pattern: Pattern, layout: Layout, segment: Segment, phase: int) -> Tensor:
-    return tiling.cuts(segment.ring, layout.tiles, (phase, pattern.cycle), layout.unit)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from nearfield.layout import Geometry, Segment, curves, tiling
-from nearfield.methods.hilbert.layout import Layout, Pattern, layout_of
+from nearfield.layout import Geometry, Segment, tiling
+from nearfield.methods.hilbert.layout import Pattern, curve_of, layout_of
 from nearfield.methods.layers import Summary
 from nearfield.methods.view import View, blocks_in_picture
 from nearfield.plan import Plan
@@ -21,8 +21,12 @@ def view_of(pattern: Pattern, summary: Summary, geometry: Geometry, phase: int, 
     is_shared = torch.zeros(len(segment.order), dtype=torch.bool)
     is_shared[segment.order[: segment.num_shared]] = True
     is_tiled = pattern.near == "tile"
-    cuts = _cuts(pattern, layout, segment, phase)
-    group = _tile_of_cell(segment, cuts) if is_tiled else _block_of_cell(segment, near.q_block)
+    cuts = layout.cuts(segment, phase, pattern.cycle)
+    group = (
+        _tile_of_cell(segment, cuts)
+        if is_tiled
+        else blocks_in_picture(segment.order, segment.start, near.q_block)
+    )
     return View(
         curve=tiling.curve_order(geometry.grid, pattern.curve),
         curve_name=_curve_name(pattern, geometry),
@@ -37,11 +41,6 @@ def view_of(pattern: Pattern, summary: Summary, geometry: Geometry, phase: int, 
     )
 
 
-def _cuts(pattern: Pattern, layout: Layout, segment: Segment, phase: int) -> Tensor:
-    """Where tiles begin on the ring."""
-    return tiling.cuts(segment.ring, layout.tiles, (phase, pattern.cycle), layout.unit)
-
-
 def _tile_of_cell(segment: Segment, cuts: Tensor) -> Tensor:
     """The tile of every token in raster order; shared tokens lie where the curve passes them."""
     start, stop = segment.ring
@@ -52,16 +51,11 @@ def _tile_of_cell(segment: Segment, cuts: Tensor) -> Tensor:
     return tile
 
 
-def _block_of_cell(segment: Segment, q_block: int) -> Tensor:
-    return blocks_in_picture(segment.order, segment.start, q_block)
-
-
 def _curve_name(pattern: Pattern, geometry: Geometry) -> str:
-    if pattern.curve in ("morton", "raster"):
+    curve = curve_of(pattern, geometry.grid)
+    if curve is None:
         return f"{pattern.curve.capitalize()} order"
-    closed = {"auto": None, "hilbert": False}.get(pattern.curve, True)
-    is_closed = curves.choose(geometry.grid, closed=closed).closed
-    return f"Hilbert curve, {'closed' if is_closed else 'open'}"
+    return f"Hilbert curve, {'closed' if curve.closed else 'open'}"
 
 
 def _facts(
