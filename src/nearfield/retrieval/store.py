@@ -13,9 +13,9 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import safetensors
 import safetensors.torch
@@ -30,6 +30,9 @@ from nearfield.retrieval.fingerprint import differences
 _SUFFIX, _PART = ".safetensors", ".part"
 _ID = re.compile(r"[0-9a-f]{8,64}")
 _NAMES = {"tokens", "keys", "values"}
+_PATIENCE = (
+    3600.0  # seconds after its last write when a part is that of a killed writer, if nothing else shows it
+)
 
 
 class MissingChunk(LookupError):
@@ -189,9 +192,6 @@ class _Folder:
     Object stores show an object when all of it is there; elsewhere it is there when it is renamed.
     """
 
-    patience: ClassVar[float] = 3600.0  # the last step, a move, may be a copy
-    """Seconds after its last write when a part is taken for that of a killed writer."""
-
     def __init__(self, files: Any, root: str) -> None:
         self._files, self._root = files, root.rstrip("/")
         files.makedirs(self._root, exist_ok=True)
@@ -222,11 +222,15 @@ class _Folder:
     def unfinished(self) -> int:
         total = 0
         for written, path, size in self._listed(_PART):
-            if written and time.time() - written > self.patience:
+            if self._is_abandoned(written, path, size):
                 self._delete(path)
             else:
                 total += size
         return total
+
+    def _is_abandoned(self, written: float, path: str, size: int) -> bool:
+        """Whether a part is that of a killed writer. Nothing shows it but its age."""
+        return bool(written) and time.time() - written > _PATIENCE
 
     def _path(self, identity: str) -> str:
         return f"{self._root}/{identity}{_SUFFIX}"
@@ -266,8 +270,6 @@ class _Folder:
 class _Directory(_Folder):
     """A folder of this machine, where files are synced to the disk and their times show when they were read."""
 
-    patience = 60.0  # a stalled writer that loses its part cannot store the chunk, and can do without
-
     def read(self, identity: str) -> tuple[Chunk, Mapping[str, str]]:
         found = super().read(identity)
         with suppress(OSError):  # a directory that may only be read, or another process's eviction
@@ -275,7 +277,26 @@ class _Directory(_Folder):
         return found
 
     def _replace(self, path: str, data: bytes) -> None:
-        replace_file(Path(path), lambda part: part.write_bytes(data))
+        """A writer locks its part before the first byte, until the part has its name."""
+        with ExitStack() as held:
+
+            def write(part: Path) -> None:
+                file = held.enter_context(part.open("wb"))
+                with suppress(OSError):  # a file system without locks
+                    _lock(file)
+                file.write(data)
+                file.flush()
+
+            replace_file(Path(path), write)
+
+    def _is_abandoned(self, written: float, path: str, size: int) -> bool:
+        """Whether nobody locks a part that has bytes. The system unlocks those of killed writers."""
+        with suppress(OSError):
+            if size:
+                with open(path, "rb+") as file:
+                    if _lock(file):
+                        return True
+        return super()._is_abandoned(written, path, size)
 
     def _listed(self, suffix: str) -> list[tuple[float, str, int]]:
         found = []
@@ -285,6 +306,16 @@ class _Directory(_Folder):
                     facts = path.stat()
                     found.append((facts.st_mtime_ns / 1e9, path.as_posix(), facts.st_size))
         return found
+
+
+def _lock(file: Any) -> bool:
+    """Lock a file until it is closed. Returns False on systems without `fcntl`; raises where another has the lock."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
 
 
 def _packed(identity: str, chunk: Chunk, facts: Mapping[str, str]) -> bytes:
