@@ -281,11 +281,13 @@ class _Directory(_Folder):
         with ExitStack() as held:
 
             def write(part: Path) -> None:
-                file = held.enter_context(part.open("wb"))
+                file, is_locked = held.enter_context(part.open("wb")), False
                 with suppress(OSError):  # a file system without locks
-                    _lock(file)
+                    is_locked = _lock(file)
                 file.write(data)
                 file.flush()
+                if not is_locked:
+                    file.close()  # Windows moves no open file
 
             replace_file(Path(path), write)
 
