@@ -2,10 +2,10 @@
 
 from nearfield._types import Positions
 from nearfield.ops import predict
-from nearfield.ops.attention.api import attend, attend_continued, attend_parts, check_tensors, gradients
+from nearfield.ops.attention.api import attend, attend_continued, attend_parts, check_tensors
 from nearfield.ops.attention.dispatch import explain_choice
 from nearfield.ops.attention.partials import merge_partials
-from nearfield.ops.attention.parts import KeyValuePart, merge_attended
+from nearfield.ops.attention.parts import KeyValuePart, gradients_of_part, merge_attended
 from nearfield.ops.lists.api import for_one_call
 from nearfield.ops.lists.boxes import find_boxes
 from nearfield.ops.merge.api import Assignment, Group, Merging, Regions, matched, merging_of
@@ -43,7 +43,7 @@ __all__ = [
     "explain_choice",
     "find_boxes",
     "for_one_call",
-    "gradients",
+    "gradients_of_part",
     "is_rotated_by_kernel",
     "log_sizes",
     "matched",

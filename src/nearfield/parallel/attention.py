@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from nearfield._checks import check_tensor, shape_of, wrong_type, wrong_value
 from nearfield._types import Attended, Impl
 from nearfield.ops import attend as attend_here
-from nearfield.ops import attend_continued, merge_partials
+from nearfield.ops import attend_continued, gradients_of_part, merge_partials
 from nearfield.parallel.messages import Kind, Messages, Shapes, message_sizes, packed, select, unpacked
 from nearfield.parallel.ranks import Delivery, Ranks
 from nearfield.parallel.route import CAME, HERE, Call, Route, Slots
@@ -410,15 +410,10 @@ def _hiding_holes(slots: Slots, bias: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 def _unmerged(parts: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of results `[parts, ...]` that were merged: each weighs as much as its `lse` says.
-
-    With w = exp(part.lse - whole.lse): whole.out is the sum of all w * part.out, and lse grows by w for each.
-    """
-    out, lse = parts
-    whole = merge_partials(out, lse)
-    weight = torch.exp(lse - whole.lse.masked_fill(whole.lse == float("-inf"), 0))
-    slope = torch.linalg.vecdot(grads[0].to(weight.dtype), out.to(weight.dtype) - whole.out)
-    return [(weight.unsqueeze(-1) * grads[0]).to(out.dtype), weight * (slope + grads[1])]
+    """Gradients of results `[parts, ...]` that were merged."""
+    part = Attended(*parts)
+    found = gradients_of_part(Attended(*grads), part, merge_partials(*part))
+    return [found.out.to(part.out.dtype), found.lse]
 
 
 def _stacked(x: Tensor, num_ranks: int) -> Tensor:

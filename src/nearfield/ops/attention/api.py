@@ -15,18 +15,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from nearfield._checks import check_member, check_same_device, check_tensor, shape_of, wrong_type, wrong_value
-from nearfield._types import Attended, Gradients, Impl, Positions
+from nearfield._types import Attended, Impl, Positions
 from nearfield.ops.attention.operators import (
     MOST_PARTS,
     OPERATIONS,
     check_sizes,
-    differentiate,
     leaves,
     lse_dtype,
     read_continued,
 )
 from nearfield.ops.attention.parts import KeyValuePart, merge_attended
-from nearfield.ops.lists.api import transposed
 from nearfield.plan import Plan
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -90,37 +88,6 @@ def attend_continued(
         key_bias = key_bias.to(lse_dtype(query)).expand(*query.shape[:2], plan.num_keys)
     part = KeyValuePart(key, value, plan, key_bias)
     return read_continued(query, part, more, checked_scale(scale, query), impl)
-
-
-def gradients(
-    grads: Attended,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attended: Attended,
-    plan: Plan,
-    *,
-    key_bias: Tensor | None = None,
-    scale: float | None = None,
-    impl: Impl = "auto",
-) -> Gradients:
-    """The backward pass of one `attend`, for callers that differentiate by hand: tensors as they were given to it.
-
-    Args:
-        grads: gradients of what `attend` gave.
-        attended: what it gave.
-    """
-    bias = None if key_bias is None else _expanded_bias(key_bias, query, key)
-    part = KeyValuePart(key, value, plan, bias)
-    if query.is_cuda:  # kept with the plan: the backward pass by itself would make it anew
-        transposed(plan)
-    found = differentiate(
-        grads, query, [part], attended, checked_scale(scale, query), impl, [bias is not None]
-    )
-    of_key, of_value, of_bias = found.parts[0]
-    assert of_key is not None
-    assert of_value is not None
-    return Gradients(found.query, of_key, of_value, of_bias)
 
 
 def attend_parts(

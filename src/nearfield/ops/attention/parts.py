@@ -78,7 +78,7 @@ def differentiate_in_turn(
         given, own = (grads, attended)
         if len(parts) > 1:
             own = forward(query, part, scale)
-            given = _gradients_of_part(grads, own, attended)
+            given = gradients_of_part(grads, own, attended)
         found = backward(given, query, part, own, scale)
         of_query = found.query if of_query is None else of_query + found.query
         of_parts.append((found.key, found.value, found.key_bias))
@@ -86,8 +86,8 @@ def differentiate_in_turn(
     return PartGradients(of_query, of_parts)
 
 
-def _gradients_of_part(grads: Attended, part: Attended, whole: Attended) -> Attended:
-    """The gradients of what one part gave, from those of the whole."""
+def gradients_of_part(grads: Attended, part: Attended, whole: Attended) -> Attended:
+    """The gradients of what one part gave, or several along a new first dimension, from those of the whole."""
     grad_out, grad_lse = grads.out.to(part.lse.dtype), grads.lse
     # A row that read nothing in this part has no share; minus infinity from itself would be no number.
     share = torch.exp((part.lse - whole.lse).masked_fill(part.lse == -torch.inf, -torch.inf))
