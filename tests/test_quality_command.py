@@ -185,7 +185,8 @@ def test_wrong_usage_is_said_in_one_line(
     filled += [] if "--size" in words else ["--size", "64"]
     assert main(["quality", str(folders[0]), *filled]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"nearfield: error: {BAD_CALLS[words]}")
+    message = BAD_CALLS[words]
+    assert printed.err.startswith(f"nearfield: error: {message}")
     assert printed.err.count("\n") == 1
     assert printed.out == ""
 
