@@ -155,7 +155,7 @@ def test_statistics_of_another_size_are_noted(
     assert "was made at 32 pixels, not at 64" in capsys.readouterr().err
 
 
-WRONG = {
+BAD_CALLS = {
     "": "`B` must be given unless `--save` writes the statistics of A; got nothing.",
     "B --metrics fid,is": "`--metrics` must be any of fid, kid",
     "B --metrics lpips": "`--metrics` must go with `--pairs` for lpips",
@@ -177,7 +177,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
+@pytest.mark.parametrize("words", BAD_CALLS)
 def test_wrong_usage_is_said_in_one_line(
     words: str, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +185,8 @@ def test_wrong_usage_is_said_in_one_line(
     filled += [] if "--size" in words else ["--size", "64"]
     assert main(["quality", str(folders[0]), *filled]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"nearfield: error: {WRONG[words]}")
+    message = BAD_CALLS[words]
+    assert printed.err.startswith(f"nearfield: error: {message}")
     assert printed.err.count("\n") == 1
     assert printed.out == ""
 
