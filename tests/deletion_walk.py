@@ -24,7 +24,7 @@ OWN = (
     "benchmarks/fitted.py",
 )
 """The method's own files. Its operation, `ops/predict`, serves every method in which content decides."""
-DATA = ("benchmarks/results/", "benchmarks/redesign/", "benchmarks/notes/", "CHANGELOG.md")
+DATA = ("benchmarks/results/", "benchmarks/redesign/", "benchmarks/notes/", "docs/result_tables.py")
 """What was measured, and what has been: nothing of it runs."""
 STATIC = "src/nearfield/methods/__init__.py"
 """Names the methods for type checkers."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny_models
+from tests.remembering import Remembering, registered
 
 from nearfield import Geometry, Hilbert, apply
 from nearfield.cli import main, steps
@@ -64,7 +65,7 @@ def test_a_step_and_a_call_of_it_are_timed(
 
 
 def test_weights_are_random_where_a_folder_has_only_a_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A method that merges has no call that could be compared; one that remembers is timed between two decisions."""
     tiny_models.flux().save_config(tmp_path)
@@ -72,7 +73,7 @@ def test_weights_are_random_where_a_folder_has_only_a_configuration(
     assert ", random weights\n" in text
     assert "3 on merged tokens" in text
     assert "one attention call" not in text
-    text = bench(capsys, tmp_path, "--text", 16, "--method", "finegrained", "--set", "query_block=16")
+    text = bench(capsys, tmp_path, "--text", 16, "--method", registered(Remembering, monkeypatch).name)
     assert "one attention call" in text
 
 

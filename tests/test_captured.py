@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from tests import command_line as cli
 from tests import tiny_models
 from tests.cats import CATS, lively_model
+from tests.remembering import Remembering
 from torch import Tensor
 
-from nearfield import FineGrained, Geometry, Hilbert
+from nearfield import Geometry, Hilbert
 from nearfield.layout import along
 from nearfield.methods import fields
 from nearfield.ops import weighted_windows
@@ -150,7 +151,7 @@ def test_the_values_of_a_field_are_chosen_by_the_share() -> None:
 
 def test_a_method_with_a_memory_is_read_at_a_step_between_two_decisions() -> None:
     given = sample((16, 16), 5, torch.float32)
-    found = read_by(FineGrained(query_block=16, grain=4, threshold="1/N"), given)
+    found = read_by(Remembering(16, 4), given)
     assert 0 < found.kept < 1
     assert 0 < float((found.out - given.dense[0]).norm() / given.dense[0].norm()) < 0.5
 

@@ -4,18 +4,18 @@ import math
 
 import pytest
 import torch
+from tests.remembering import Remembering
 from tests.tiles import paper
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nearfield.methods import Composition, FineGrained, Method, Moment
+from nearfield.methods import Composition, Method, Moment
 from nearfield.session import Layer, Pairs, Session, StepTracker, TokenLayout, find, key_bias
 
 GRID = (9, 14)
 LAYOUT = TokenLayout((GRID,), text=7)
 CPU = torch.device("cpu")
 SPARSE = paper(tiles=4, shared="none", dense_layers=0, dense_steps=0)
-FINE = FineGrained(16, 2, threshold="1/N", dense_layers=0, dense_steps=0)
 
 
 def session_of(method: Method, layers: int = 2, heads: int = 2, **options: bool) -> Session:
@@ -66,7 +66,7 @@ def test_states_are_made_once_and_few_are_kept() -> None:
 
 
 def test_a_step_that_lies_back_begins_another_generation() -> None:
-    session = session_of(FINE)
+    session = session_of(Remembering())
     (attention, _) = session.prepare(LAYOUT, CPU, 1).attentions
     assert attention is not None
     inputs = tensors()
