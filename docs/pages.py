@@ -20,9 +20,11 @@ sys.path.insert(0, str(ROOT / "docs"))
 from formulas import mathml  # noqa: E402
 
 # mkdocs takes a README for the index of its folder, and index.md is that already.
-ROOT_PAGES = {"start.md": "README.md", "benchmarks.md": "benchmarks/README.md"} | {
-    name: name for name in ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")
-}
+ROOT_PAGES = {
+    "start.md": "README.md",
+    "benchmarks.md": "benchmarks/README.md",
+    "rivals.md": "benchmarks/rivals/README.md",
+} | {name: name for name in ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")}
 NOTES = "benchmarks/notes"
 SITE_NAMES = {source: name for name, source in ROOT_PAGES.items()}
 SHOWN = ("examples/*.py", "examples/*.ipynb", "LICENSE")
