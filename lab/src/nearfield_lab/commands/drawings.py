@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,6 @@ from nearfield import Method
 from nearfield.cli import (
     DENSE,
     FAILED,
-    INTERRUPTED,
     OK,
     Bar,
     UsageError,
@@ -32,12 +30,13 @@ from nearfield.cli import (
     wrong,
 )
 from nearfield.methods import DEFAULT
+from nearfield_lab.commands.further import Further
+from nearfield_lab.commands.training import BACKENDS, begin, ended, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nearfield_lab.drawings.captions import Drawing
-    from nearfield_lab.drawings.training import DrawingTraining
 
 TINY = {
     **{"joint_blocks": 1, "single_blocks": 2, "heads": 4, "head_dim": 32, "condition_tokens": 32},
@@ -85,8 +84,8 @@ def _add_train(parts: Any) -> None:
         "train",
         _train,
         "train the model on packed drawings",
-        "  nearfield drawings train --data packed --out run256 --minutes 7 --compile --kernel flash\n"
-        "  nearfield drawings train --data packed --out run512 --size 512 --batch 64 --shift 2"
+        "  nearfield drawings train --data packed --out run256 --minutes 7 --compile --option kernel=flash\n"
+        "  nearfield drawings train --data packed --out run512 --size 512 --batch 64 --option shift=2"
         " --start run256/model.safetensors --seed 1 --minutes 7 --compile\n"
         "  nearfield drawings train --data packed --out try --tiny --size 64 --batch 16 --limit 64 --steps 20",
     )
@@ -100,29 +99,28 @@ def _add_train(parts: Any) -> None:
     add_integer(parser, "--batch", 256, "drawings per step")
     add_integer(parser, "--steps", None, "to reach in all, over all runs in --out")
     add_number(parser, "--minutes", None, "time for this run", is_above=True)
-    add_number(parser, "--learning-rate", 4e-4, "after warming up", is_above=True)
-    add_integer(parser, "--warm-up", 200, "steps until the full learning rate", least=0)
-    add_number(parser, "--shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
     add_integer(parser, "--seed", 0, "of weights, order and noise; of each run another", least=0)
     add_integer(parser, "--samples", 64, "pictures on a sample sheet", least=0, most=256)
-    add_number(parser, "--sample-seconds", 180.0, "time between sample sheets", is_above=True)
     add_integer(parser, "--limit", None, "use so many drawings, evenly spaced")
     _add_workers(parser)
     parser.add_argument(
         "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
     )
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the model faster")
-    kernels = ("auto", "flash", "cudnn", "efficient", "math")
-    parser.add_argument(
-        "--kernel",
-        type=member("--kernel", kernels),
-        default="auto",
-        metavar="NAME",
-        help=f"torch's for dense attention: {', '.join(kernels)} (default auto)",
-    )
     add_method(parser, DENSE)
     add_device(parser)
     add_json(parser)
+    further = Further(parser)
+    add_number(further, "learning-rate", 4e-4, "after warming up", is_above=True)
+    add_integer(further, "warm-up", 200, "steps until the full learning rate", least=0)
+    add_integer(further, "cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
+    add_integer(further, "accumulate", 1, "pieces of a batch, one after another, to save memory", most=4096)
+    add_number(further, "shift", 1.0, "of the noise levels; larger sizes want more than 1", is_above=True)
+    add_number(further, "sample-seconds", 180.0, "time between sample sheets", is_above=True)
+    words = f"torch's for dense attention: {', '.join(BACKENDS)} (default auto)"
+    further.add_argument(
+        "kernel", type=member("kernel", BACKENDS), default="auto", metavar="NAME", help=words
+    )
 
 
 def _add_draw(parts: Any) -> None:
@@ -250,6 +248,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from nearfield_lab.drawings.model import DrawingConfig
     from nearfield_lab.drawings.packed import is_held_out
     from nearfield_lab.drawings.training import DrawingRecipe, DrawingTraining, encode, fingerprint
+    from nearfield_lab.embedded.model import num_parameters
     from nearfield_lab.training.loop import Schedule
 
     method = _method(arguments, DEFAULT.with_dense_steps(0))
@@ -264,6 +263,8 @@ def _train(arguments: argparse.Namespace) -> int:
             minutes=arguments.minutes,
             learning_rate=arguments.learning_rate,
             warm_up=arguments.warm_up,
+            cool_down=arguments.cool_down,
+            parts=arguments.accumulate,
         )
         drawings = [one for one in _drawings(arguments.data) if not is_held_out(one)]
         if arguments.limit:
@@ -299,54 +300,17 @@ def _train(arguments: argparse.Namespace) -> int:
                 config=DrawingConfig(**TINY) if arguments.tiny else None,
                 start=arguments.start,
                 device=device,
-                on_step=lambda step, loss: bar.show(step, "" if loss is None else f"loss {loss:.4g}"),
+                on_step=shown(bar),
             )
-            return _trained(arguments, training, len(kept))
-
-
-def _trained(arguments: argparse.Namespace, training: "DrawingTraining", num_drawings: int) -> int:
-    """Run, then say and write what came of it."""
-    from nearfield_lab.embedded.model import num_parameters
-    from nearfield_lab.training.loop import Diverged
-    from nearfield_lab.training.runs import MODEL
-
-    if training.can_resume:
-        if not arguments.resume:
-            hint = "Add --resume, or name another folder."
-            wrong("--out", "hold no checkpoint unless `--resume` is given", str(arguments.out), hint)
-        training.resume()
-        print(f"resumed at step {training.loop.step:,}")
-    parameters, text = num_parameters(training.model), num_parameters(training.model.text)
-    words = f"{parameters:,} parameters, {text:,} of them for text; {len(training.vocabulary):,} tokens"
-    print(f"{words}; {num_drawings:,} drawings at {arguments.size} px")
-    if training.handle is not None:
-        print(training.handle.summary())
-    first = training.loop.step
-    try:
-        outcome = training.run()
-    except Diverged as error:
-        print(f"nearfield: error: {error}", file=sys.stderr)
-        return FAILED
-    done = outcome.step - first
-    print(
-        f"step {outcome.step:,}: loss {outcome.loss:.4g}, {done * arguments.batch / outcome.seconds:,.1f} drawings/s"
-    )
-    print(f"wrote {arguments.out / MODEL}")
-    record = {
-        "format": 1,
-        "command": "drawings train",
-        "machine": machine.facts(),
-        "step": outcome.step,
-        "ending": outcome.ending,
-        "loss": outcome.loss if done else None,
-        "seconds": outcome.seconds,
-        "training_seconds": outcome.training_seconds,
-        "steps_of_this_run": done,
-        "batch": arguments.batch,
-    }
-    if not write_reports(record, arguments.json):
-        return FAILED
-    return INTERRUPTED if outcome.ending == "stopped" else OK
+            begin(arguments, training)
+            parameters, text = num_parameters(training.model), num_parameters(training.model.text)
+            words = (
+                f"{parameters:,} parameters, {text:,} of them for text; {len(training.vocabulary):,} tokens"
+            )
+            print(f"{words}; {len(kept):,} drawings at {arguments.size} px")
+            if training.handle is not None:
+                print(training.handle.summary())
+            return ended(arguments, training)
 
 
 def _draw(arguments: argparse.Namespace) -> int:

@@ -280,13 +280,13 @@ def _train_demo(arguments: argparse.Namespace) -> int:
                 config=ModelConfig(**_TINY) if arguments.tiny else None,
                 start=arguments.start,
                 device=chosen_device(arguments.device),
-                on_step=_shown(bar),
+                on_step=shown(bar),
             )
-        _begin(arguments, training)
+        begin(arguments, training)
         print(f"{num_parameters(training.model):,} parameters, {len(latents):,} latents at {recipe.size} px")
         if training.handle is not None:
             print(training.handle.summary())
-        return _ended(arguments, training)
+        return ended(arguments, training)
 
 
 def _train_pixel(arguments: argparse.Namespace) -> int:
@@ -312,12 +312,12 @@ def _train_pixel(arguments: argparse.Namespace) -> int:
                 schedule,
                 start=arguments.start,
                 device=chosen_device(arguments.device),
-                on_step=_shown(bar),
+                on_step=shown(bar),
             )
-        _begin(arguments, training)
+        begin(arguments, training)
         sizes_told = f"{len(pixels):,} pictures of {config.size**2:,} tokens"
         print(f"{num_parameters(training.model):,} parameters, {sizes_told}, {words}")
-        return _ended(arguments, training)
+        return ended(arguments, training)
 
 
 def _distill(arguments: argparse.Namespace) -> int:
@@ -351,10 +351,10 @@ def _distill(arguments: argparse.Namespace) -> int:
     recipe = _asked(distill.Recipe, arguments, method=method, rank=rank, **how)
     with Bar(arguments.steps, "steps") as bar:
         distillation = distill.Distillation(
-            transformer, calls, arguments.out, recipe, schedule, on_step=_shown(bar), write=write
+            transformer, calls, arguments.out, recipe, schedule, on_step=shown(bar), write=write
         )
-        _begin(arguments, distillation)
-        return _ended(arguments, distillation)
+        begin(arguments, distillation)
+        return ended(arguments, distillation)
 
 
 def _demo_calls(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -413,11 +413,11 @@ def _counted(bar: Bar) -> Callable[[int, int, str], None]:
     return lambda done, total, words: bar.show(done, words, total)
 
 
-def _shown(bar: Bar) -> Callable[[int, float | None], None]:
+def shown(bar: Bar) -> Callable[[int, float | None], None]:
     return lambda step, loss: bar.show(step, "" if loss is None else f"loss {loss:.4g}")
 
 
-def _begin(arguments: argparse.Namespace, training: Run) -> None:
+def begin(arguments: argparse.Namespace, training: Run) -> None:
     """Resume from a checkpoint if that was asked for; refuse to write over one otherwise."""
     if not training.can_resume:
         return
@@ -428,7 +428,7 @@ def _begin(arguments: argparse.Namespace, training: Run) -> None:
     print(f"resumed at step {training.loop.step:,}")
 
 
-def _ended(arguments: argparse.Namespace, training: Run) -> int:
+def ended(arguments: argparse.Namespace, training: Run) -> int:
     """Run, then say and write what came of it."""
     first = training.loop.step
     try:
