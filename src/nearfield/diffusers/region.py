@@ -30,7 +30,7 @@ from nearfield.diffusers.models.spec import (
 from nearfield.diffusers.moves import Mover, places_of
 from nearfield.diffusers.processor import SparseProcessor, StatefulAttention, refuse_to_copy
 from nearfield.diffusers.ranks import SuspendedParallelism
-from nearfield.diffusers.steps import CallHook, SchedulerState
+from nearfield.diffusers.steps import SchedulerState
 from nearfield.parallel import split_tokens
 from nearfield.session import GridReader, Session, TokenLayout, TokenState
 
@@ -64,7 +64,7 @@ class Region:
         self.session = Session(part.method, self.layers, part.spec.text_first, split=split)
         self._mover = Mover(self.calls.in_forward)
         self._places = places_of(part)
-        self._names = parameter_names(part.module)
+        self._names, self._root_names = parameter_names(part.module), parameter_names(part.root)
         self._listener: Any = None
         self._grids = GridReader(steps.is_in_loop)
         self._handles: list[RemovableHandle] = []
@@ -118,9 +118,8 @@ class Region:
                 root.register_forward_hook(self._root_left, always_call=True),
             ]
         if self._remembers or is_stepwise:  # another scheduler may come, which needs to be told the timestep
-            conditioning = self.part.spec.conditioning if self._remembers else None
-            hook = CallHook(self.steps, self.session, parameter_names(root), conditioning)
-            self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            hook = root.register_forward_pre_hook(self._model_entered, with_kwargs=True, prepend=True)
+            self._handles.append(hook)
         if self._remembers and self.part.module is root and hasattr(root, "cache_context"):
             from nearfield.diffusers.listening import Listener
 
@@ -189,6 +188,15 @@ class Region:
         images = self._grids.read(arguments.get(spec.ids))
         text = first_tensor(arguments.get(spec.conditioning)).shape[1]
         return f"`{spec.ids}` describe no grid" if images is None else TokenLayout(images, text)
+
+    def _model_entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Reads which timestep the model is called with, and which text."""
+        arguments = Arguments(self._root_names, args, kwargs)
+        if arguments.has("timestep") and self.steps.needs_timestep:
+            self.steps.timestep = arguments.get("timestep")
+        if self._remembers:
+            text = arguments.get(self.part.spec.conditioning)
+            self.session.tracker.set_text(None if text is None else first_tensor(text))
 
     def _root_entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before any layer: those of a model that lie outside its parts may have a LoRA, too."""

@@ -1,15 +1,13 @@
-"""The step of a denoising loop, read from its scheduler, never counted; and which text a model is called with."""
+"""The step of a denoising loop, read from its scheduler, never counted."""
 
 import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nearfield._checks import wrong_value
 from nearfield._types import Moment
-from nearfield.diffusers.models.spec import Arguments, first_tensor
-from nearfield.session import Session
 
 # Not put together where they are raised: torch.compile could not trace that.
 _NO_SCHEDULER = (
@@ -97,25 +95,3 @@ class SchedulerState:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-class CallHook:
-    """Reads, at the entrance of a model, which timestep it is called with, and which text.
-
-    Args:
-        names: the parameters of the model.
-        conditioning: that of the text; None if nobody asks.
-    """
-
-    def __init__(
-        self, steps: SchedulerState, session: Session, names: tuple[str, ...], conditioning: str | None
-    ) -> None:
-        self.steps, self.session, self.names, self.conditioning = steps, session, names, conditioning
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = Arguments(self.names, args, kwargs)
-        if "timestep" in self.names and self.steps.needs_timestep:
-            self.steps.timestep = arguments.get("timestep")
-        if self.conditioning is not None:
-            text = arguments.get(self.conditioning)
-            self.session.tracker.set_text(None if text is None else first_tensor(text))
