@@ -32,7 +32,7 @@ COMMIT = "0123456789ab"
 def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine everywhere, of a clean checkout; what is timed is timed shortly."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kernels, "unsupported", lambda *_: "switched off by the test")
+    monkeypatch.setattr(kernels, "missing", lambda _: "switched off by the test")
     monkeypatch.setattr(machine, "commit", lambda: COMMIT)
     monkeypatch.setattr(Effort, "of", lambda *_: Effort(rounds=2, seconds=0.0, most=1))
 

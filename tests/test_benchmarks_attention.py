@@ -54,7 +54,7 @@ BLOCKS = Case("blocks", ON_SMALL, "BlockTopK", {"q_block": 16, "k_block": 16})
 @pytest.fixture(autouse=True)
 def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kernels, "unsupported", lambda *_: "switched off by the test")
+    monkeypatch.setattr(kernels, "missing", lambda _: "switched off by the test")
     monkeypatch.setattr(Effort, "of", lambda *_: Effort(rounds=2, seconds=0.0, most=1))
 
 

@@ -60,7 +60,7 @@ VIDEO = Case("clip", ON_CLIP | {"skipped": 0.7}, "FineGrained", {"query_block": 
 @pytest.fixture(autouse=True)
 def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kernels, "unsupported", lambda *_: "switched off by the test")
+    monkeypatch.setattr(kernels, "missing", lambda _: "switched off by the test")
 
 
 def made(rounds: int = 2) -> StepBenchmark:

@@ -38,7 +38,7 @@ def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine everywhere: no GPU, and no kernels in Triton's slow interpreter."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(kernels, "unsupported", lambda *_: "switched off by the test")
+    monkeypatch.setattr(kernels, "missing", lambda _: "switched off by the test")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
