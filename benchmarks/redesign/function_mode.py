@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:. python benchmarks/redesign/function_mode.py [--layers 57] [--repeats 30]
 
-`apply` calls a layer's own processor inside a `TorchFunctionMode`, which sees every call to torch in it. Here a tiny
+A `TorchFunctionMode` sees every call to torch inside of it, so `apply` no longer uses one around a layer. Here a tiny
 FLUX with many layers runs with tensors so small that the host alone takes time: first as it is, then with processors
 that do nothing but enter such a mode and pass every call on. The difference is what the mode costs. Measured is the
 processor time of this process, in rounds that alternate; the median and the smallest are printed.
