@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import nearfield
 from nearfield import Geometry, Merge
-from nearfield.diffusers import Move, Spec, define
+from nearfield.diffusers import Move, Spec, define, models
 from nearfield.diffusers.models import spec as registry
-from nearfield.diffusers.models.flux import FLUX
 
 __all__ = ["oracle"]  # a fixture
 
@@ -48,7 +47,7 @@ class Meadow(nn.Module):
 
 
 def entry() -> Spec:
-    return FLUX.like(
+    return models.flux.FLUX.like(
         "Meadow",
         name="meadow",
         layers=("trunk.*.attn",),
@@ -80,7 +79,7 @@ def test_the_entry_is_short() -> None:
 
 def test_an_entry_must_say_how_large_the_image_is() -> None:
     with pytest.raises(ValueError) as error:
-        FLUX.like("Meadow", ids="")
+        models.flux.FLUX.like("Meadow", ids="")
     assert str(error.value) == (
         "`locate` must be given for Meadow where `ids` is not; got None. One of them says how large the image is."
     )

@@ -3,6 +3,7 @@
 `define` makes one more class of models known to it.
 """
 
+from nearfield.diffusers import models
 from nearfield.diffusers.apply import Handle, apply, remove
 from nearfield.diffusers.compiling import compiled_blocks
 from nearfield.diffusers.lora import Switch
@@ -34,6 +35,7 @@ __all__ = [
     "apply",
     "compiled_blocks",
     "define",
+    "models",
     "open_model",
     "remove",
     "step_arguments",
