@@ -339,9 +339,7 @@ def test_what_was_made_in_inference_mode_can_train(interleave):
     out.square().sum().backward()
     with torch.no_grad():
         assert torch.equal(attend_with(method, *inputs, geometry, 1), quietly)
-    # Without gradients tiles and summaries of one set of lists are read in one pass, which rounds otherwise.
-    assert torch.equal(out, quietly) == interleave
-    torch.testing.assert_close(out, quietly)
+    assert torch.equal(out, quietly)
     assert all(bool(leaf.grad.abs().sum() > 0) for leaf in leaves)
     image = torch.randn(1, 132, 4, requires_grad=True)
     ordering.leave(ordering.enter(image)).sum().backward()
