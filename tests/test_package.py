@@ -186,7 +186,7 @@ def test_extras_that_messages_and_pages_name_are_the_wheels(wheel: Built) -> Non
     named = set(named_extras())
     for name, extras in (
         ("nearfield", {"diffusers", "retrieval", "triton"}),
-        ("nearfield-lab", {"train", "quality", "studio", "ray"}),
+        ("nearfield-lab", {"drawings", "train", "quality", "studio", "ray"}),
     ):
         assert extras <= {extra for project, extra in named if project == name}
     for name, extra in named - {("nearfield", "extra"), ("nearfield-lab", "extra")}:  # "extra" stands for any

@@ -29,7 +29,7 @@ from nearfield.methods import DEFAULT
 ENTRY_POINTS = "nearfield.commands"
 AddCommands = Callable[[Any], None]
 
-LAB = ("capture", "distill", "errors", "generate", "quality", "rag", "studio", "train", "tune")
+LAB = ("capture", "distill", "drawings", "errors", "generate", "quality", "rag", "studio", "train", "tune")
 """Commands of nearfield-lab: without it, their error says how to install it."""
 
 _FIRST = f"""\
