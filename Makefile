@@ -42,7 +42,7 @@ SMOKED ?= torch diffusers
 PACKAGES := -c 'import site; print(site.getsitepackages()[0])'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-studio check format bench docs package smoke readme test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile clean
+.PHONY: help demo test test-studio check format bench docs package smoke readme test-gpu sanitize-gpu gpu-wheels gpu-tools gluon-compile walk clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,6 +145,9 @@ readme: ## install the library by README's line (without Triton) and run README'
 	eval "$$line --quiet $(INSTALL_OPTIONS)"; \
 	cd $(README); OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python -I ../../tests/readme_smoke.py run ../../README.md 2> errors \
 		|| { cat errors; exit 1; }
+
+walk: $(STAMP) ## delete a method in a copy of the tree, and print what still names it
+	$(BIN)/python tests/deletion_walk.py $(ARGS)
 
 gluon-compile: $(STAMP) $(GLUON_STAMPS) ## compile the kernels under each supported Triton, without a GPU
 	@set -e; for version in $(GLUON_TRITONS); do \
