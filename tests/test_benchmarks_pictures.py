@@ -509,7 +509,7 @@ def test_the_command_keeps_strips_and_draws_a_front(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--tiny --weights x", "`--weights` must be left out with `--tiny`; got 'x'."),
+        ("--tiny --weights README.md", "`--weights` must be left out with `--tiny`; got 'README.md'."),
         ("--weights x", "`--weights` must name a file that is there; got 'x'."),
         ("--tiny --size 68", "`--size` must be a multiple of 8 pixels; got 68."),
         ("--tiny --inception x", "`--inception` must name a file that is there; got 'x'."),

@@ -319,10 +319,10 @@ def test_from_packages_to_a_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "--tiny",
         "--size",
         "32",
-        "--batch",
-        "4",
+        "--option",
+        "batch=4",
     ]
-    train += ["--workers", "1", "--samples", "2", "--device", "cpu"]
+    train += ["--option", "workers=1", "--option", "samples=2", "--device", "cpu"]
     assert run(*train, "--steps", "1") == 0
     assert run(*train, "--steps", "2", "--resume", "--json", str(tmp_path / "run.json")) == 0
     assert json.loads((tmp_path / "run.json").read_text())["steps_of_this_run"] == 1

@@ -48,10 +48,10 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "the tiles do not slide": Mutant(
-        PLANS,
-        "_cuts",
-        "(phase, pattern.cycle)",
-        "(0, pattern.cycle)",
+        LAYOUT,
+        "Layout.cuts",
+        "(phase, cycle)",
+        "(0, cycle)",
         "plan_is_the_papers_pattern",
     ),
     "the tiles slide the other way": Mutant(
@@ -203,9 +203,9 @@ MUTANTS = {
     ),
     "the far field forgets its bias": Mutant(
         LAYERS,
-        "PlanLayer.attend",
-        "KeyValuePart(keys, values, self.far.plan, bias)",
-        "KeyValuePart(keys, values, self.far.plan, None)",
+        "FarField.part",
+        "KeyValuePart(self.pooled(key, impl), self.pooled(value, impl), self.plan, self.bias)",
+        "KeyValuePart(self.pooled(key, impl), self.pooled(value, impl), self.plan, None)",
         "far_field_is_its_formula",
     ),
 }

@@ -19,13 +19,15 @@ from nearfield.ops import (
     WeightedWindows,
     attend,
     attend_parts,
+    merge_attended,
     weighted_windows,
     window_means,
+    window_slope,
 )
 from nearfield.plan import Plan
 from nearfield.plan import builders as planning
 
-Summary = Literal["mean", "weighted"]
+Summary = Literal["mean", "weighted", "sloped"]
 
 
 class Memory(NamedTuple):
@@ -131,6 +133,7 @@ class FarField(NamedTuple):
         sizes: `[windows]` int32, how many tokens each holds.
         bias: `[windows]`, the log of that.
         plan: which rows read which windows.
+        readers: the same as `[1, 1 or H, rows, windows]` bool, where summaries are sloped.
     """
 
     spans: tuple[Span, ...]
@@ -139,6 +142,7 @@ class FarField(NamedTuple):
     sizes: Tensor
     bias: Tensor
     plan: Plan
+    readers: Tensor | None = None
 
     def pooled(self, x: Tensor, impl: Impl = "auto") -> Tensor:
         """The mean of every window, `[B, G, M, D]` to `[B, G, windows, D]`."""
@@ -150,6 +154,27 @@ class FarField(NamedTuple):
         """Keys, values and biases of all windows, weighted."""
         windows = self.starts, self.sizes, self.window
         return weighted_windows(query, key, value, *windows, scale=scale, impl=impl)
+
+    def sloped(
+        self, query: Tensor, key: Tensor, value: Tensor, near: KeyValuePart, scale: float | None, impl: Impl
+    ) -> Attended:
+        """What `near` and weighted windows give, the windows' part following each query to first order."""
+        assert self.readers is not None
+        windows = self.weighted(query, key, value, scale, impl)
+        far = KeyValuePart(windows.keys, windows.values, self.plan, windows.bias)
+        exact, summarised = (
+            attend(query, *part[:3], key_bias=part.key_bias, scale=scale, impl=impl) for part in (near, far)
+        )
+        whole = merge_attended(exact, summarised)
+        # What was not read has no share; minus infinity from itself would be no number.
+        share = torch.exp(summarised.lse - whole.lse.masked_fill(whole.lse == -torch.inf, 0))
+        slope = window_slope(
+            query, key, value, windows, self.starts, self.sizes, self.window, self.readers, self.plan.q_block,
+            scale=scale, impl=impl,
+        )  # fmt: skip
+        with torch.autocast(query.device.type, enabled=False):
+            change = share.to(slope.matrix.dtype).unsqueeze(-1) * slope.changes(query)
+            return Attended(whole.out + change.to(whole.out.dtype), whole.lse)
 
     def part(
         self, query: Tensor, key: Tensor, value: Tensor, summary: Summary, scale: float | None, impl: Impl
@@ -189,8 +214,10 @@ class PlanLayer(LayerAttention):
         return round(sum(plan.num_pairs / plan.blocks.shape[1] for plan in self.plans))
 
     def lists(self) -> Sequence[Tensor]:
-        windows = () if self.far is None else (self.far.starts, self.far.sizes, self.far.bias)
-        return [*super().lists(), *windows]
+        windows = (
+            () if self.far is None else (self.far.starts, self.far.sizes, self.far.bias, self.far.readers)
+        )
+        return [*super().lists(), *(x for x in windows if x is not None)]
 
     def attend(
         self,
@@ -209,6 +236,8 @@ class PlanLayer(LayerAttention):
         if self.far is None:
             return attend(query, key, value, self.near, key_bias=key_bias, scale=scale, impl=impl)
         near = KeyValuePart(key, value, self.near, key_bias)
+        if self.summary == "sloped":
+            return self.far.sloped(query, key, value, near, scale, impl)
         far = self.far.part(query, key, value, self.summary, scale, impl)
         return attend_parts(query, [near, far], scale=scale, impl=impl)
 

@@ -19,7 +19,13 @@ from nearfield.ops.pool_select.api import (
 )
 from nearfield.ops.predict.api import Blocks, Mask, Prediction, ReadStats
 from nearfield.ops.rotary.api import is_rotated_by_kernel, rerotate_keys, rotate
-from nearfield.ops.windows.api import WeightedWindows, query_sums, weighted_windows, window_means
+from nearfield.ops.windows.api import (
+    WeightedWindows,
+    query_sums,
+    weighted_windows,
+    window_means,
+    window_slope,
+)
 
 __all__ = [
     "Assignment",
@@ -58,4 +64,5 @@ __all__ = [
     "rotate",
     "weighted_windows",
     "window_means",
+    "window_slope",
 ]

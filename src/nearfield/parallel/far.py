@@ -39,6 +39,8 @@ class SplitFarField:
 
     @classmethod
     def of(cls, field: FarField, split: Split, rank: int, summary: Summary) -> "SplitFarField":
+        if summary == "sloped":
+            wrong_value("summary", 'be "mean" or "weighted" over ranks', summary)
         summaries = summary_split(field, split)
         mine, device = summaries.own(rank), field.sizes.device
         starts = torch.searchsorted(split.held(rank), field.starts.cpu()[mine]).to(device)

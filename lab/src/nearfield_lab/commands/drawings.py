@@ -85,9 +85,10 @@ def _add_train(parts: Any) -> None:
         _train,
         "train the model on packed drawings",
         "  nearfield drawings train --data packed --out run256 --minutes 7 --compile --option kernel=flash\n"
-        "  nearfield drawings train --data packed --out run512 --size 512 --batch 64 --option shift=2"
-        " --start run256/model.safetensors --seed 1 --minutes 7 --compile\n"
-        "  nearfield drawings train --data packed --out try --tiny --size 64 --batch 16 --limit 64 --steps 20",
+        "  nearfield drawings train --data packed --out run512 --size 512 --option batch=64 --option shift=2"
+        " --start run256/model.safetensors --option seed=1 --minutes 7 --compile\n"
+        "  nearfield drawings train --data packed --out try --tiny --size 64 --option batch=16 --option limit=64"
+        " --steps 20",
     )
     _add_data(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints and results")
@@ -96,13 +97,8 @@ def _add_train(parts: Any) -> None:
     )
     parser.add_argument("--start", type=Path, metavar="FILE", help="start from this model of an earlier run")
     add_integer(parser, "--size", 256, "pixels per side", least=32, most=4096)
-    add_integer(parser, "--batch", 256, "drawings per step")
     add_integer(parser, "--steps", None, "to reach in all, over all runs in --out")
     add_number(parser, "--minutes", None, "time for this run", is_above=True)
-    add_integer(parser, "--seed", 0, "of weights, order and noise; of each run another", least=0)
-    add_integer(parser, "--samples", 64, "pictures on a sample sheet", least=0, most=256)
-    add_integer(parser, "--limit", None, "use so many drawings, evenly spaced")
-    _add_workers(parser)
     parser.add_argument(
         "--tiny", action="store_true", help="a model to try the chain with, in minutes on a CPU"
     )
@@ -111,6 +107,11 @@ def _add_train(parts: Any) -> None:
     add_device(parser)
     add_json(parser)
     further = Further(parser)
+    add_integer(further, "batch", 256, "drawings per step")
+    add_integer(further, "seed", 0, "of weights, order and noise; of each run another", least=0)
+    add_integer(further, "samples", 64, "pictures on a sample sheet", least=0, most=256)
+    add_integer(further, "limit", None, "use this many drawings, evenly spaced")
+    add_integer(further, "workers", os.cpu_count() or 1, "processes that render")
     add_number(further, "learning-rate", 4e-4, "after warming up", is_above=True)
     add_integer(further, "warm-up", 200, "steps until the full learning rate", least=0)
     add_integer(further, "cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)

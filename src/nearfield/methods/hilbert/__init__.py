@@ -69,7 +69,9 @@ class Hilbert(PlanMethod):
         far: tokens per summary of what lies outside the tile (their mean key and value, counted as often as there are
             tokens); None, or 0, for no far field.
         summary: "mean": of keys and of values, as if the tokens of a window were all alike; "weighted": tokens count as
-            they do for the mean query, and windows whose keys differ weigh more.
+            they do for the mean query, and windows whose keys differ weigh more; "sloped": weighted, and what windows
+            give follows each query to first order, by one matrix a head. That is nearer to dense with the same pairs,
+            takes more launches, and does not go over ranks.
         text_reads: what text reads of the images: "all" of their tokens; or the "summary", the far field of everything,
             which spares the most where an image is small beside its text.
         dense_layers: how many of the first layers stay dense, or the indices of those that do (negative ones count
@@ -205,6 +207,10 @@ class Hilbert(PlanMethod):
             found.append(Section(segment.shared, is_spread=is_spread))
             found.append(Section(segment.ring, self.far or 1, is_spread))
         return tuple(section for section in found if section.span[0] < section.span[1])
+
+    @property
+    def can_split(self) -> bool:
+        return self.far is None or self.summary != "sloped"
 
     def check_layers(self, num_layers: int) -> None:
         if self.tile_changes[-1] >= num_layers:

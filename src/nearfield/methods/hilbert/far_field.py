@@ -30,8 +30,9 @@ def far_field_of(
         ends = [torch.tensor([stop], device="cpu") for _, stop in spans]
         sizes = torch.cat([torch.cat(pair).diff() for pair in zip(begins, ends, strict=True)])
         starts = torch.cat(begins).to(device)
+        readers = near.block_counts()[0, 0].index_select(1, starts // k_block) == 0
         plan = planning.from_mask(
-            near.block_counts()[0, 0].index_select(1, starts // k_block) == 0,
+            readers,
             q_block=q_block,
             k_block=1,
             num_queries=geometry.num_tokens,
@@ -41,7 +42,8 @@ def far_field_of(
         )
         _prepare_boxes(plan)
         bias = sizes.double().log().float()
-        return FarField(spans, pattern.far, starts, sizes.int().to(device), bias.to(device), plan)
+        sizes = sizes.int().to(device)
+        return FarField(spans, pattern.far, starts, sizes, bias.to(device), plan, readers[None, None])
 
 
 @lru_cache(maxsize=64)
@@ -56,7 +58,8 @@ def interleaved_far_field(
         return None
     plan = per_head(plans)
     _prepare_boxes(plan)
-    return fields[0]._replace(plan=plan)
+    readers = [field.readers for field in fields if field is not None and field.readers is not None]
+    return fields[0]._replace(plan=plan, readers=torch.cat(readers, dim=1))
 
 
 def _prepare_boxes(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from nearfield._types import Impl
 from nearfield.ops._op import Gradient, Operation
 from nearfield.ops._triton import kernels
 from nearfield.ops.windows import reference
+from nearfield.ops.windows.slopes import Slope, slope_of
 
 
 def window_means(x: Tensor, starts: Tensor, sizes: Tensor, window: int, impl: Impl = "auto") -> Tensor:
@@ -66,6 +67,28 @@ def weighted_windows(
         keys, values, bias = _weighted(key, value, moments, starts, sizes, window, scale, impl)
     shared_by = query.shape[1] // key.shape[1]
     return WeightedWindows(keys, values, bias if shared_by == 1 else bias.repeat_interleave(shared_by, dim=1))
+
+
+def window_slope(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    windows: WeightedWindows,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int,
+    readers: Tensor,
+    q_block: int,
+    *,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Slope:
+    """What weighted windows leave out: how their values change with the query. See `slopes.py`."""
+    with torch.autocast(query.device.type, enabled=False):
+        moments = query_sums(query, starts, sizes, window, key.shape[1], impl) / sizes.sum()
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        call = query, key, value, moments, windows.bias, starts, sizes, window, readers, q_block, scale
+        return slope_of(*call)
 
 
 def query_sums(

@@ -14,7 +14,7 @@ def window_means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) 
         sizes: `[windows]`, how many tokens each holds, from 1 to `window`.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    total = _tokens(x, starts, sizes, window).sum(dim=3, dtype=wide)
+    total = tokens_of(x, starts, sizes, window).sum(dim=3, dtype=wide)
     means: Tensor = total / sizes[:, None]
     return means.to(x.dtype)
 
@@ -22,7 +22,7 @@ def window_means_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) 
 def window_means_backward(grad: Tensor, starts: Tensor, sizes: Tensor, window: int, length: int) -> Tensor:
     """Every token gets its share of the gradient of the mean it is part of; windows share no tokens."""
     wide = torch.promote_types(grad.dtype, torch.float32)
-    place, exists = _places(starts, sizes, window)
+    place, exists = window_places(starts, sizes, window)
     share = (grad.to(wide) / sizes[:, None]).unsqueeze(3) * exists[:, :, None]
     spread = torch.zeros(*grad.shape[:2], length, grad.shape[3], dtype=wide, device=grad.device)
     spread.index_add_(2, place.clamp(max=length - 1).flatten(), share.flatten(2, 3))
@@ -32,7 +32,7 @@ def window_means_backward(grad: Tensor, starts: Tensor, sizes: Tensor, window: i
 def window_sums_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
     """Sums over the tokens of all windows, and of their squares, `[B, H, N, D]` to `[2, B, H, D]`; float32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    tokens = _tokens(x, starts, sizes, window)
+    tokens = tokens_of(x, starts, sizes, window)
     # Squares of what float16 can hold may be beyond it.
     return torch.stack([tokens.sum(dim=(2, 3), dtype=wide), tokens.to(wide).square().sum(dim=(2, 3))])
 
@@ -40,7 +40,7 @@ def window_sums_forward(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -
 def window_sums_backward(grad: Tensor, x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
     """To a token in a window belongs the gradient of the sum, and that of the sum of squares twice as often as it is
     large; to others none."""
-    place, exists = _places(starts, sizes, window)
+    place, exists = window_places(starts, sizes, window)
     times = torch.zeros(x.shape[2], dtype=torch.int32, device=x.device)
     times.index_add_(0, place.clamp(max=x.shape[2] - 1).flatten(), exists.flatten().int())
     plain, squared = grad.unsqueeze(3).unbind()
@@ -58,7 +58,7 @@ def weighted_windows_forward(
         moments: `[2, B, G, D]`, the means of the queries and of their squares, channel by channel.
     """
     found = _weigh(key, moments, starts, sizes, window, scale)
-    values = _tokens(value, starts, sizes, window).to(moments.dtype)
+    values = tokens_of(value, starts, sizes, window).to(moments.dtype)
     mean_value = torch.einsum("bgwn,bgwnd->bgwd", found.weights, values)
     bias = found.scores.logsumexp(dim=3) - scale * torch.einsum("bgwd,bgd->bgw", found.mean, moments[0])
     return found.mean.to(key.dtype), mean_value.to(value.dtype), bias + 2 * torch.log1p(found.rest / 2)
@@ -79,7 +79,7 @@ def weighted_windows_backward(
     Windows are weighed again. Tokens in no window get none.
     """
     found = _weigh(key, moments, starts, sizes, window, scale)
-    values = _tokens(value, starts, sizes, window).to(moments.dtype)
+    values = tokens_of(value, starts, sizes, window).to(moments.dtype)
     grad_keys, grad_values, grad_bias = (grad.to(moments.dtype).unsqueeze(3) for grad in grads)
     grad_bias, keys, weights = grad_bias.unsqueeze(4), found.keys, found.weights.unsqueeze(4)
     mean, variance, rest = found.mean.unsqueeze(3), found.variance.unsqueeze(3), found.rest[..., None, None]
@@ -99,7 +99,7 @@ def weighted_windows_backward(
     to_spread = (grad_rest * variance).sum(2, True) * has_spread
     to_centre = scale * ((grad_scores * keys).sum(3, True) - grad_bias * mean).sum(2, True)
     grad_moments = torch.stack([to_centre - 2 * centre * to_spread, to_spread]).flatten(3, 5)
-    place, exists = _places(starts, sizes, window)
+    place, exists = window_places(starts, sizes, window)
     grad_key = _put_back(to_keys, place, exists, key)
     grad_value = _put_back(weights * grad_values, place, exists, value)
     return grad_key, grad_value, grad_moments
@@ -128,8 +128,8 @@ def _weigh(
 ) -> _Weighed:
     centre, square = moments.unbind()
     spread = (square - centre.square()).clamp(min=0)
-    keys = _tokens(key, starts, sizes, window).to(moments.dtype)
-    _, exists = _places(starts, sizes, window)
+    keys = tokens_of(key, starts, sizes, window).to(moments.dtype)
+    _, exists = window_places(starts, sizes, window)
     scores = scale * torch.einsum("bgwnd,bgd->bgwn", keys, centre)
     scores = scores.masked_fill(~exists, float("-inf"))
     weights = scores.softmax(dim=3)
@@ -147,12 +147,12 @@ def _put_back(spent: Tensor, place: Tensor, exists: Tensor, x: Tensor) -> Tensor
     return grad.to(x.dtype)
 
 
-def _tokens(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
+def tokens_of(x: Tensor, starts: Tensor, sizes: Tensor, window: int) -> Tensor:
     """The tokens of each window, `[B, H, windows, window, D]`; zeros where there are none."""
     if _are_whole(starts, sizes, window):
         whole: Tensor = x.narrow(2, int(starts[0]), len(starts) * window).unflatten(2, (-1, window))
         return whole
-    place, exists = _places(starts, sizes, window)
+    place, exists = window_places(starts, sizes, window)
     found: Tensor = x.index_select(2, place.clamp(max=x.shape[2] - 1).flatten()).unflatten(2, place.shape)
     return found.masked_fill(~exists[:, :, None], 0)
 
@@ -168,7 +168,7 @@ def _are_whole(starts: Tensor, sizes: Tensor, window: int) -> bool:
     return bool((sizes == window).all()) and bool((starts.diff() == window).all())
 
 
-def _places(starts: Tensor, sizes: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def window_places(starts: Tensor, sizes: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Where the tokens of each window stand, and which of them there are; both `[windows, window]`."""
     number = torch.arange(window, device=starts.device)
     return starts[:, None].long() + number, number < sizes[:, None]
