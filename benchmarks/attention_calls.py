@@ -8,21 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import layouts
+from benchmarks import layouts, special
 from benchmarks.cases import Case
 from benchmarks.dense import random_inputs
-from benchmarks.fitted import Fitted, FittedLayer
-from benchmarks.runner import WrongAnswer
 from nearfield import (
-    Attended,
-    FineGrained,
     Geometry,
     LogLinear,
     Method,
     Plan,
     attend_with,
     explain_choice,
-    planning,
 )
 from nearfield.cli.check import (
     Checked,
@@ -36,13 +31,12 @@ from nearfield.cli.check import (
 )
 from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Function
-from nearfield.methods import Moment, PlanLayer, SelectLayer
+from nearfield.methods import PlanLayer, SelectLayer
 from nearfield.methods.loglinear import Chosen, choose
 from nearfield.ops import attend, pool
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 _TILES = 16
-_STEPS = 2**30
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Call:
     """The tensors of a case."""
 
     def __init__(self, case: Case, device: torch.device, impl: Any) -> None:
-        self.on, self.device, self.impl = case.on, device, impl
+        self.case, self.on, self.device, self.impl = case, case.on, device, impl
         self.preset = preset_of(case)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.geometry = Geometry(self.preset.grid, text=self.preset.text)
@@ -119,8 +113,8 @@ class Call:
             return dict(plan_works(self))
         if isinstance(self.method, LogLinear):
             return dict(loglinear_works(self, self.method))
-        if isinstance(self.method, FineGrained):
-            return dict(fine_works(self, self.method))
+        if works := special.of(self.case.method).works:
+            return dict(works(self, self.method))
         return {FORWARD: method_work(self, self.method)}
 
     @property
@@ -155,7 +149,7 @@ def plan_works(call: Call) -> Iterator[tuple[str, Work]]:
         parts = _row_parts(call, plan) if call.on["plan"] == "ragged" else {}
         yield (
             FORWARD,
-            Work(run, partial(_judged, call, run, plan), plan.density, FORWARD, parts, True, plan, facts),
+            Work(run, partial(judge, call, run, plan), plan.density, FORWARD, parts, True, plan, facts),
         )
         return
     with poisoned_memory():
@@ -182,7 +176,7 @@ def made_plan(call: Call) -> Plan:
     return layouts.tiles(preset, _TILES, centre=True, **blocks, device=call.device)
 
 
-def _judged(call: Call, run: Function, plan: Plan, rows: tuple[int, ...] = (), **far: Any) -> Checked:
+def judge(call: Call, run: Function, plan: Plan, rows: tuple[int, ...] = (), **far: Any) -> Checked:
     with poisoned_memory():
         found: Any = run()
     return check_forward(call.tensors, plan, *found, rows=rows, **far)
@@ -218,7 +212,7 @@ def method_work(call: Call, method: Method) -> Work:
         keep = layer.choose(*call.tensors, impl=call.impl).keep
         plan = layer.blocks.plan(keep, compact=False)
         sizes = {"q_block": plan.q_block, "k_block": plan.k_block}
-        return Work(run, partial(_judged, call, run, plan), plan.density, parts=moved, facts=sizes)
+        return Work(run, partial(judge, call, run, plan), plan.density, parts=moved, facts=sizes)
     if not isinstance(layer, PlanLayer):
         raise NotImplementedError(f"nothing here can judge what {type(method).__name__} chooses")
     kept = layer.num_pairs / call.geometry.num_tokens**2
@@ -228,7 +222,7 @@ def method_work(call: Call, method: Method) -> Work:
         "impl": _implementations(call, layer),
     }
     rows = _rows_of_every_kind(method, call, layer.near)
-    judged = partial(_judged, call, run, layer.near, rows, far=layer.far, summary=layer.summary)
+    judged = partial(judge, call, run, layer.near, rows, far=layer.far, summary=layer.summary)
     only = layer.near if layer.far is None else None
     return Work(run, judged, kept, parts=moved, in_graph=True, plan=only, facts=facts)
 
@@ -322,36 +316,3 @@ def _chosen_row(
     scores = rows @ torch.cat(keys).mT * query.shape[-1] ** -0.5
     out = torch.softmax(scores + torch.cat(bias), -1) @ torch.cat(values)
     return out if grad_out is None else torch.autograd.grad(out, rows, grad_out.to(dtype))[0]
-
-
-def fine_works(call: Call, method: FineGrained) -> Iterator[tuple[str, Work]]:
-    """A call that finds its lists, one that predicts them, and one that makes them; each skips the share asked for."""
-    skipped = 0.7 if call.on["skipped"] is None else call.on["skipped"]
-    cached = Fitted.of(method, skipped, predict="cached", refresh=(0.0,))
-    online = Fitted.of(method, skipped, predict="online", min_similarity=None)
-    finds, makes, predicts = (each.layer(call.geometry) for each in (cached, cached, online))
-    makes.fitted.layers[0] = finds  # what is kept is asked of the one that finds its lists
-    full = planning.full(call.preset.tokens, call.preset.tokens, device=call.device)
-    facts = {"q_block": method.query_block, "k_block": method.grain}
-
-    def attended(layer: FittedLayer, step: int) -> Attended:
-        layer.set_step(Moment(step, _STEPS))
-        return layer.attend(*call.alike, impl=call.impl)
-
-    def made_anew() -> Attended:
-        makes.forget()
-        return attended(makes, 0)
-
-    attended(finds, 0)
-    for name, fitted, layer, run in (
-        ("cached", cached, finds, partial(attended, finds, 1)),
-        ("online", online, predicts, partial(attended, predicts, 1)),
-    ):
-        run()
-        if fitted.misfit:
-            raise WrongAnswer(fitted.misfit)
-        is_cached = name == "cached"
-        plan = fitted.plans()[0] if is_cached else layer.predicted(*call.alike[:2], impl=call.impl)
-        memory = {"list_bytes": plan.blocks.nbytes}
-        yield name, Work(run, partial(_judged, call, run, plan), fitted.kept, facts=facts | memory)
-    yield "refresh", Work(made_anew, partial(_judged, call, made_anew, full), 1.0, facts=facts)
