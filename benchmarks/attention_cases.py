@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import special
+from benchmarks.attention_calls import line
 from benchmarks.cases import CPU, CUDA, QUICK, Case, named
 from nearfield.cli import presets
 
@@ -98,35 +99,6 @@ def _hilbert() -> Iterator[Case]:
         yield Case(f"hilbert-{name}", {"preset": preset}, "Hilbert", fields, targets, where)
 
 
-def _line(batch: int, heads: int, tokens: int, head_dim: int) -> dict[str, Any]:
-    """Tensors whose tokens stand in one line."""
-    return {"batch": batch, "heads": heads, "head_dim": head_dim, "grid": [tokens], "text": 0}
-
-
-def _loglinear() -> Iterator[Case]:
-    for shape, levels, where in (
-        ((4, 6, 16384, 64), 2, CUDA),
-        ((1, 6, 65536, 64), 2, CUDA),
-        ((4, 6, 65536, 64), 2, CUDA),
-        ((1, 6, 131072, 64), 2, CUDA),
-        ((1, 6, 16384, 64), "auto", CUDA),
-        ((1, 6, 65536, 64), "auto", CUDA),
-        ((1, 6, 262144, 64), "auto", CUDA),
-        ((1, 2, 1024, 32), 1, QUICK),
-        ((1, 2, 1000, 32), "auto", QUICK),
-    ):
-        name = "loglinear-" + "x".join(map(str, shape)) + ("-auto" if levels == "auto" else "")
-        on = {"preset": _line(*shape), "backward": True}
-        yield Case(name, on, "LogLinear", {"levels": levels}, where=(where,))
-
-
-MILLISECONDS = {
-    "loglinear-4x6x16384x64": (0.29, 1.3),
-    "loglinear-1x6x65536x64": (0.39, 2.0),
-    "loglinear-4x6x65536x64": (1.45, 6.5),
-    "loglinear-1x6x131072x64": (0.95, 5.0),
-}
-"""Milliseconds to reach on one H200: forward, and forward with backward."""
 _LISTS: dict[str, tuple[tuple[int, int, int], float, tuple[tuple[int, int], ...]]] = {
     "flux-2048": ((24, 16896, 128), 0.121, ((128, 128), (128, 64), (64, 64))),
     "wan-480p": ((12, 32768, 128), 0.297, ((128, 128), (64, 64))),
@@ -153,7 +125,7 @@ def _rivals() -> Iterator[Case]:
     """Lists that other packages read, too (`--rivals`), and shapes that are in no preset."""
     for name, ((heads, tokens, dim), kept, blocks) in _LISTS.items():
         for queries, keys in blocks:
-            preset = _line(1, heads, tokens, dim) | {"kept": kept}
+            preset = line(1, heads, tokens, dim) | {"kept": kept}
             on = {"preset": preset, "plan": "random", "grain": keys, "q_block": queries}
             for suffix, backward in (("", False), ("-backward", True)):
                 yield Case(f"lists-{name}-{queries}x{keys}{suffix}", on | {"backward": backward})
@@ -164,5 +136,4 @@ def _rivals() -> Iterator[Case]:
             yield Case(f"shape-{name}-{kind}", on, "Hilbert", fields)
 
 
-_OWN = special.cases("attention")
-CASES = named((*_plans(), *_hilbert(), *_loglinear(), *_OWN, *_rivals()), DEFAULTS)
+CASES = named((*_plans(), *_hilbert(), *special.cases("attention"), *_rivals()), DEFAULTS)

@@ -156,11 +156,18 @@ class StepBenchmark(Benchmark):
 
     def _measured(self, case: Case, built: Built, size: Size) -> Iterator[Record]:
         arguments = built.arguments(size)
-        variants = list(self._variants(case, built, size, _step(built, arguments)))
+        step = _step(built, arguments)
+        variants = list(self._variants(case, built, size, step))
         dense = self._dense(built)
-        turns = self._turns(variants, dense, built, size, arguments)
+        turns: dict[str, Turn] = {name: (context, step) for name, context in dense.items()}
+        turns |= {f"{OURS}, {variant.name}": variant.turn for variant in variants}
+        turns[CEILING] = self._with_dense(WithoutAttention), step
+        ordering = variants[0].method.ordering(built.geometry(size), device=self.device)
+        turns[REORDERING] = nullcontext, partial(built.moving(arguments, size).by, ordering)
+        for variant in variants:
+            turns |= variant.parts
         contexts = {name: context for name, (context, _) in turns.items()}
-        functions = {name: step for name, (_, step) in turns.items()}
+        functions = {name: function for name, (_, function) in turns.items()}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with torch.no_grad():
@@ -184,26 +191,6 @@ class StepBenchmark(Benchmark):
                 raise WrongAnswer("the output holds values that are not finite")
             counted = handle.pairs_kept() if density is None else density
             return counted, str(handle.summary())
-
-    def _turns(
-        self,
-        variants: Sequence[Variant],
-        dense: Mapping[str, Context],
-        built: Built,
-        size: Size,
-        arguments: Arguments,
-    ) -> dict[str, Turn]:
-        step, ordering = (
-            _step(built, arguments),
-            variants[0].method.ordering(built.geometry(size), device=self.device),
-        )
-        turns: dict[str, Turn] = {name: (context, step) for name, context in dense.items()}
-        turns |= {f"{OURS}, {variant.name}": variant.turn for variant in variants}
-        turns[CEILING] = self._with_dense(WithoutAttention), step
-        turns[REORDERING] = nullcontext, partial(built.moving(arguments, size).by, ordering)
-        for variant in variants:
-            turns |= variant.parts
-        return turns
 
     def _variants(self, case: Case, built: Built, size: Size, step: Step) -> Iterator[Variant]:
         method: Any = case.made()

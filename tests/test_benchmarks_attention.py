@@ -13,12 +13,13 @@ import torch
 from benchmarks import attention_calls, layouts
 from benchmarks.attention import Attention, usable_dense
 from benchmarks.attention_calls import BACKWARD, BOTH, FORWARD, Call, made_plan, preset_of
-from benchmarks.attention_cases import CASES, DEFAULTS, MILLISECONDS, hilbert_fields
+from benchmarks.attention_cases import CASES, DEFAULTS, hilbert_fields
 from benchmarks.cases import Case
 from benchmarks.dense import dense_attention, random_inputs
 from benchmarks.report import Record
 from benchmarks.rivals import flex
 from benchmarks.runner import Session, WrongAnswer
+from benchmarks.special import loglinear
 from tests import command_line as cli
 from tests.tiles import paper
 from torch import Tensor
@@ -126,7 +127,7 @@ def test_plans_suit_the_device() -> None:
 def test_targets_of_loglinear_are_half_of_what_was_released() -> None:
     released = {"4x6x16384x64": (0.583, 3.03), "1x6x65536x64": (0.780, 5.03)}
     for name, (forward, both) in released.items():
-        target = MILLISECONDS[f"loglinear-{name}"]
+        target = loglinear.MILLISECONDS[f"loglinear-{name}"]
         assert target[0] <= forward / 1.99
         assert target[1] <= both / 2
 
@@ -238,7 +239,7 @@ def test_what_was_never_written_gets_no_figure(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_wrong_answer_of_loglinear_gets_no_figure(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its result, or in its gradients alone."""
-    right = attention_calls.attend_with
+    right = loglinear.attend_with
 
     def wrong(*given: Any, **options: Any) -> torch.Tensor:
         out = right(*given, **options)
@@ -247,7 +248,7 @@ def test_a_wrong_answer_of_loglinear_gets_no_figure(backward: bool, monkeypatch:
             return out
         return out * 1.01
 
-    monkeypatch.setattr(attention_calls, "attend_with", wrong)
+    monkeypatch.setattr(loglinear, "attend_with", wrong)
     with pytest.raises(WrongAnswer, match="relative error"):
         measured(LOGLINEAR)
 

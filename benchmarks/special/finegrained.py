@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention_calls import Call, Work, judge
+from benchmarks.attention_calls import Call, Work, judge, line
 from benchmarks.cases import CPU, CUDA, QUICK, Case
 from benchmarks.runner import WrongAnswer
 from benchmarks.special import Special
@@ -259,7 +259,7 @@ _CALL_TARGETS = {
 _TENSORS: dict[str, Any] = {
     "wan-480p": "wan-480p",
     "wan-720p": {"batch": 1, "heads": 40, "head_dim": 128, "grid": [21, 45, 80], "text": 0},
-    "small": {"batch": 1, "heads": 2, "head_dim": 32, "grid": [900], "text": 0},
+    "small": line(1, 2, 900, 32),
 }
 
 
