@@ -135,9 +135,6 @@ def test_every_case_of_a_table_can_be_made(kind: str) -> None:
     assert table.keys() == {case.name for case in table.values()}
 
 
-# -- the loop ----------------------------------------------------------------------------------------------------------
-
-
 def test_methods_with_a_module_of_their_own_are_known_and_so_are_their_cases() -> None:
     for name, own in special.known().items():
         assert name in {kind.__name__ for kind in method_classes().values()}
@@ -146,6 +143,9 @@ def test_methods_with_a_module_of_their_own_are_known_and_so_are_their_cases() -
             names = {case.on.get("pattern", case.name) for case in table if case.method == name}
             assert {case.name for case in listed} <= names
     assert special.of("Hilbert") == special.Special("Hilbert")
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_writes_a_table_a_document_and_a_picture(
