@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import rivals
 from benchmarks.attention_calls import BACKWARD, BOTH, FORWARD, Call, Work, preset_of
-from benchmarks.attention_cases import CASES, DEFAULTS, MILLISECONDS
+from benchmarks.attention_cases import CASES, DEFAULTS
 from benchmarks.cases import Case
 from benchmarks.dense import Dense, dense_attention
 from benchmarks.report import Column, Record, error_cell, speed_figures, target_cell, times_cell
@@ -100,8 +100,7 @@ class Attention(Benchmark):
         others: Mapping[str, Timing],
     ) -> Record:
         graph, parts = timings.get(name + _GRAPH), {part: timings[part] for part in work.parts}
-        # Of many small kernels that the processor takes longer to launch than the GPU to run, the graph says more.
-        mine = graph if graph and case.method == "LogLinear" else timings[name]
+        mine = graph if graph and work.by_graph else timings[name]
         found = speed_figures(mine.median, dense, work.kept, case.targets.get(name))
         found["speed_ups"] |= {each: timing.median / mine.median for each, timing in others.items()}
         batch, heads, tokens, dim = call.preset.shape
@@ -118,10 +117,6 @@ class Attention(Benchmark):
             "reordering_share": _reordering_share(mine, parts),
             "extra_bytes": self._extra_bytes(call, work),
         }
-        if case.name in MILLISECONDS:
-            found["target_milliseconds"] = dict(zip((FORWARD, BOTH), MILLISECONDS[case.name], strict=True))[
-                name
-            ]
         return found | dict(work.facts)
 
     # -- what is timed ---------------------------------------------------------------------------------------------

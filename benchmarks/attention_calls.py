@@ -8,41 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import layouts
+from benchmarks import layouts, special
 from benchmarks.cases import Case
 from benchmarks.dense import random_inputs
-from benchmarks.fitted import Fitted, FittedLayer
-from benchmarks.runner import WrongAnswer
-from nearfield import (
-    Attended,
-    FineGrained,
-    Geometry,
-    LogLinear,
-    Method,
-    Plan,
-    attend_with,
-    explain_choice,
-    planning,
-)
-from nearfield.cli.check import (
-    Checked,
-    Inputs,
-    check_backward,
-    check_forward,
-    compare,
-    keys_of,
-    poisoned_memory,
-    worst,
-)
+from nearfield import Geometry, Method, Plan, explain_choice
+from nearfield.cli.check import Checked, Inputs, check_backward, check_forward, poisoned_memory
 from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Function
-from nearfield.methods import Moment, PlanLayer, SelectLayer
-from nearfield.methods.loglinear import Chosen, choose
-from nearfield.ops import attend, pool
+from nearfield.methods import PlanLayer, SelectLayer
+from nearfield.ops import attend
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 _TILES = 16
-_STEPS = 2**30
 
 
 @dataclass(frozen=True)
@@ -57,6 +34,8 @@ class Work:
         in_graph: whether it never waits for the device, so that it can be captured.
         plan: where it says all that is read.
         facts: for its record.
+        by_graph: whether the time of the graph counts, where there is one: for many small kernels that the processor
+            takes longer to launch than the GPU to run.
     """
 
     run: Function
@@ -67,13 +46,14 @@ class Work:
     in_graph: bool = False
     plan: Plan | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    by_graph: bool = False
 
 
 class Call:
     """The tensors of a case."""
 
     def __init__(self, case: Case, device: torch.device, impl: Any) -> None:
-        self.on, self.device, self.impl = case.on, device, impl
+        self.case, self.on, self.device, self.impl = case, case.on, device, impl
         self.preset = preset_of(case)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.geometry = Geometry(self.preset.grid, text=self.preset.text)
@@ -117,10 +97,8 @@ class Call:
         """What is timed, by name."""
         if self.method is None:
             return dict(plan_works(self))
-        if isinstance(self.method, LogLinear):
-            return dict(loglinear_works(self, self.method))
-        if isinstance(self.method, FineGrained):
-            return dict(fine_works(self, self.method))
+        if works := special.of(self.case.method).works:
+            return dict(works(self, self.method))
         return {FORWARD: method_work(self, self.method)}
 
     @property
@@ -140,6 +118,11 @@ def preset_of(case: Case) -> Preset:
     return Preset(case.name, **{"kept": 0.25, **given, "grid": tuple(given["grid"])})
 
 
+def line(batch: int, heads: int, tokens: int, head_dim: int) -> dict[str, Any]:
+    """Sizes of tensors whose tokens stand in one line, as `preset_of` takes them."""
+    return {"batch": batch, "heads": heads, "head_dim": head_dim, "grid": [tokens], "text": 0}
+
+
 # -- a plan ------------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +138,7 @@ def plan_works(call: Call) -> Iterator[tuple[str, Work]]:
         parts = _row_parts(call, plan) if call.on["plan"] == "ragged" else {}
         yield (
             FORWARD,
-            Work(run, partial(_judged, call, run, plan), plan.density, FORWARD, parts, True, plan, facts),
+            Work(run, partial(judge, call, run, plan), plan.density, FORWARD, parts, True, plan, facts),
         )
         return
     with poisoned_memory():
@@ -182,7 +165,7 @@ def made_plan(call: Call) -> Plan:
     return layouts.tiles(preset, _TILES, centre=True, **blocks, device=call.device)
 
 
-def _judged(call: Call, run: Function, plan: Plan, rows: tuple[int, ...] = (), **far: Any) -> Checked:
+def judge(call: Call, run: Function, plan: Plan, rows: tuple[int, ...] = (), **far: Any) -> Checked:
     with poisoned_memory():
         found: Any = run()
     return check_forward(call.tensors, plan, *found, rows=rows, **far)
@@ -218,7 +201,7 @@ def method_work(call: Call, method: Method) -> Work:
         keep = layer.choose(*call.tensors, impl=call.impl).keep
         plan = layer.blocks.plan(keep, compact=False)
         sizes = {"q_block": plan.q_block, "k_block": plan.k_block}
-        return Work(run, partial(_judged, call, run, plan), plan.density, parts=moved, facts=sizes)
+        return Work(run, partial(judge, call, run, plan), plan.density, parts=moved, facts=sizes)
     if not isinstance(layer, PlanLayer):
         raise NotImplementedError(f"nothing here can judge what {type(method).__name__} chooses")
     kept = layer.num_pairs / call.geometry.num_tokens**2
@@ -228,7 +211,7 @@ def method_work(call: Call, method: Method) -> Work:
         "impl": _implementations(call, layer),
     }
     rows = _rows_of_every_kind(method, call, layer.near)
-    judged = partial(_judged, call, run, layer.near, rows, far=layer.far, summary=layer.summary)
+    judged = partial(judge, call, run, layer.near, rows, far=layer.far, summary=layer.summary)
     only = layer.near if layer.far is None else None
     return Work(run, judged, kept, parts=moved, in_graph=True, plan=only, facts=facts)
 
@@ -249,109 +232,3 @@ def _implementations(call: Call, layer: PlanLayer) -> str:
         pooled = layer.far.pooled(key)
         names.append(explain_choice(query, pooled, layer.far.plan, key_bias=bias, impl=call.impl).impl)
     return " + ".join(dict.fromkeys(names))
-
-
-def loglinear_works(call: Call, method: LogLinear) -> Iterator[tuple[str, Work]]:
-    """The call, and with its backward; pooling and choosing by themselves."""
-    attention = partial(attend_with, method, impl=call.impl)
-    tokens = call.preset.tokens
-    kept = min(1.0, method.keys_per_query(tokens) / tokens)
-    levels = method.num_levels(tokens, tokens)
-    parts: dict[str, Function] = {
-        "pooling": lambda: [pool(x, method.block, levels, call.impl) for x in call.alike],
-        "pooling, choosing and lists": lambda: choose(method, *call.alike, impl=call.impl),
-    }
-    facts = {"keys_per_query": method.keys_per_query(tokens)}
-    run = partial(attention, *call.alike)
-    yield (
-        FORWARD,
-        Work(run, partial(_judge_chosen, call, method, run), kept, FORWARD, parts, True, facts=facts),
-    )
-    if call.on["backward"]:
-        both = partial(call.differentiated, attention, call.alike)
-        judged = partial(_judge_chosen, call, method, lambda: both()[0], gradients=True)
-        yield BOTH, Work(both, judged, kept, BOTH, in_graph=True, facts=facts)
-
-
-def _judge_chosen(
-    call: Call, method: LogLinear, run: Callable[[], Tensor], *, gradients: bool = False
-) -> Checked:
-    """Some blocks of queries against float64, for what was chosen.
-
-    Args:
-        run: gives results, or the gradients of the queries.
-    """
-    with poisoned_memory():
-        out = run()
-    if not bool(torch.isfinite(out).all()):
-        return Checked(float("nan"), 0.0, "out holds values that are not finite")
-    found = choose(method, *call.alike, impl=call.impl)
-    samples = []
-    for head in ((0, 0), (out.shape[0] - 1, out.shape[1] - 1)):
-        for row in sorted({0, found.near.num_rows // 2, found.near.num_rows - 1}):
-            rows = slice(row * method.block, (row + 1) * method.block)
-            grad_out = call.grad_out[head][rows] if gradients else None
-            exact, rough = (
-                _chosen_row(call.alike, found, head, row, dtype, grad_out)
-                for dtype in (torch.float64, out.dtype)
-            )
-            samples.append(compare(out[head][rows], exact, rough, f"head {head[1]}, row {row}"))
-    return worst(samples)
-
-
-def _chosen_row(
-    inputs: Inputs,
-    found: Chosen,
-    head: tuple[int, int],
-    row: int,
-    dtype: torch.dtype,
-    grad_out: Tensor | None,
-) -> Tensor:
-    """What one block of queries should give, or the gradient of these queries, computed in `dtype`."""
-    query, key, value = (x.detach()[head].to(dtype) for x in inputs)
-    first, block = row * found.near.q_block, found.near.q_block
-    near = keys_of(found.near, head, row)
-    keys, values, bias = [key[near]], [value[near]], [key.new_zeros(len(near))]
-    if found.far is not None and found.key is not None and found.value is not None:
-        assert found.bias is not None
-        far = keys_of(found.far, head, first // found.far.q_block)
-        keys.append(found.key[head][far].to(dtype))
-        values.append(found.value[head][far].to(dtype))
-        bias.append(found.bias[0, 0, far].to(dtype))
-    rows = query[first : first + block].requires_grad_(grad_out is not None)
-    scores = rows @ torch.cat(keys).mT * query.shape[-1] ** -0.5
-    out = torch.softmax(scores + torch.cat(bias), -1) @ torch.cat(values)
-    return out if grad_out is None else torch.autograd.grad(out, rows, grad_out.to(dtype))[0]
-
-
-def fine_works(call: Call, method: FineGrained) -> Iterator[tuple[str, Work]]:
-    """A call that finds its lists, one that predicts them, and one that makes them; each skips the share asked for."""
-    skipped = 0.7 if call.on["skipped"] is None else call.on["skipped"]
-    cached = Fitted.of(method, skipped, predict="cached", refresh=(0.0,))
-    online = Fitted.of(method, skipped, predict="online", min_similarity=None)
-    finds, makes, predicts = (each.layer(call.geometry) for each in (cached, cached, online))
-    makes.fitted.layers[0] = finds  # what is kept is asked of the one that finds its lists
-    full = planning.full(call.preset.tokens, call.preset.tokens, device=call.device)
-    facts = {"q_block": method.query_block, "k_block": method.grain}
-
-    def attended(layer: FittedLayer, step: int) -> Attended:
-        layer.set_step(Moment(step, _STEPS))
-        return layer.attend(*call.alike, impl=call.impl)
-
-    def made_anew() -> Attended:
-        makes.forget()
-        return attended(makes, 0)
-
-    attended(finds, 0)
-    for name, fitted, layer, run in (
-        ("cached", cached, finds, partial(attended, finds, 1)),
-        ("online", online, predicts, partial(attended, predicts, 1)),
-    ):
-        run()
-        if fitted.misfit:
-            raise WrongAnswer(fitted.misfit)
-        is_cached = name == "cached"
-        plan = fitted.plans()[0] if is_cached else layer.predicted(*call.alike[:2], impl=call.impl)
-        memory = {"list_bytes": plan.blocks.nbytes}
-        yield name, Work(run, partial(_judged, call, run, plan), fitted.kept, facts=facts | memory)
-    yield "refresh", Work(made_anew, partial(_judged, call, made_anew, full), 1.0, facts=facts)

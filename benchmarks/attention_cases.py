@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks import special
+from benchmarks.attention_calls import line
 from benchmarks.cases import CPU, CUDA, QUICK, Case, named
 from nearfield.cli import presets
 
@@ -18,7 +20,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """What a call is: the tensors (a preset's name, or batch, heads, head_dim, grid and text), the layer of a method, or
 instead of a method a plan ("random" lists with `grain` keys per id, "tiles", or "ragged": tiles and the parts they
-consist of), blocks, whether the backward is timed, and the share of keys that FineGrained is to skip."""
+consist of), blocks, whether the backward is timed, and the share of keys that is to be skipped."""
 
 
 def _plans() -> Iterator[Case]:
@@ -97,66 +99,6 @@ def _hilbert() -> Iterator[Case]:
         yield Case(f"hilbert-{name}", {"preset": preset}, "Hilbert", fields, targets, where)
 
 
-def _line(batch: int, heads: int, tokens: int, head_dim: int) -> dict[str, Any]:
-    """Tensors whose tokens stand in one line."""
-    return {"batch": batch, "heads": heads, "head_dim": head_dim, "grid": [tokens], "text": 0}
-
-
-def _loglinear() -> Iterator[Case]:
-    for shape, levels, where in (
-        ((4, 6, 16384, 64), 2, CUDA),
-        ((1, 6, 65536, 64), 2, CUDA),
-        ((4, 6, 65536, 64), 2, CUDA),
-        ((1, 6, 131072, 64), 2, CUDA),
-        ((1, 6, 16384, 64), "auto", CUDA),
-        ((1, 6, 65536, 64), "auto", CUDA),
-        ((1, 6, 262144, 64), "auto", CUDA),
-        ((1, 2, 1024, 32), 1, QUICK),
-        ((1, 2, 1000, 32), "auto", QUICK),
-    ):
-        name = "loglinear-" + "x".join(map(str, shape)) + ("-auto" if levels == "auto" else "")
-        on = {"preset": _line(*shape), "backward": True}
-        yield Case(name, on, "LogLinear", {"levels": levels}, where=(where,))
-
-
-MILLISECONDS = {
-    "loglinear-4x6x16384x64": (0.29, 1.3),
-    "loglinear-1x6x65536x64": (0.39, 2.0),
-    "loglinear-4x6x65536x64": (1.45, 6.5),
-    "loglinear-1x6x131072x64": (0.95, 5.0),
-}
-"""Milliseconds to reach on one H200: forward, and forward with backward."""
-_FINE_TARGETS = {
-    ("wan-480p", 0.7): {
-        "cached": 3.1,
-        "online": 2.8,
-        "refresh": 1 / 1.6,
-    },  # a refresh takes 1.6 dense calls at most
-    ("wan-720p", 0.7): {"cached": 3.0},
-    ("wan-480p", 0.9): {"cached": 9.0},
-}
-_FINE_TENSORS: dict[str, Any] = {
-    "wan-480p": "wan-480p",
-    "wan-720p": {"batch": 1, "heads": 40, "head_dim": 128, "grid": [21, 45, 80], "text": 0},
-    "small": _line(1, 2, 900, 32),
-}
-
-
-def _fine() -> Iterator[Case]:
-    for model, skipped, blocks, where in (
-        ("wan-480p", 0.7, ((128, 1), (128, 4), (128, 8), (192, 1), (192, 4), (192, 8)), CUDA),
-        ("wan-480p", 0.9, ((128, 8), (192, 8)), CUDA),
-        ("wan-720p", 0.7, ((128, 8), (192, 8)), CUDA),
-        ("small", 0.7, ((64, 4),), QUICK),
-    ):
-        for queries, grain in blocks:
-            name = f"fine-{model}-{100 * skipped:.0f}-{queries}x{grain}"
-            fields = {"query_block": queries, "grain": grain}
-            targets = _FINE_TARGETS.get((model, skipped), {})
-            on = {"preset": _FINE_TENSORS[model], "skipped": skipped}
-            yield Case(name, on, "FineGrained", fields, targets, (where,))
-
-
 _LISTS: dict[str, tuple[tuple[int, int, int], float, tuple[tuple[int, int], ...]]] = {
     "flux-2048": ((24, 16896, 128), 0.121, ((128, 128), (128, 64), (64, 64))),
     "wan-480p": ((12, 32768, 128), 0.297, ((128, 128), (64, 64))),
@@ -183,7 +125,7 @@ def _rivals() -> Iterator[Case]:
     """Lists that other packages read, too (`--rivals`), and shapes that are in no preset."""
     for name, ((heads, tokens, dim), kept, blocks) in _LISTS.items():
         for queries, keys in blocks:
-            preset = _line(1, heads, tokens, dim) | {"kept": kept}
+            preset = line(1, heads, tokens, dim) | {"kept": kept}
             on = {"preset": preset, "plan": "random", "grain": keys, "q_block": queries}
             for suffix, backward in (("", False), ("-backward", True)):
                 yield Case(f"lists-{name}-{queries}x{keys}{suffix}", on | {"backward": backward})
@@ -194,9 +136,4 @@ def _rivals() -> Iterator[Case]:
             yield Case(f"shape-{name}-{kind}", on, "Hilbert", fields)
 
 
-def _all() -> Iterator[Case]:
-    for case in (*_plans(), *_hilbert(), *_loglinear(), *_fine(), *_rivals()):
-        yield Case(case.name, {**DEFAULTS, **case.on}, case.method, case.fields, case.targets, case.where)
-
-
-CASES = named(_all())
+CASES = named((*_plans(), *_hilbert(), *special.cases("attention"), *_rivals()), DEFAULTS)

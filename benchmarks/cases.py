@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from nearfield import Method
@@ -26,7 +27,8 @@ class Case:
         on: what the method is applied to, by the benchmark's own names.
         method: its class, as a recipe names it; empty where there is none.
         fields: of the method.
-        targets: the speed-up over dense that is to be reached on one H200, by the work that a record names.
+        targets: what is to be reached on one H200, by the work that a record names: the speed-up over dense, or in
+            `host` microseconds.
         where: the devices on which it is measured by default ("cuda", "cpu"), and "quick" if `--quick` measures it.
     """
 
@@ -57,9 +59,9 @@ class Case:
         return f"{self.name}: {self.method}({given}) on {on}" if self.method else f"{self.name}: {on}"
 
 
-def named(cases: Iterable[Case]) -> dict[str, Case]:
-    """A table by names, each of which stands there once."""
-    listed = list(cases)
+def named(cases: Iterable[Case], defaults: Fields = MappingProxyType({})) -> dict[str, Case]:
+    """A table by names, each of which stands there once; every case is `on` the defaults, where it says no other."""
+    listed = [replace(case, on={**defaults, **case.on}) for case in cases]
     table = {case.name: case for case in listed}
     assert len(table) == len(listed)
     return table

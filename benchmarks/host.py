@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import special
 from benchmarks.attention_cases import DEFAULT, hilbert_fields
 from benchmarks.cases import CPU, CUDA, QUICK, Case, named
 from benchmarks.report import Column, Record
@@ -31,14 +32,11 @@ _METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiles-weighted": ("Hilbert", hilbert_fields(None, far=16, summary="weighted")),
     "default": ("Hilbert", DEFAULT),
     "loglinear": ("LogLinear", {}),
-    "fine-cached": ("FineGrained", {}),
-    "fine-online": ("FineGrained", {"predict": "online"}),
 }
 _LEAST: dict[str, dict[str, float]] = {
     "paper": {INFERENCE: 80, COMPILED: 40},
     "default": {INFERENCE: 200, TRAINING: 800, COMPILED: 80},
     "loglinear": {INFERENCE: 200, COMPILED: 80},
-    "fine-cached": {INFERENCE: 200, COMPILED: 80},
 }
 """Microseconds to reach on one H200's host."""
 
@@ -46,7 +44,8 @@ _LEAST: dict[str, dict[str, float]] = {
 def _cases() -> Iterator[Case]:
     for name, (method, fields) in _METHODS.items():
         quick = (QUICK,) if name in ("sdpa", "paper", "default") else ()
-        yield Case(name, DEFAULTS, method, fields, where=(CUDA, CPU, *quick))
+        yield Case(name, {}, method, fields, _LEAST.get(name, {}), (CUDA, CPU, *quick))
+    yield from special.cases("host")
 
 
 class Host(Benchmark):
@@ -56,7 +55,7 @@ class Host(Benchmark):
         "  python -m benchmarks host --json host.json\n"
         '  python -m benchmarks host --case \'{"method": "BlockTopK", "fields": {"keep": 0.1}}\''
     )
-    table = named(_cases())
+    table = named(_cases(), DEFAULTS)
     defaults = DEFAULTS
 
     def measure(self, case: Case) -> Iterator[Record]:
@@ -70,11 +69,10 @@ class Host(Benchmark):
                 yield about | {"status": "not run", "note": f"not compiled: {reason}"}
                 continue
             host, whole = self._timed(run)
-            target = _LEAST.get(case.name, {}).get(work)
             yield about | {
                 "host_microseconds": host,
                 "call_microseconds": whole,
-                "target_microseconds": target,
+                "target_microseconds": case.targets.get(work),
             }
 
     def _call(self, case: Case) -> tuple[Callable[..., Tensor], Sequence[Tensor], str | None]:

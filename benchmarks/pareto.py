@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, special
 from benchmarks.report import Column, Record, plain
 from nearfield.cli import FAILED, OK, UsageError, add_json, add_plot, machine, wrong
 from nearfield.cli.reports import write_reports
@@ -30,8 +30,8 @@ _FAMILIES = {
     "Composition": "Merge | Hilbert",
     "merge": "Merge",
     "merge+hilbert": "Merge | Hilbert",
-    "fine": "FineGrained",
     "": "a plan",
+    **{name: each.method for each in special.known().values() for name in each.former},
 }
 examples = (
     "  python -m benchmarks pareto --plot pareto.png\n"

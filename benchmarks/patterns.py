@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks import special
 from benchmarks.cases import CPU, CUDA, QUICK, Case, Fields, named
 from benchmarks.rivals import masks  # noqa: F401, registers them
 
@@ -15,7 +16,7 @@ was trained with the pattern; and a LoRA."""
 
 
 def _pattern(name: str, fields: Fields | None = None, method: str = "Hilbert") -> Case:
-    return Case(name, DEFAULTS, method, fields or {})
+    return Case(name, {}, method, fields or {})
 
 
 def tuning_of(case: Case) -> str:
@@ -101,14 +102,7 @@ GROUPS: dict[str, Sequence[Case]] = {
     ],
     "chosen": [
         *(_chosen(f"LogLinear, top {topk}", "LogLinear", topk=topk) for topk in (8, 16)),
-        *(
-            _chosen(f"FineGrained, {weight}", "FineGrained", threshold=weight)
-            for weight in ("0.25/N", "0.5/N", "1/N")
-        ),
-        *(
-            _chosen(f"FineGrained online, {mass:.0%}", "FineGrained", predict="online", top_p=mass)
-            for mass in (0.9, 0.7)
-        ),
+        *special.cases("pictures"),
         *(_chosen(f"BlockTopK, {keep:.0%}", "BlockTopK", keep=keep) for keep in (0.25, 0.5)),
     ],
     "merge": [
@@ -142,7 +136,7 @@ def _where(group: str) -> tuple[str, ...]:
     return ((CPU, CUDA) if group in ALL_METHODS else ()) + ((QUICK,) if group == "default" else ())
 
 
-CASES = named(
+_ALL = (
     replace(
         case,
         name=f"{group}/{as_file_name(case.name)}",
@@ -152,4 +146,5 @@ CASES = named(
     for group, patterns in GROUPS.items()
     for case in patterns
 )
+CASES = named(_ALL, DEFAULTS)
 """Called by the group and the pattern, which the results name as people do."""

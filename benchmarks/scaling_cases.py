@@ -73,6 +73,4 @@ def _cases() -> Iterator[Case]:
     yield Case("tiny-times", _TINY | timed | {"ranks": [2]}, "Hilbert", _TINY_FIELDS, where=(QUICK,))
 
 
-CASES = named(
-    Case(case.name, {**DEFAULTS, **case.on}, case.method, case.fields, where=case.where) for case in _cases()
-)
+CASES = named(_cases(), DEFAULTS)

@@ -5,9 +5,8 @@ is used to check that what will be timed is right; a wrong answer gets no figure
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,32 +15,27 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import step_parts
+from benchmarks import special, step_parts
 from benchmarks.cases import Case
-from benchmarks.fitted import Fitted, Given
 from benchmarks.report import Column, Record, error_cell, speed_figures, target_cell, times_cell
 from benchmarks.runner import Benchmark, Session, WrongAnswer, require
 from benchmarks.step_cases import CASES, DEFAULTS
 from benchmarks.step_models import NAMED_SIZES, Arguments, Built, Size, architecture, read_sides
-from benchmarks.step_parts import Loop
-from nearfield import FineGrained, Hilbert, Merge, Method, apply
+from benchmarks.step_parts import MERGING, REFRESH, SELECTING, Context, Loop, Step, Turn, Variant
+from nearfield import Hilbert, Merge, Method, apply
 from nearfield.cli import UsageError
 from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.timing import Timing, captured, measure
 from nearfield.methods import Composition
-from nearfield.plan import Plan
 
 OURS, CEILING, REORDERING = "nearfield", "no attention", "reordering"
-SELECTING, MERGING, REFRESH = "making maps", "merging", "making lists"
-STEP, CACHED, ONLINE = "step", "cached", "online"
+STEP = "step"
 STEPS = 50
 """Steps of the generation that is reckoned from steps that make lists and steps that find them."""
 MERGING_SHARE = 0.03
 """The largest share of a step that making maps, merging and unmerging may take."""
 _ROUNDS = 5
 _CHECKED_TOKENS = 4096
-Context = Callable[[], AbstractContextManager[Any]]
-Step = Callable[[], object]
 
 
 class WithoutAttention(TorchFunctionMode):
@@ -59,25 +53,6 @@ class WithoutAttention(TorchFunctionMode):
             if given["query"].shape == given["key"].shape:
                 return given["value"]
         return func(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run a step by a method.
-
-    Args:
-        name: the work that its record names.
-        context: what is entered before its turn.
-        density: asked after it has run: the share of all pairs that was read; None: what `apply` has counted.
-        parts: what it is made of, or needs at some steps: timed apart.
-    """
-
-    name: str
-    method: Any
-    context: Context
-    step: Step
-    density: Callable[[], float] | None
-    parts: tuple[str, ...] = ()
 
 
 class StepBenchmark(Benchmark):
@@ -168,35 +143,31 @@ class StepBenchmark(Benchmark):
         self, case: Case, built: Built, size: Size, arguments: Arguments
     ) -> tuple[Any, Any, str]:
         """The method, with whatever rounding could change held fast; one that reads everything; and its name."""
+        if compared := special.of(case.method).compared:
+            return compared(self, case, built, _step(built, arguments))
         method: Any = case.made()
-        if isinstance(method, FineGrained):
-            everything = replace(method, predict="online", top_p=1.0, min_similarity=None)
-            lists = self._lists(Fitted.of(method, _skipped(case)), built, arguments)
-            return Given(method, lists), everything, "lists of all keys"
         if merge := _merge_of(method):
             step_parts.check_choice(merge, built.geometry(size), self.device)
             method = step_parts.with_fixed_destinations(method)
         every = Hilbert(tiles=1, near="tile", shared="none", far=None, dense_layers=0, dense_steps=0)
         return method, every, "one tile that reads everything"
 
-    def _lists(self, method: Fitted, built: Built, arguments: Arguments) -> dict[int, Plan]:
-        with apply(built.model, method, scheduler=Loop(), impl=self.session.impl):
-            output(built, arguments)
-            return method.plans()
-
     # -- what is timed ---------------------------------------------------------------------------------------------
 
     def _measured(self, case: Case, built: Built, size: Size) -> Iterator[Record]:
         arguments = built.arguments(size)
-        step: Step = partial(built.model, **arguments, return_dict=False)
+        step = _step(built, arguments)
         variants = list(self._variants(case, built, size, step))
         dense = self._dense(built)
-        contexts = dense | {f"{OURS}, {variant.name}": variant.context for variant in variants}
-        contexts[CEILING] = self._with_dense(WithoutAttention)
-        functions: dict[str, Step] = dict.fromkeys(contexts, step)
-        functions |= {f"{OURS}, {variant.name}": variant.step for variant in variants}
-        for name, (context, part) in self._parts(variants[0].method, built, size, arguments, step).items():
-            contexts[name], functions[name] = context, part
+        turns: dict[str, Turn] = {name: (context, step) for name, context in dense.items()}
+        turns |= {f"{OURS}, {variant.name}": variant.turn for variant in variants}
+        turns[CEILING] = self._with_dense(WithoutAttention), step
+        ordering = variants[0].method.ordering(built.geometry(size), device=self.device)
+        turns[REORDERING] = nullcontext, partial(built.moving(arguments, size).by, ordering)
+        for variant in variants:
+            turns |= variant.parts
+        contexts = {name: context for name, (context, _) in turns.items()}
+        functions = {name: function for name, (_, function) in turns.items()}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with torch.no_grad():
@@ -207,16 +178,14 @@ class StepBenchmark(Benchmark):
             names = [*dense, CEILING, REORDERING, *variant.parts]
             mine = {name: timings[name] for name in names} | {OURS: timings[f"{OURS}, {variant.name}"]}
             figures = figures_of(mine, list(dense), case, variant.name, density)
-            yield figures | {"peak_bytes": peak, "summary": summary}
+            yield figures | {"peak_bytes": peak, "summary": summary} | dict(variant.facts)
 
     def _last_look(self, variant: Variant, built: Built, arguments: Arguments) -> tuple[float | None, str]:
         """What a variant has read, where that is known, and its summary.
 
-        Raises WrongAnswer where its output is not finite, or it did not skip what it was to skip.
+        Raises WrongAnswer where its output is not finite, or it did not read the share that was asked for.
         """
         density = None if variant.density is None else variant.density()
-        if isinstance(variant.method, Fitted) and variant.method.misfit:
-            raise WrongAnswer(variant.method.misfit)
         with apply(built.model, variant.method, scheduler=Loop(), impl=self.session.impl) as handle:
             if not bool(torch.isfinite(output(built, arguments)).all()):
                 raise WrongAnswer("the output holds values that are not finite")
@@ -225,46 +194,25 @@ class StepBenchmark(Benchmark):
 
     def _variants(self, case: Case, built: Built, size: Size, step: Step) -> Iterator[Variant]:
         method: Any = case.made()
-        if isinstance(method, FineGrained):
-            yield from self._fine_variants(method, _skipped(case), built, step)
+        if variants := special.of(case.method).variants:
+            yield from variants(self, case, built, step)
         elif _merge_of(method):  # in a loop in which maps never get old
             loop, kept = Loop(), step_parts.with_kept_maps(method)
+            turn = self.applied(built, kept, loop), loop.later(step)
             merged = partial(step_parts.density, method, built.geometry(size))
-            context = self._applied(built, kept, loop)
-            yield Variant(STEP, method, context, loop.later(step), merged, (SELECTING, MERGING))
+            yield Variant(STEP, method, turn, merged, self._merging(method, built, size))
         else:
             layers_differ = isinstance(getattr(method, "tiles", None), tuple)
             is_counted = layers_differ or self._layer(method, built, size).num_pairs is None
             density = None if is_counted else partial(self._density, method, built, size)
-            yield Variant(STEP, method, self._applied(built, method), step, density)
+            yield Variant(STEP, method, (self.applied(built, method), step), density)
 
-    def _fine_variants(
-        self, method: FineGrained, skipped: float, built: Built, step: Step
-    ) -> Iterator[Variant]:
-        loop = Loop()
-        cached = Fitted.of(method, skipped, refresh=(0.0,))
-        later = loop.later(step)
-        context = self._applied(built, cached, loop, first=later)
-        yield Variant(CACHED, cached, context, later, lambda: cached.kept, (REFRESH,))
-        online = Fitted.of(method, skipped, predict="online", min_similarity=None)
-        yield Variant(ONLINE, online, self._applied(built, online), step, lambda: online.kept)
-
-    def _parts(
-        self, method: Any, built: Built, size: Size, arguments: Arguments, step: Step
-    ) -> dict[str, tuple[Context, Step]]:
-        """What a step is made of, or needs at times, by itself."""
-        geometry = built.geometry(size)
-        moving, ordering = built.moving(arguments, size), method.ordering(geometry, device=self.device)
-        found: dict[str, tuple[Context, Step]] = {REORDERING: (nullcontext, partial(moving.by, ordering))}
-        if isinstance(method, Fitted):
-            loop, same = Loop(), replace(method, layers={})  # the share that is kept is read from the others
-            found[REFRESH] = self._applied(built, same, loop), loop.anew(step)
-        if _merge_of(method):
-            parts = step_parts.Parts(method, geometry, built.model, self.device, self.dtype)
-            # In a step the processor is far ahead of the GPU; here it would be the processor that is timed.
-            merge = captured(parts.merge, self.device) if self.device.type == "cuda" else parts.merge
-            found[SELECTING], found[MERGING] = (nullcontext, parts.select), (nullcontext, merge)
-        return found
+    def _merging(self, method: Any, built: Built, size: Size) -> dict[str, Turn]:
+        """Making maps, and merging, by themselves."""
+        parts = step_parts.Parts(method, built.geometry(size), built.model, self.device, self.dtype)
+        # In a step the processor is far ahead of the GPU; here it would be the processor that is timed.
+        merge = captured(parts.merge, self.device) if self.device.type == "cuda" else parts.merge
+        return {SELECTING: (nullcontext, parts.select), MERGING: (nullcontext, merge)}
 
     def _dense(self, built: Built) -> dict[str, Context]:
         """The stock model with every dense attention; of videos with cuDNN's alone, which is the fastest by far."""
@@ -287,7 +235,7 @@ class StepBenchmark(Benchmark):
 
         return both
 
-    def _applied(
+    def applied(
         self, built: Built, method: Any, loop: Loop | None = None, first: Step | None = None
     ) -> Context:
         """The method in a loop, of which the `first` step is done."""
@@ -379,12 +327,12 @@ def figures_of(
     best = medians[found["dense_backend"]]
     over_generation = None
     if REFRESH in medians:
-        times = len(FineGrained().refreshes(STEPS))
+        times = len(case.made().refreshes(STEPS))
         over_generation = STEPS * best / (times * medians[REFRESH] + (STEPS - times) * ours)
     return found | {
         "variant": work,
         "method_name": case.method,
-        "skipped": _skipped(case) if case.method == "FineGrained" else None,
+        "skipped": None,
         "density": density,
         "milliseconds": dict(timings),
         "ceiling": best / medians[CEILING],
@@ -406,8 +354,8 @@ def _merge_of(method: Method) -> Merge | None:
     return merge if isinstance(merge, Merge) else None
 
 
-def _skipped(case: Case) -> float:
-    return 0.7 if case.on["skipped"] is None else float(case.on["skipped"])
+def _step(built: Built, arguments: Arguments) -> Step:
+    return partial(built.model, **arguments, return_dict=False)
 
 
 def check_size(size: Size) -> Size:

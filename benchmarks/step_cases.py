@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks import special
 from benchmarks.attention_cases import DEFAULT, hilbert_fields
 from benchmarks.cases import CUDA, QUICK, Case, named
 
@@ -14,10 +15,9 @@ DEFAULTS: dict[str, Any] = {
     "skipped": None,
 }
 """What is denoised: the model, pixels (1024, 768x1344, 480p), blocks of each kind, a few narrow layers instead of
-the real width, and the share of keys that FineGrained is to skip (0.7)."""
+the real width, and the share of keys that is to be skipped."""
 
 _TINY = {"model": "flux1", "size": "256", "tiny": True}
-_TINY_VIDEO = {"model": "wan21-1.3b", "size": "128x192", "tiny": True}
 _ALL_BUT_FIRST = {"skip_blocks": (1, 1)}  # of a model of few layers
 
 
@@ -46,32 +46,13 @@ def _cases() -> Iterator[Case]:
             yield Case(f"flux1-{size}-merge-tiles", on, "Composition", fields, targets, (CUDA,))
     yield Case("flux1-1024-merge", {}, "Merge", {}, {"step": 1 / 0.7}, (CUDA,))
     yield Case("flux1-1024-merge-module", {}, "Merge", {"placement": "module"}, {"step": 1 / 0.7})
-    for name, target in (("480p", 1.6), ("720p", 2.0)):
-        video: dict[str, Any] = {"model": "wan21-1.3b", "size": name}
-        targets = {"cached": target, "online": target}
-        for suffix, fields in (("", {}), ("-192x8", {"query_block": 192, "grain": 8})):
-            where = () if suffix else (CUDA,)
-            yield Case(
-                f"wan21-{name}-fine-70{suffix}",
-                video | {"skipped": 0.7},
-                "FineGrained",
-                fields,
-                targets,
-                where,
-            )
-        yield Case(f"wan21-{name}-fine-90", video | {"skipped": 0.9}, "FineGrained", {})
-        yield Case(f"wan21-{name}-default", video, "Hilbert", DEFAULT)
+    for name in ("480p", "720p"):
+        yield Case(f"wan21-{name}-default", {"model": "wan21-1.3b", "size": name}, "Hilbert", DEFAULT)
     yield Case("tiny-tiles", _TINY, "Hilbert", _tiles(256), where=(QUICK,))
     yield Case("tiny-default", _TINY, "Hilbert", DEFAULT, where=(QUICK,))
     yield Case("tiny-merge", _TINY, "Merge", _ALL_BUT_FIRST | {"region_size": 16}, where=(QUICK,))
     both_fields = _both(_tiles(256), **_ALL_BUT_FIRST, region_size=16)
     yield Case("tiny-merge-tiles", _TINY, "Composition", both_fields, where=(QUICK,))
-    yield Case(
-        "tiny-fine-70", _TINY_VIDEO | {"skipped": 0.7}, "FineGrained", {"query_block": 16}, where=(QUICK,)
-    )
 
 
-CASES = named(
-    Case(case.name, {**DEFAULTS, **case.on}, case.method, case.fields, case.targets, case.where)
-    for case in _cases()
-)
+CASES = named((*_cases(), *special.cases("step")), DEFAULTS)

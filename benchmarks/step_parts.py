@@ -1,8 +1,9 @@
 """What a step is timed with: a denoising loop that is moved by hand, maps of merged tokens that never get old, and the
 parts that are timed separately."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,34 @@ from nearfield.methods import Composition, Kind
 from nearfield.ops import Merging
 
 FOREVER = 2**30
+SELECTING, MERGING, REFRESH = "making maps", "merging", "making lists"
+"""Parts of a step that are timed separately. A method whose steps are timed with REFRESH says by `refreshes` when it
+is due."""
+Context = Callable[[], AbstractContextManager[Any]]
+Step = Callable[[], object]
+Turn = tuple[Context, Step]
+"""What is entered before something is timed, and what is timed."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a step by a method.
+
+    Args:
+        name: the work that its record names.
+        turn: the step.
+        density: asked after it has run: the share of all pairs that was read; None: what `apply` has counted. It
+            raises WrongAnswer where that is not the share that was asked for.
+        parts: what it is made of, or needs at some steps: timed separately.
+        facts: for its record.
+    """
+
+    name: str
+    method: Any
+    turn: Turn
+    density: Callable[[], float] | None
+    parts: Mapping[str, Turn] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Loop:

@@ -21,7 +21,8 @@ OWN = (
     "docs/fine.md",
     "tests/test_fine.py",
     "tests/test_fine_models.py",
-    "benchmarks/fitted.py",
+    "tests/test_benchmarks_fine.py",
+    "benchmarks/special/finegrained.py",
 )
 """The method's own files. Its operation, `ops/predict`, serves every method in which content decides."""
 DATA = ("benchmarks/results/", "benchmarks/redesign/", "benchmarks/notes/", "docs/result_tables.py")

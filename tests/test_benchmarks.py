@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from benchmarks import __main__ as program
-from benchmarks import cases, report, runner
+from benchmarks import cases, report, runner, special
 from benchmarks.cases import CPU, QUICK, Case
 from benchmarks.report import Column, Record
 from tests import command_line as cli
@@ -20,6 +20,7 @@ from nearfield import Hilbert, Merge
 from nearfield.cli import machine
 from nearfield.cli.check import Checked
 from nearfield.cli.timing import Effort, Timing
+from nearfield.methods import method_classes
 from nearfield.ops import _triton as kernels
 
 KINDS = [name for name, (place, _) in program.BENCHMARKS.items() if not place.endswith(":")]
@@ -132,6 +133,16 @@ def test_every_case_of_a_table_can_be_made(kind: str) -> None:
     cases.check(table.values())
     assert {place for case in table.values() for place in case.where} <= {"cpu", "cuda", "quick"}
     assert table.keys() == {case.name for case in table.values()}
+
+
+def test_methods_with_a_module_of_their_own_are_known_and_so_are_their_cases() -> None:
+    for name, own in special.known().items():
+        assert name in {kind.__name__ for kind in method_classes().values()}
+        for benchmark, listed in own.cases.items():
+            table = program._loaded(program.BENCHMARKS[benchmark][0]).table.values()
+            names = {case.on.get("pattern", case.name) for case in table if case.method == name}
+            assert {case.name for case in listed} <= names
+    assert special.of("Hilbert") == special.Special("Hilbert")
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ import torch
 from benchmarks import attention_calls, layouts
 from benchmarks.attention import Attention, usable_dense
 from benchmarks.attention_calls import BACKWARD, BOTH, FORWARD, Call, made_plan, preset_of
-from benchmarks.attention_cases import CASES, DEFAULTS, MILLISECONDS, hilbert_fields
+from benchmarks.attention_cases import CASES, DEFAULTS, hilbert_fields
 from benchmarks.cases import Case
 from benchmarks.dense import dense_attention, random_inputs
-from benchmarks.fitted import FittedLayer
 from benchmarks.report import Record
 from benchmarks.rivals import flex
 from benchmarks.runner import Session, WrongAnswer
+from benchmarks.special import loglinear
 from tests import command_line as cli
 from tests.tiles import paper
 from torch import Tensor
@@ -32,7 +32,6 @@ from nearfield.cli.check import check_forward
 from nearfield.cli.presets import PRESETS, Preset
 from nearfield.cli.timing import Effort
 from nearfield.methods import PlanLayer, Summary
-from nearfield.methods.finegrained import FineLayer
 from nearfield.ops import _triton as kernels
 from nearfield.ops.attention.dispatch import Choice
 
@@ -47,7 +46,6 @@ PLAN = Case("plan", ON_SMALL | {"plan": "random", "grain": 16, "q_block": 32})
 TILES = Case("tiles", ON_SMALL, "Hilbert", hilbert_fields(3, "keys", 12))
 FAR = Case("far", ON_SMALL, "Hilbert", hilbert_fields(3, far=16, near="around"))
 LOGLINEAR = Case("loglinear", LINE, "LogLinear", {"levels": 1})
-FINE = Case("fine", LINE, "FineGrained", {"query_block": 32, "grain": 4})
 BLOCKS = Case("blocks", ON_SMALL, "BlockTopK", {"q_block": 16, "k_block": 16})
 
 
@@ -105,9 +103,7 @@ def test_cases_are_for_some_machine() -> None:
         "random-64", "random-16", "random-1", "tiles", "ragged", "random-64-backward"
     }  # fmt: skip
     assert names("cuda", "wan-480p-") == {"random-64", "random-16", "random-1", "random-64-backward"}
-    assert len(names("cuda", "fine-")) == 10
     assert len(names("cuda", "loglinear-")) == 7
-    assert CASES["fine-wan-480p-70-128x8"].targets["cached"] == 3.1
 
 
 def test_what_is_called_default_is_the_default() -> None:
@@ -131,7 +127,7 @@ def test_plans_suit_the_device() -> None:
 def test_targets_of_loglinear_are_half_of_what_was_released() -> None:
     released = {"4x6x16384x64": (0.583, 3.03), "1x6x65536x64": (0.780, 5.03)}
     for name, (forward, both) in released.items():
-        target = MILLISECONDS[f"loglinear-{name}"]
+        target = loglinear.MILLISECONDS[f"loglinear-{name}"]
         assert target[0] <= forward / 1.99
         assert target[1] <= both / 2
 
@@ -203,10 +199,8 @@ def test_rows_of_every_kind_are_compared(place: int, monkeypatch: pytest.MonkeyP
         measured(TILES)
 
 
-@pytest.mark.parametrize(
-    "case", [PLAN, replace(PLAN, on={**PLAN.on, "backward": True}), BLOCKS, FINE], ids=str
-)
-def test_a_wrong_answer_gets_no_figure(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def wrong_attend(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row in the last head reads a key too few."""
     right = attention_calls.attend
 
@@ -220,6 +214,11 @@ def test_a_wrong_answer_gets_no_figure(case: Case, monkeypatch: pytest.MonkeyPat
             and getattr(module, "attend", None) is right
         ):
             monkeypatch.setattr(module, "attend", wrong)
+
+
+@pytest.mark.usefixtures("wrong_attend")
+@pytest.mark.parametrize("case", [PLAN, replace(PLAN, on={**PLAN.on, "backward": True}), BLOCKS], ids=str)
+def test_a_wrong_answer_gets_no_figure(case: Case) -> None:
     with pytest.raises(WrongAnswer, match="relative error"):
         measured(case)
 
@@ -240,7 +239,7 @@ def test_what_was_never_written_gets_no_figure(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_wrong_answer_of_loglinear_gets_no_figure(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its result, or in its gradients alone."""
-    right = attention_calls.attend_with
+    right = loglinear.attend_with
 
     def wrong(*given: Any, **options: Any) -> torch.Tensor:
         out = right(*given, **options)
@@ -249,7 +248,7 @@ def test_a_wrong_answer_of_loglinear_gets_no_figure(backward: bool, monkeypatch:
             return out
         return out * 1.01
 
-    monkeypatch.setattr(attention_calls, "attend_with", wrong)
+    monkeypatch.setattr(loglinear, "attend_with", wrong)
     with pytest.raises(WrongAnswer, match="relative error"):
         measured(LOGLINEAR)
 
@@ -300,32 +299,6 @@ def test_loglinear_is_measured_with_its_parts() -> None:
         assert record["speed_up"] == pytest.approx(
             record["dense_milliseconds"]["sdpa"].median / record["milliseconds"].median
         )
-
-
-def test_lists_are_found_predicted_and_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(FINE)
-    assert list(found) == ["cached", "online", "refresh"]
-    for name in ("cached", "online"):
-        assert found[name]["density"] == pytest.approx(0.3, abs=0.02)
-        assert found[name]["list_bytes"] > 0
-    assert found["refresh"]["density"] == 1
-    monkeypatch.setattr(FittedLayer, "_sought", lambda *_, **__: 1e-30)
-    with pytest.raises(WrongAnswer, match=r"0\.0% of the keys were skipped, not 70%"):
-        measured(FINE)
-
-
-def test_a_refresh_makes_the_lists_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    remember = FineLayer._remember
-    monkeypatch.setattr(FineLayer, "_remember", lambda *given: made.append(1) or remember(*given))
-    works = Call(FINE, CPU, "auto").works()
-    made.clear()
-    works["cached"].run()
-    works["online"].run()
-    assert not made
-    works["refresh"].run()
-    works["refresh"].run()
-    assert len(made) == 2
 
 
 def test_every_dense_implementation_that_takes_the_tensors_is_measured(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.host import _LEAST, WORKS, Host
+from benchmarks.host import WORKS, Host
 from tests import command_line as cli
 
 SMALL = {"grid": [8, 8], "text": 8, "heads": 2, "head_dim": 16}
@@ -22,7 +22,8 @@ def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_call_is_timed_in_every_way(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = {"name": name} | SMALL | ({"fields": {"query_block": 16}} if "fine" in name else {})
+    case = {"name": name} | SMALL
+    reason = Host.table[name].made().compile_reason if Host.table[name].method else None
     path = tmp_path / "host.json"
     assert cli.main(["bench", "host", "--quick", "--case", json.dumps(case), "--json", str(path)]) == 0
     text = capsys.readouterr().out
@@ -30,13 +31,13 @@ def test_every_call_is_timed_in_every_way(
     records = {record["work"]: record for record in json.loads(path.read_text())["results"]}
     assert tuple(records) == WORKS
     for work, record in records.items():
-        if work == "compiled" and name == "fine-cached":
-            assert record["status"] == "not run"
-            assert record["note"].startswith("not compiled: its lists are remembered")
+        if work == "compiled" and reason is not None:
+            assert (record["status"], record["note"]) == ("not run", f"not compiled: {reason}")
             continue
         assert 0 < record["host_microseconds"] <= record["call_microseconds"]
 
 
 def test_targets_are_of_cases() -> None:
-    assert set(_LEAST) <= set(Host.table)
-    assert all(set(each) <= set(WORKS) for each in _LEAST.values())
+    targets = {name: case.targets for name, case in Host.table.items() if case.targets}
+    assert targets["default"] == {"inference": 200, "training": 800, "compiled": 80}
+    assert all(set(each) <= set(WORKS) for each in targets.values())

@@ -12,26 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import fitted, step, step_models
+from benchmarks import step, step_models
 from benchmarks.cases import Case
 from benchmarks.pareto import read_points
 from benchmarks.report import Column, Record, plain, table
 from benchmarks.runner import Session, WrongAnswer
-from benchmarks.step import (
-    CEILING,
-    MERGING,
-    OURS,
-    REFRESH,
-    REORDERING,
-    SELECTING,
-    StepBenchmark,
-    WithoutAttention,
-    figures_of,
-    output,
-)
+from benchmarks.step import CEILING, OURS, REORDERING, StepBenchmark, WithoutAttention, figures_of, output
 from benchmarks.step_cases import CASES, DEFAULTS
 from benchmarks.step_models import ARCHITECTURES, Built, Size
-from benchmarks.step_parts import Parts
+from benchmarks.step_parts import MERGING, REFRESH, SELECTING, Parts
 from tests import command_line as cli
 from tests.tiles import paper
 from torch.overrides import TorchFunctionMode
@@ -41,7 +30,6 @@ from nearfield.cli.check import Checked, relative_error
 from nearfield.cli.timing import Effort, Timing, measure
 from nearfield.diffusers import processor
 from nearfield.layout import Ordering
-from nearfield.methods import PlanLayer
 from nearfield.ops import Merging
 from nearfield.ops import _triton as kernels
 
@@ -54,7 +42,6 @@ TILES = {"tiles": 4, "near": "tile", "share": "keys", "shared": "centre", "far":
          "dense_layers": 0, "dense_steps": 0}  # fmt: skip
 TINY = Case("tiny", DEFAULTS | {"size": "128x192", "layers": (1, 2), "tiny": True}, "Hilbert", TILES)
 ON_CLIP = DEFAULTS | {"model": "wan21-1.3b", "size": "64x96", "tiny": True}
-VIDEO = Case("clip", ON_CLIP | {"skipped": 0.7}, "FineGrained", {"query_block": 16})
 
 
 @pytest.fixture(autouse=True)
@@ -201,8 +188,6 @@ def test_cases_are_what_was_measured() -> None:
         assert CASES[f"flux1-{size}-default"].made() == Hilbert(dense_layers=0, dense_steps=0)
     assert [CASES[f"flux1-{size}-tiles"].targets["step"] for size in (1024, 2048, 4096)] == [1.10, 1.45, 3.05]
     assert CASES["flux1-2048-merge-tiles"].targets["step"] == 2
-    assert [CASES[f"wan21-{size}-fine-70"].targets["cached"] for size in ("480p", "720p")] == [1.6, 2.0]
-    assert not CASES["wan21-480p-fine-90"].targets
     own = cli_case('{"name": "flux1-1024-tiles", "layers": [2, 4]}')
     assert (own.name, own.targets) == ("flux1-1024-tiles, changed", {})
 
@@ -408,90 +393,11 @@ def test_time_for_maps_is_spread_over_the_steps_they_serve() -> None:
     assert "3.3% of a step (target: at most 3%, missed)" in told(result)
 
 
-# -- single keys that are skipped --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fine_bench() -> Bench:
-    return Bench(VIDEO)
-
-
-@pytest.mark.parametrize("skipped", [0.7, 0.9])
-def test_the_share_is_skipped_that_was_asked_for(
-    fine_bench: Bench, skipped: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[fitted.FittedLayer] = []
-    monkeypatch.setattr(fitted.Fitted, "layer", _telling(fitted.Fitted.layer, made))
-    monkeypatch.setattr(fine_bench, "case", replace(VIDEO, on={**VIDEO.on, "skipped": skipped}))
-    blocks = fine_bench.built.model.blocks
-    before = [block.attn1.processor for block in blocks]
-    results = {result["variant"]: result for result in fine_bench.run()}
-    assert list(results) == ["cached", "online"]
-    for name, result in results.items():
-        assert result["density"] == pytest.approx(1 - skipped, abs=0.02)
-        assert result["skipped"] == skipped
-        parts = {REFRESH} if name == "cached" else set()
-        assert set(result["milliseconds"]) == {"sdpa", OURS, CEILING, REORDERING} | parts
-        assert (result["speed_up_over_generation"] is not None) == bool(parts)
-        assert "nearfield: Fitted(method=FineGrained(query_block=16" in result["summary"]
-        assert "object at" not in result["summary"]
-    assert [block.attn1.processor for block in blocks] == before
-    # A timed call finds its lists, but for those whose making is timed.
-    calls = {(reader.stats.num_full, reader.stats.num_sparse) for reader in made}
-    cached = {(full, sparse) for full, sparse in calls if full == 1 and sparse > 1}
-    assert cached
-    assert all(full == 0 or sparse == 0 or (full, sparse) in cached for full, sparse in calls)
-
-
-def _telling(make: Any, made: list[Any]) -> Any:
-    def reader(*args: Any, **options: Any) -> Any:
-        made.append(make(*args, **options))
-        return made[-1]
-
-    return reader
-
-
-def test_a_share_that_was_not_met_gets_no_figure(fine_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitted.FittedLayer, "_sought", lambda *_, **__: 1e-30)
-    with pytest.raises(WrongAnswer, match=r"0\.0% of the keys were skipped, not 70%"):
-        fine_bench.run()
-
-
-def test_right_lists_pass_the_check_and_wrong_ones_do_not(
-    fine_bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked = fine_bench.check()
-    assert checked.passed, checked
-    right = PlanLayer.attend
-
-    def wrong(self: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
-        return right(self, query, key.roll(int(options["impl"] == "auto"), 2), value, **options)
-
-    monkeypatch.setattr(PlanLayer, "attend", wrong)
-    checked = fine_bench.check()
-    assert not checked.passed
-    assert "plain torch" in checked.where
-
-
-def test_lists_that_are_made_count_in_a_generation() -> None:
-    found = timings(cudnn=550.0, ours=320.0, ceiling=200.0, reordering=0.5, lists=800.0)
-    case = CASES["wan21-480p-fine-70"]
-    result = figures_of(found, ["cudnn"], case, "cached", 0.3)
-    assert result["speed_up_over_generation"] == pytest.approx(50 * 550 / (6 * 800 + 44 * 320))
-    assert result["target_reached"]
-    shown = told(result)
-    assert "1.60x reached" in shown
-    assert "fixed: the share of keys that is skipped" in shown
-    assert "takes 800.0 ms, as 1.45 dense ones" in shown
-    slow = found | timings(ours=550.0, ceiling=400.0)
-    assert "1.60x above the ceiling" in told(figures_of(slow, ["cudnn"], case, "cached", 0.3))
-
-
-def test_on_a_gpu_both_dense_attentions_are_measured(bench: Bench, fine_bench: Bench) -> None:
+def test_on_a_gpu_both_dense_attentions_are_measured(bench: Bench) -> None:
     on_gpu = made()
     on_gpu.device = torch.device("cuda")
     assert list(on_gpu._dense(bench.built)) == ["cudnn", "flash"]
-    assert list(on_gpu._dense(fine_bench.built)) == ["cudnn"]
+    assert list(on_gpu._dense(Bench(Case("clip", ON_CLIP)).built)) == ["cudnn"]
 
 
 @pytest.mark.parametrize("name", ["flux1", "wan21-1.3b"])
@@ -566,20 +472,6 @@ def test_the_command_measures_a_tiny_model(capsys: pytest.CaptureFixture[str], t
     (point,) = read_points(document)
     assert (point.name, point.family) == ("128 px, mine", "Hilbert")
     assert point.milliseconds == record["milliseconds"][OURS]["median"]
-
-
-def test_the_command_measures_a_video_in_both_ways(tmp_path: Path) -> None:
-    document = tmp_path / "step.json"
-    own = ON_CLIP | {"layers": [1], "skipped": 0.7, "method": "FineGrained", "fields": {"query_block": 16}}
-    assert (
-        cli.main(["bench", "step", "--case", json.dumps(own), "--rounds", "2", "--json", str(document)]) == 0
-    )
-    cached, online = json.loads(document.read_text())["results"]
-    assert (cached["variant"], online["variant"]) == ("cached", "online")
-    assert cached["frames"] == 9
-    assert cached["milliseconds"][REFRESH]["median"] > 0
-    assert cached["speed_up_over_generation"] > 0
-    assert {point.family for point in read_points(document)} == {"FineGrained"}
 
 
 def test_missing_diffusers_names_the_extra(
