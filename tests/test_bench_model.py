@@ -171,3 +171,29 @@ def test_calls_that_cannot_be_timed_say_why(folder: Path, capsys: pytest.Capture
     )
     assert main(["bench", "--size", "256"]) == 2
     assert "`--model` must be given with `--size` and `--frames`; got None." in capsys.readouterr().err
+
+
+CONFIGURATIONS = {
+    "{": "is not a valid JSON file",
+    "[]": "; got None.",
+    '{"_class_name": "logging"}': "; got logging.",
+    '{"_class_name": "FluxTransformer2DModel", "num_layers": "x"}': (
+        "`model` must have a configuration that FluxTransformer2DModel takes; got 'str' object"
+    ),
+}
+"""What a `config.json` holds, and what is said about it."""
+
+
+@pytest.mark.parametrize("text", CONFIGURATIONS)
+def test_odd_configurations_are_one_error(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert CONFIGURATIONS[text] in bench(capsys, tmp_path, code=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_are_missing_are_one_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 3}))
+    assert "`model` must have all its weights; got none for " in bench(capsys, folder, code=2)

@@ -1,25 +1,28 @@
 """The attention processor that is put in place of a model's own.
 
-It calls the function of the processor that was there, which projects, normalises and rotates as it always did, and
-takes over only where that function attends. So it has no model code of its own. The function is compiled anew from its
-source, with that one call addressed to us: nothing is patched, other threads and models see nothing, torch.compile
-traces it as any function, and no other call costs more than before.
+It calls the processor that was there, which projects, normalises and rotates as it always did, and takes over only
+where that one attends. So it has no model code of its own. The processor's function is compiled anew from its source,
+with that one call addressed to us: nothing is patched, other threads and models see nothing, torch.compile traces it as
+any function, and no other call costs more than before. Where the source does not show the call (it is in a helper, or
+under a decorator), a `TorchFunctionMode` takes it over.
 
 Where a kernel rotates in one pass what plain torch does in nine, the processor that was there is given no rotary rows,
 and queries and keys are rotated at the call that is taken over.
 """
 
 import ast
+import copy
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from nearfield._checks import shape_of, wrong_value
 from nearfield._types import Attended, Impl
@@ -57,7 +60,6 @@ class SparseProcessor:
 
     Args:
         original: the processor that was there.
-        attending: its function, which asks its first argument for attention.
         call: the call that the processor is in.
         heads: (heads, head_dim) that the layer has.
         rotary: the argument with rotary rows, as `Spec.rotary`.
@@ -66,13 +68,15 @@ class SparseProcessor:
     def __init__(
         self,
         original: Any,
-        attending: Callable[..., Any],
         call: ModelCall,
         impl: Impl,
         heads: tuple[int, int],
         rotary: str = "",
     ) -> None:
-        self.original, self.attending = original, attending
+        self.original = original
+        function = _taking_over(type(original).__call__)
+        self._function = function or _in_function_mode
+        self._twin = original if function else _ending_in_torch(original)
         self.heads = heads
         # Without itself and the attention module.
         self._names = tuple(inspect.signature(type(original).__call__).parameters)[2:]
@@ -104,10 +108,11 @@ class SparseProcessor:
         if extras is None and self.rotary and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
             extras, args, kwargs = self._without_rows(args, kwargs)
         taken = _Taken(attention, self.impl, self.heads, extras or _NOTHING)
-        out = self.attending(taken, attn, *args, **kwargs)
+        out = self._function(taken, self._twin, attn, *args, **kwargs)
         if taken.times != 1:
             got = f"{taken.times} calls in {type(self.original).__name__}"
-            wrong_value("processor", "call `scaled_dot_product_attention` once", got)
+            hint = "Set another processor, then apply."
+            wrong_value("processor", "call `scaled_dot_product_attention` once", got, hint)
         return out
 
     def _without_rows(self, args: Any, kwargs: Any) -> tuple[Extras | None, Any, Any]:
@@ -172,7 +177,7 @@ def sparse_processor(
     original: Any, call: ModelCall, impl: Impl, heads: tuple[int, int], rotary: str = ""
 ) -> SparseProcessor:
     kind: Any = type(original)
-    return _class_like(kind)(original, _attending(kind.__call__), call, impl, heads, rotary)
+    return _class_like(kind)(original, call, impl, heads, rotary)
 
 
 def refuse_to_copy(name: str) -> NoReturn:
@@ -194,55 +199,122 @@ def _class_like(original: Any) -> type[SparseProcessor]:
 
 # -- taking over one call ------------------------------------------------------------------------------------------
 
-_TAKEN = {"scaled_dot_product_attention": "attend", "dispatch_attention_fn": "dispatch"}
-"""The functions that attend, torch's and diffusers', and the methods of `_Taken` that are called instead."""
+_TAKEN = "nearfield_taken"
+"""The argument that a compiled function asks for attention."""
 
 
 class _TakeOver(ast.NodeTransformer):
-    """Addresses calls of functions that attend to an object."""
+    """Addresses a function's calls of torch's and diffusers' attention to its new first argument."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+        self.times = 0
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
         self.generic_visit(node)
-        called = ast.unparse(node.func).rpartition(".")[2]
-        if called in _TAKEN:
-            node.func = ast.Attribute(ast.Name(self.name, ast.Load()), _TAKEN[called], ast.Load())
+        called = self._named(node.func)
+        # torch's own, or what somebody has put in its place.
+        torches = scaled_dot_product_attention, functional.scaled_dot_product_attention
+        if any(called is each for each in (*torches, dispatch_attention_fn)):
+            self.times += 1
+            node.func = ast.Attribute(ast.Name(_TAKEN, ast.Load()), "attend", ast.Load())
+            if called is dispatch_attention_fn:
+                node.keywords.append(ast.keyword("tokens_first", ast.Constant(True)))
         return node
+
+    def _named(self, node: ast.expr) -> Any:
+        """What an expression such as `F.scaled_dot_product_attention` names outside the function; None if nothing."""
+        root, *path = ast.unparse(node).split(".")
+        found = None
+        if root not in self.function.__code__.co_varnames:
+            found = self.function.__globals__.get(root)
+        for name in path:
+            found = getattr(found, name, None)
+        return found
 
 
 @functools.cache
-def _attending(function: Any) -> Callable[..., Any]:
-    """A function of a processor that asks its first argument for attention; as it is where it has no such call."""
+def _taking_over(function: Any) -> Callable[..., Any] | None:
+    """A processor's function, compiled with a first argument that it asks for attention.
+
+    None where the source does not say what runs, as with closures, decorators and `super()`, or has no such call.
+    """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except OSError:
-        wrong_value("processor", "have its source at hand", function.__qualname__)
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef):
-        return function  # type: ignore[no-any-return]
-    arguments = definition.args
-    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        each.annotation = None
-    definition.returns, definition.decorator_list = None, []
-    changed = _TakeOver((*arguments.posonlyargs, *arguments.args)[0].arg).visit(tree)
-    code = function.__code__
-    ast.increment_lineno(ast.fix_missing_locations(changed), code.co_firstlineno - 1)
-    made: dict[str, Any] = {}
-    exec(compile(changed, code.co_filename, "exec", dont_inherit=True), function.__globals__, made)
-    return made[definition.name]  # type: ignore[no-any-return]
+        # In a block, so that the columns of its lines and strings stay as they are.
+        tree = ast.parse("if True:\n" + inspect.getsource(function))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    code, definition = function.__code__, tree.body[0].body[0]  # type: ignore[attr-defined]
+    if not isinstance(definition, ast.FunctionDef) or definition.name != code.co_name:
+        return None
+    definition.decorator_list = []
+    ast.increment_lineno(tree, code.co_firstlineno - 2)
+    if _facts(_compiled(tree, code)) != _facts(code):
+        return None
+    take_over = _TakeOver(function)
+    take_over.visit(tree)
+    if not take_over.times:
+        return None
+    (definition.args.posonlyargs or definition.args.args).insert(0, ast.arg(_TAKEN))
+    changed = _compiled(ast.fix_missing_locations(tree), code)
+    made = FunctionType(changed, function.__globals__, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _compiled(tree: ast.Module, code: CodeType) -> CodeType:
+    """The function of a source that has the name and file of `code`."""
+    module = compile(tree, code.co_filename, "exec", dont_inherit=True)
+    functions = (each for each in module.co_consts if isinstance(each, CodeType))
+    return next(each for each in functions if each.co_name == code.co_name)
+
+
+def _facts(code: CodeType) -> tuple[Any, ...]:
+    """What differs where two functions have not one source. Their bytecode depends on the imports around it, too."""
+    values = [each for each in code.co_consts if not isinstance(each, CodeType)]
+    return code.co_names, code.co_varnames, code.co_freevars, values
+
+
+class _FunctionMode(TorchFunctionMode):
+    """Takes over calls of torch's attention wherever they are made, at some cost for every other call of torch."""
+
+    def __init__(self, taken: "_Taken") -> None:
+        super().__init__()
+        self.taken = taken
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # written in Python, and torch.compile knows it only as a method
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func is scaled_dot_product_attention:
+            func = self.taken.attend
+        return func(*args, **kwargs)
+
+
+def _in_function_mode(taken: "_Taken", processor: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
+    with _FunctionMode(taken):
+        return processor(attn, *args, **kwargs)
+
+
+def _ending_in_torch(processor: Any) -> Any:
+    """A copy that does not take another backend, whatever is set on the processor or for the process."""
+    if not hasattr(processor, "_attention_backend"):
+        return processor
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    twin = copy.copy(processor)
+    twin._attention_backend = AttentionBackendName.NATIVE
+    twin._parallel_config = None
+    return twin
 
 
 _NOTHING = Extras(None, None)
-_KNOWN = ("dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 class _Taken:
     """The call that was taken over: what a layer reads, or torch's attention if that is None."""
-
-    _attention_backend = None
-    _parallel_config = None
 
     def __init__(
         self,
@@ -254,16 +326,6 @@ class _Taken:
         self.attention, self.impl, self.heads, self.extras = attention, impl, heads, extras
         self.times = 0
 
-    def dispatch(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        """As diffusers' `dispatch_attention_fn`: heads stand behind tokens, and a mask may be `[B, keys]`."""
-        if attn_mask is not None and attn_mask.dim() == 2:
-            attn_mask = attn_mask[:, None, None]
-        known = {name: options[name] for name in _KNOWN if name in options}
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        return self.attend(query, key, value, attn_mask, **known).transpose(1, 2)
-
     def attend(
         self,
         query: Tensor,
@@ -274,9 +336,22 @@ class _Taken:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        attention_kwargs: Any = None,
+        *,
+        tokens_first: bool = False,
+        backend: Any = None,
+        parallel_config: Any = None,
     ) -> Tensor:
-        """As torch's `scaled_dot_product_attention`."""
+        """As torch's `scaled_dot_product_attention`, or as diffusers' `dispatch_attention_fn`.
+
+        Args:
+            tokens_first: tokens come before heads, as in diffusers' function. A mask may be `[B, keys]` then.
+        """
         self.times += 1
+        if tokens_first:
+            if attn_mask is not None and attn_mask.dim() == 2:
+                attn_mask = attn_mask[:, None, None]
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if dropout_p or is_causal:
             wrong_value("processor", "use neither dropout nor causal order", (dropout_p, is_causal))
         if (query.shape[1], query.shape[3]) != self.heads:
@@ -286,9 +361,10 @@ class _Taken:
         if self.extras.rows is not None:
             query, key = (_rotated(x, self.extras.rows, self.impl) for x in (query, key))
         if self.attention is None:
-            return scaled_dot_product_attention(
+            out = scaled_dot_product_attention(
                 query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa
             )
+            return out.transpose(1, 2) if tokens_first else out
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # It casts for scaled_dot_product_attention, but does not know attend.
@@ -297,7 +373,8 @@ class _Taken:
         bias = None if attn_mask is None else _key_bias(attn_mask)
         if self.extras.bias is not None:
             bias = self.extras.bias if bias is None else self.extras.bias + bias
-        return self.attention.attend(query, key, value, key_bias=bias, scale=scale, impl=self.impl).out
+        out = self.attention.attend(query, key, value, key_bias=bias, scale=scale, impl=self.impl).out
+        return out.transpose(1, 2) if tokens_first else out
 
 
 def _rotated(x: Tensor, rows: tuple[Tensor, Tensor], impl: Impl) -> Tensor:

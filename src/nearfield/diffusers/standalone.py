@@ -41,15 +41,25 @@ def open_model(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
     Raises:
         ImportError: diffusers is not installed.
         OSError: there is no such model.
-        ValueError: it is no model that `apply` knows.
+        ValueError: it is no model that `apply` knows, or its configuration or weights do not fit.
     """
     import diffusers
 
     part, config = _configuration(diffusers.UNet2DConditionModel.load_config, name)
-    kind = getattr(diffusers, str(config.get("_class_name")), None)
+    class_name = config.get("_class_name") if isinstance(config, Mapping) else None
+    kind: Any = getattr(diffusers, str(class_name), None)
     known = [spec.model for spec in all_specs()]
-    if kind is None or not set(known) & {cls.__name__ for cls in kind.__mro__}:
-        wrong_value("model", f"be, or have, one of {', '.join(known)}", config.get("_class_name"))
+    if not isinstance(kind, type) or not set(known) & {cls.__name__ for cls in kind.__mro__}:
+        wrong_value("model", f"be, or have, one of {', '.join(known)}", class_name)
+    try:
+        return _opened(kind, config, name, part, device, dtype)
+    except TypeError as error:
+        wrong_value("model", f"have a configuration that {class_name} takes", error)
+
+
+def _opened(
+    kind: Any, config: Mapping[str, Any], name: str, part: str, device: torch.device, dtype: torch.dtype
+) -> Opened:
     folder = Path(name, part)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         with torch.device(device), _default_dtype(dtype):
@@ -59,6 +69,9 @@ def open_model(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
         # The name that the oldest supported diffusers knows.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
         loaded: nn.Module = kind.from_pretrained(name, subfolder=part or None, torch_dtype=dtype)
+    missing = [name for name, parameter in loaded.named_parameters() if parameter.is_meta]
+    if missing:
+        wrong_value("model", "have all its weights", f"none for {len(missing)}, such as {missing[0]}")
     return Opened(loaded.to(device).eval().requires_grad_(False), False)
 
 
@@ -83,8 +96,11 @@ def _configuration(load: Callable[..., Any], name: str) -> tuple[str, Mapping[st
         try:
             return part, load(name, subfolder=part or None)
         except OSError as error:
+            if is_folder:
+                raise  # it cannot be read, and the error says why
             failed = error
-    raise OSError(f"{name!r} is no model of diffusers: it has no config.json") from failed
+    why = "it has no config.json" if is_folder else "no folder, and no config.json came from the Hub"
+    raise OSError(f"{name!r} is no model of diffusers: {why}") from failed
 
 
 def step_arguments(
