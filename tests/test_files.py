@@ -385,6 +385,7 @@ BAD_SAMPLES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "names": (lambda tensors, _: tensors.pop("key"), "must hold one captured layer: "),
     "tokens": (lambda tensors, _: tensors.update(value=torch.ones(2, 3, 8)), r"must hold numbers \[heads, 18, ch"),
     "numbers": (lambda tensors, _: tensors["query"].fill_(float("nan")), "`query` in .* must hold finite numbers"),
+    "scale": (lambda _, facts: facts.update(scale=10**400), "must hold one captured layer: int too large"),
 }  # fmt: skip
 
 

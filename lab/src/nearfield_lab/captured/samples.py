@@ -74,10 +74,11 @@ class Sample:
         tensors, facts = read_tensors(path, fields={"geometry": dict, "scale": float})
         try:
             geometry = Geometry(**facts["geometry"])
-            found = cls(path.stem, geometry, **tensors, scale=facts["scale"])
-        except (TypeError, ValueError) as error:
+            scale = float(facts["scale"])
+            found = cls(path.stem, geometry, **tensors, scale=scale)
+        except (TypeError, ValueError, OverflowError) as error:
             raise BadFile(f"{path} must hold one captured layer: {error}") from None
-        require_finite(path, tensors)
+        require_finite(path, {**tensors, "scale": torch.tensor(scale, dtype=torch.float64)})
         sizes = {(tensor.shape[:2], tensor.is_floating_point()) for tensor in tensors.values()}
         is_whole = sizes == {((*found.key.shape[:1], geometry.num_tokens), True)}
         if not is_whole or found.query.shape != found.key.shape or found.value.dim() != 3:
