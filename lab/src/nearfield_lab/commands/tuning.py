@@ -59,8 +59,8 @@ def add_commands(commands: Any) -> None:
     add_number(
         parser, "--max-lpips", 0.1, "mean distance to the dense pictures that is allowed", is_above=True
     )
-    add_number(parser, "--minutes", None, "stop after so long; run again to go on", is_above=True)
-    words = "the recipe (default recipe.json); trials are kept beside it, in FILE.trials"
+    add_number(parser, "--minutes", None, "stop after X minutes; the same command goes on", is_above=True)
+    words = "the recipe (default recipe.json); trials are kept in FILE.trials"
     add_path(parser, "--out", "FILE", words, type=output_file("--out"), default="recipe.json")
     add_plot(parser, "draw pairs kept against distance")
     add_further_pictures(Further(parser))
