@@ -223,7 +223,8 @@ def stored_config(path: Path, kind: type[Config], facts: Mapping[str, Any]) -> C
         config = kind(**{name: given[name] for name in kinds})
     except (TypeError, ValueError) as error:
         raise BadFile(f"{path} must hold a configuration of a model: {error}") from None
-    for name, value in asdict(config).items():
+    for name in asdict(known):
+        value = getattr(config, name)
         if type(value) is int and not 0 <= value <= _MOST:
             raise BadFile(f"`{name}` in {path} must be from 0 to {_MOST:,}; got {value}")
     return config
