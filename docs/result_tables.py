@@ -114,7 +114,14 @@ def pictures() -> str:
                 _fid("dense", 5000),
                 "5,000",
             ],
-            ["no attention at all: the most that any method can gain", "one step", *ceiling, "", "", ""],
+            [
+                "the stock model without attention (`apply` also speeds up rotation)",
+                "one step",
+                *ceiling,
+                "",
+                "",
+                "",
+            ],
             [
                 "`apply(pipe, Merge())`, which ruins pictures",
                 "one step",

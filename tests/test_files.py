@@ -2,6 +2,8 @@
 
 import io
 import json
+import lzma
+import pickle
 import resource
 import struct
 import tarfile
@@ -18,18 +20,24 @@ from PIL import Image
 from tests import command_line as cli
 from tests.cats import CATS, lively_model
 
-from nearfield import recipes
+from nearfield import Geometry, Hilbert, recipes
 from nearfield._files import BadFile, read_json, replace_file
 from nearfield.methods import own_methods
 from nearfield.methods.recipes import Recipe
+from nearfield_lab.captured import Sample
+from nearfield_lab.drawings.captions import Drawing
+from nearfield_lab.drawings.packages import Source
+from nearfield_lab.drawings.packed import read_parts, write_parts
 from nearfield_lab.embedded.lora import FusedLora
 from nearfield_lab.embedded.model import load_model, save_model
 from nearfield_lab.images import MOST_PIXELS, decode, in_archive, is_whole
+from nearfield_lab.missing import MissingExtra
 from nearfield_lab.quality import Statistics, open_images
 from nearfield_lab.quality.results import read_rows
 from nearfield_lab.storage import read_facts, read_tensors, write_tensors
 from nearfield_lab.training.loop import CHECKPOINT, PREVIOUS
 from nearfield_lab.training.recording import read_call, write_call
+from nearfield_lab.tuning import from_records
 
 DEEP = "[" * 100_000
 
@@ -366,3 +374,114 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         replace_file(path, fail)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+# -- files of other commands -------------------------------------------------------------------------------------------
+
+BAD_SAMPLES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "no sample": (lambda tensors, facts: facts.clear(), "`geometry` in .* must be an object; got nothing"),
+    "grid": (lambda _, facts: facts["geometry"].update(grid=3), "must hold one captured layer: `grid`"),
+    "unknown": (lambda _, facts: facts["geometry"].update(frames=3), "must hold one captured layer: "),
+    "names": (lambda tensors, _: tensors.pop("key"), "must hold one captured layer: "),
+    "tokens": (lambda tensors, _: tensors.update(value=torch.ones(2, 3, 8)), r"must hold numbers \[heads, 18, ch"),
+    "numbers": (lambda tensors, _: tensors["query"].fill_(float("nan")), "`query` in .* must hold finite numbers"),
+    "scale": (lambda _, facts: facts.update(scale=10**400), "must hold one captured layer: int too large"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_SAMPLES)
+def test_malformed_activations_are_named(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, (change, message) = tmp_path / "a.safetensors", BAD_SAMPLES[case]
+    Sample("a", Geometry((4, 4), text=2), *(torch.randn(2, 18, 8) for _ in range(3)), 0.3).write(path)
+    assert Sample.read(path).geometry == Geometry((4, 4), text=2)
+    with pytest.raises(BadFile, match=message):
+        Sample.read(rewritten(path, change))
+    assert "`DIR` must hold captured activations" in cli.run(capsys, "errors", tmp_path, code=2)
+
+
+def test_malformed_configurations_make_no_model(tmp_path: Path) -> None:
+    """Negative and endless ones: a model is made after its configuration was judged."""
+    path = tmp_path / "model.safetensors"
+    for name, value in (("condition_dim", -1), ("single_blocks", 10**40)):
+        save_model(path, lively_model())
+        with pytest.raises(BadFile, match=f"{name}.* (must be from 0 to|at least)"):
+            load_model(rewritten(path, lambda _, facts, n=name, v=value: facts["config"].update({n: v})))
+
+
+def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_model(path, lively_model())
+    with pytest.raises(BadFile, match="does not hold the weights") as raised:
+        load_model(rewritten(path, lambda tensors, _: tensors.pop("pooled")))
+    assert "\n" not in str(raised.value)
+
+
+DRAWN = Drawing("lucide", 0, "cat", "line icon", "<g/>", (0.0, 0.0, 1.0, 1.0), ("pet",), "red", "white")
+BAD_DRAWINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "missing": lambda document: document.pop("set"),
+    "name": lambda document: document.update(name=3),
+    "box": lambda document: document.update(box=["x"]),
+    "keywords": lambda document: document.update(keywords=[None]),
+    "background": lambda document: document.update(background="no colour"),
+}
+
+
+def write_drawings(folder: Path) -> None:
+    write_parts(folder, [(Source("lucide", "Lucide", "many", "ISC", "", "npm"), [DRAWN, DRAWN])], 2**20)
+
+
+@pytest.mark.parametrize("case", BAD_DRAWINGS)
+def test_malformed_drawings_are_named(case: str, tmp_path: Path) -> None:
+    write_drawings(tmp_path)
+    assert read_parts(tmp_path) == [DRAWN, DRAWN]
+    document = json.loads(json.dumps(DRAWN.document()))
+    BAD_DRAWINGS[case](document)
+    (tmp_path / "drawings-0.xz").write_bytes(lzma.compress(json.dumps(document).encode()))
+    with pytest.raises(BadFile, match=r"drawings-0\.xz is no whole file of drawings: "):
+        read_parts(tmp_path)
+
+
+def test_drawings_that_are_missing_are_counted(tmp_path: Path) -> None:
+    """A file that lost its last streams is whole to xz."""
+    write_drawings(tmp_path)
+    (tmp_path / "drawings-0.xz").write_bytes(lzma.compress(json.dumps(DRAWN.document()).encode()))
+    with pytest.raises(BadFile, match=r"must hold the 2 drawings that drawings\.json counts; got 1"):
+        read_parts(tmp_path)
+
+
+@pytest.mark.parametrize("junk", ["[", "[]", '{"format": 1}', '{"format": 1, "parts": [3], "sets": []}',
+                                  '{"format": 1, "parts": [], "sets": [{"set": "a"}]}'])  # fmt: skip
+def test_malformed_indexes_of_drawings_are_named(junk: str, tmp_path: Path) -> None:
+    (tmp_path / "drawings.json").write_text(junk)
+    with pytest.raises(BadFile, match=r"drawings\.json"):
+        read_parts(tmp_path)
+
+
+def test_trials_of_another_method_are_named() -> None:
+    figures = dict.fromkeys(("lpips", "pairs_kept", "seconds_per_step", "speed_up"), 0.5)
+    for fields in ({"zzz": 1}, {"interleave": "x"}):
+        with pytest.raises(BadFile, match=r"`fields` in a\.trials must be those of hilbert: "):
+            from_records([{"fields": fields, "purpose": "search", **figures}], Hilbert(), "a.trials")
+
+
+def test_a_missing_package_is_said_in_the_same_words_by_another_process() -> None:
+    error = MissingExtra("resvg-py", extra="drawings", purpose="to render drawings")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+WRONG_DRAWINGS = {
+    "render --data {0} --out {0}/a.png": "`--out` must end in .tar",
+    "draw --weights {0}/a --out {0}/a.jpg": "`--out` must end in .png or .tar",
+    "card --data {0} --out {0}/drawings.json/a.md": "`--out` must stand in a directory",
+    "render --data {0} --out {0}/a.tar --workers 0": "`--workers` must be an integer of at least 1; got '0'",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_DRAWINGS)
+def test_wrong_arguments_of_drawings_are_named(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_drawings(tmp_path)
+    assert WRONG_DRAWINGS[words] in cli.run(capsys, f"drawings {words.format(tmp_path)}", code=2)

@@ -100,7 +100,7 @@ def test_a_search_that_was_stopped_goes_on() -> None:
     first = Search(Hilbert(), bold, LAYERS, 1.0, 0.03, on_trial=new.append)
     assert not first.run(has_time)
     written = json.loads(json.dumps(as_records(first.trials)))
-    second, more = searched(0.03, from_records(written))
+    second, more = searched(0.03, from_records(written, Hilbert()))
     assert second.best is not None
     assert len(first.trials) + len(more) == len(whole), "nothing is tried twice"
     assert as_records(more) == as_records(whole[len(first.trials) :])

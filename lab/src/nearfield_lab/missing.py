@@ -1,5 +1,7 @@
 """A package that is not installed: one error for all of the lab, which says what to install."""
 
+from typing import Any
+
 from nearfield.cli import UsageError
 
 
@@ -20,3 +22,6 @@ class MissingExtra(UsageError, ImportError):
         super().__init__(
             f"`{package}` must be installed {purpose}{got}. Install it with `pip install {brings}`."
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UsageError, self.args  # from another process comes the message, not what it was made of

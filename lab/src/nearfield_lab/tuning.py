@@ -13,7 +13,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, NamedTuple
 
 from nearfield._checks import wrong_value
-from nearfield._files import check_fields
+from nearfield._files import BadFile, check_fields
 from nearfield.methods import Method, method_classes
 from nearfield.methods import fields as method_fields
 
@@ -210,13 +210,17 @@ def as_records(trials: Iterable[Trial]) -> list[dict[str, Any]]:
     return [asdict(trial) for trial in trials]
 
 
-def from_records(records: Iterable[Any], source: object = "the records") -> list[Trial]:
-    """Trials of plain values, as JSON returns them; refuses others."""
+def from_records(records: Iterable[Any], method: Method, source: object = "the records") -> list[Trial]:
+    """Trials of a method, of plain values as JSON returns them; refuses others."""
     kinds = dict.fromkeys(("lpips", "pairs_kept", "seconds_per_step", "speed_up"), float)
     names = [each.name for each in dataclass_fields(Trial)]
     found = []
     for record in records:
         check_fields(source, record, {"fields": dict, "purpose": str, **kinds})
+        try:
+            changed(method, record["fields"])
+        except (TypeError, ValueError) as error:
+            raise BadFile(f"`fields` in {source} must be those of {method.name}: {error}") from None
         found.append(Trial(**{name: record[name] for name in names}))
     return found
 

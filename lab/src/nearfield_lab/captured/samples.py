@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nearfield import Attended, Geometry, LayerAttention, Method, apply
 from nearfield.methods import Moment, full_layer
-from nearfield_lab.storage import read_tensors, write_tensors
+from nearfield_lab.storage import BadFile, read_tensors, require_finite, write_tensors
 
 _CHUNK = 256
 
@@ -71,12 +71,20 @@ class Sample:
 
     @classmethod
     def read(cls, path: Path) -> "Sample":
-        tensors, facts = read_tensors(path)
-        about = facts["geometry"]
-        geometry = Geometry(
-            tuple(about["grid"]), about["text"], about["text_first"], tuple(map(tuple, about["references"]))
-        )
-        return cls(path.stem, geometry, **tensors, scale=facts["scale"])
+        tensors, facts = read_tensors(path, fields={"geometry": dict, "scale": float})
+        try:
+            geometry = Geometry(**facts["geometry"])
+            scale = float(facts["scale"])
+            found = cls(path.stem, geometry, **tensors, scale=scale)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BadFile(f"{path} must hold one captured layer: {error}") from None
+        require_finite(path, {**tensors, "scale": torch.tensor(scale, dtype=torch.float64)})
+        sizes = {(tensor.shape[:2], tensor.is_floating_point()) for tensor in tensors.values()}
+        is_whole = sizes == {((*found.key.shape[:1], geometry.num_tokens), True)}
+        if not is_whole or found.query.shape != found.key.shape or found.value.dim() != 3:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+            raise BadFile(f"{path} must hold numbers [heads, {geometry.num_tokens}, channels]; got {shapes}")
+        return found
 
 
 def read_samples(folder: Path) -> Iterator[Sample]:

@@ -22,8 +22,10 @@ from nearfield.cli import (
     as_usage,
     command,
     device_of,
+    integer,
     machine,
     member,
+    output_file,
     recipe_of,
     show_help_without_command,
     write_reports,
@@ -137,8 +139,9 @@ def _add_draw(parts: Any) -> None:
     parser.add_argument(
         "--weights", type=Path, required=True, metavar="FILE", help="a model of `drawings train`"
     )
+    kind = output_file("--out", ".png", ".tar")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="a sheet (.png) or an archive (.tar)"
+        "--out", type=kind, required=True, metavar="FILE", help="a sheet (.png) or an archive (.tar)"
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeat it for several pictures")
     parser.add_argument(
@@ -170,7 +173,8 @@ def _add_render(parts: Any) -> None:
         "  nearfield drawings render --data packed --out held-out.tar --num 5000 --size 256",
     )
     _add_data(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="an archive (.tar)")
+    kind = output_file("--out", ".tar")
+    parser.add_argument("--out", type=kind, required=True, metavar="FILE", help="an archive (.tar)")
     add_integer(parser, "--num", 5000, "of drawings")
     add_integer(parser, "--size", 256, "pixels per side", least=32)
     _add_workers(parser)
@@ -204,7 +208,9 @@ def _add_card(parts: Any) -> None:
     )
     _add_data(parser)
     parser.add_argument("--weights", type=Path, metavar="FILE", help="the model (default: a card to fill in)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where it is written")
+    parser.add_argument(
+        "--out", type=output_file("--out", ".md"), required=True, metavar="FILE", help="where it is written"
+    )
 
 
 def _add_data(parser: argparse.ArgumentParser, is_needed: bool = True) -> None:
@@ -215,7 +221,7 @@ def _add_data(parser: argparse.ArgumentParser, is_needed: bool = True) -> None:
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
-        type=int,
+        type=integer("--workers", 1),
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes that render (default: cores)",

@@ -69,7 +69,7 @@ def add_commands(commands: Any) -> None:
     words = "queries per list where A was made: 128 for tiles on a GPU (default: what suits this device)"
     add_integer(parser, "--q-block", None, words, least=16)
     add_integer(parser, "--size", 512, "pixels per side of all images", least=32)
-    add_integer(parser, "--num", None, "so many images of each, evenly spaced (default: all)", least=2)
+    add_integer(parser, "--num", None, "use N images of each set, evenly spaced (default: all)", least=2)
     add_path(
         parser, "--inception", "FILE", "the FID network as safetensors (default: the installed package's)"
     )

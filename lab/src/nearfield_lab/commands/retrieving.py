@@ -66,7 +66,7 @@ def add_commands(commands: Any) -> None:
     add_number(parser, "--ratio", 0.15, "share of the tokens to compute again")
     add_choice(parser, "--selector", NAMES, "infoflow", "which tokens those are")
     add_switch(parser, "--reorder", "put the chunks that the question attends to most last")
-    add_switch(parser, "--compare", "all selectors beside full prefill")
+    add_switch(parser, "--compare", "compare all selectors with full prefill")
     add_device(parser)
     add_json(parser, "write everything and machine facts")
     add_plot(parser, "draw fidelity against ratio for all selectors")

@@ -26,10 +26,10 @@ def add_commands(commands: Any) -> None:
         help="where to listen (default 127.0.0.1: this machine alone)",
     )
     add_integer(parser, "--port", None, "(default: the first free from 7860)", most=65535)
-    words = "a model of `nearfield train demo`, beside the embedded one"
+    words = "offer a model of `nearfield train demo`, too"
     add_path(parser, "--weights", "FILE", words, type=input_file("--weights"))
     parser.add_argument(
-        "--model", metavar="ID", help="a diffusers pipeline, beside it: its id on the Hub, or its folder"
+        "--model", metavar="ID", help="offer a diffusers pipeline, too: its id on the Hub, or its folder"
     )
     add_path(parser, "--docs", "DIR", "texts to ask, as for `nearfield rag`")
     small = "default: SmolLM2-135M-Instruct, where its package is installed"

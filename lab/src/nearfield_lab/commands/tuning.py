@@ -59,8 +59,8 @@ def add_commands(commands: Any) -> None:
     add_number(
         parser, "--max-lpips", 0.1, "mean distance to the dense pictures that is allowed", is_above=True
     )
-    add_number(parser, "--minutes", None, "stop after so long; run again to go on", is_above=True)
-    words = "the recipe (default recipe.json); trials are kept beside it, in FILE.trials"
+    add_number(parser, "--minutes", None, "stop after X minutes; the same command goes on", is_above=True)
+    words = "the recipe (default recipe.json); trials are kept in FILE.trials"
     add_path(parser, "--out", "FILE", words, type=output_file("--out"), default="recipe.json")
     add_plot(parser, "draw pairs kept against distance")
     add_further_pictures(Further(parser))
@@ -122,14 +122,14 @@ def _search(arguments: argparse.Namespace, method: Method) -> tuple[Search, str]
         dense.seconds_per_step,
         arguments.max_lpips,
         ladders=ladders,
-        known=_known(path, settings),
+        known=_known(path, settings, method),
         on_trial=lambda trial: _keep(path, settings, search, trial),
     )
     print(f"dense: {dense.seconds_per_step:.3f} s per step; {len(search.trials)} trials are known")
     return search, type(pipeline.transformer).__name__
 
 
-def _known(path: Path, settings: dict[str, Any]) -> list[Trial]:
+def _known(path: Path, settings: dict[str, Any], method: Method) -> list[Trial]:
     """Trials of an earlier run with the same pictures."""
     if not path.exists():
         return []
@@ -141,7 +141,7 @@ def _known(path: Path, settings: dict[str, Any]) -> list[Trial]:
             str(path),
             f"Those are {document['settings']}.",
         )
-    return tuning.from_records(document["trials"], path)
+    return tuning.from_records(document["trials"], method, path)
 
 
 def _keep(path: Path, settings: dict[str, Any], search: Search, trial: Trial) -> None:

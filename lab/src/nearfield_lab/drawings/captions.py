@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nearfield._files import BadFile, check_fields
 from nearfield_lab.drawings.sets import BACKGROUNDS, COLOURS
 
 Box = tuple[float, float, float, float]
@@ -45,12 +46,21 @@ class Drawing:
     background: str = "white"
 
     def document(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"box": list(self.box), "keywords": list(self.keywords)}
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> "Drawing":
-        lists = {name: tuple(document[name]) for name in ("box", "keywords")}
-        return cls(**document | lists)
+        texts = dict.fromkeys(("set", "name", "style", "body", "colour", "background"), str)
+        check_fields("a drawing", document, {**texts, "number": int, "box": list, "keywords": list})
+        box, keywords = tuple(document["box"]), tuple(document["keywords"])
+        if len(box) != 4 or not all(type(side) in (int, float) for side in box):
+            raise BadFile(f"`box` in a drawing must be four numbers; got {document['box']}")
+        if not all(isinstance(word, str) for word in keywords):
+            raise BadFile("`keywords` in a drawing must be texts")
+        if document["background"] not in BACKGROUNDS:
+            raise BadFile(f"`background` in a drawing must be known; got {document['background']!r}")
+        known = {name: document[name] for name in (*texts, "number")}
+        return cls(**known, box=box, keywords=keywords)
 
 
 def captions(drawing: Drawing) -> tuple[str, ...]:

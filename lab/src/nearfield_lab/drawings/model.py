@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from nearfield._checks import check_tensor
+from nearfield._files import BadFile, check_fields
 from nearfield_lab.drawings.text import PADDING, Vocabulary
 from nearfield_lab.embedded.model import (
     ModelConfig,
@@ -135,4 +136,11 @@ def load_model(path: Path) -> tuple[DrawingFlux, Vocabulary, dict[str, Any]]:
     weights, facts = read_weights(path, _KIND, "nearfield drawings train")
     model = DrawingFlux(stored_config(path, DrawingConfig, facts))
     put_weights(path, model, weights)
-    return model.eval().requires_grad_(False), Vocabulary.of(facts["vocabulary"]), facts
+    check_fields(path, facts, {"vocabulary": dict})
+    try:
+        vocabulary = Vocabulary.of(facts["vocabulary"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadFile(f"{path} must hold a vocabulary of letters and pairs: {error}") from None
+    if len(vocabulary) > model.config.vocabulary:
+        raise BadFile(f"{path} must hold at most {model.config.vocabulary} tokens; got {len(vocabulary)}")
+    return model.eval().requires_grad_(False), vocabulary, facts

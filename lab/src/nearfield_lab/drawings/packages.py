@@ -4,7 +4,6 @@
 """
 
 import base64
-import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nearfield._files import read_json
 from nearfield_lab.drawings.captions import Box, Drawing, chance, colours_for, toned, words_of
 from nearfield_lab.drawings.pixels import drawn_box
 from nearfield_lab.drawings.sets import (
@@ -461,4 +461,4 @@ def _local(tag: Any) -> str:
 def _json(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; a folder of packages is made so:\n{FETCH}")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nearfield._files import replace_file, write_json
+from nearfield._files import check_fields, parsed_json, read_json, replace_file, write_json
 from nearfield_lab.drawings.captions import Drawing, chance
 from nearfield_lab.drawings.packages import Found, Source
 from nearfield_lab.drawings.sets import CATEGORIES, CATEGORY_SHARE, HELD_OUT, HELD_OUT_SHARE
@@ -70,9 +70,12 @@ def read_parts(folder: Path) -> list[Drawing]:
             raise FileNotFoundError(f"{path} does not exist; {INDEX} names it")
         try:
             with lzma.open(path, "rt", encoding="utf-8") as lines:
-                drawings += [Drawing.of(json.loads(line)) for line in lines]
-        except (lzma.LZMAError, EOFError, json.JSONDecodeError) as error:
+                drawings += [Drawing.of(parsed_json(path, line)) for line in lines]
+        except (lzma.LZMAError, EOFError, ValueError) as error:
             raise BadFile(f"{path} is no whole file of drawings: {error}") from None
+    known = sum(one["drawings"] for one in index["sets"])
+    if len(drawings) != known:
+        raise BadFile(f"{folder} must hold the {known:,} drawings that {INDEX} counts; got {len(drawings):,}")
     return drawings
 
 
@@ -80,9 +83,14 @@ def read_index(folder: Path) -> Mapping[str, Any]:
     path = folder / INDEX
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; `nearfield drawings pack` writes it")
-    index: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if index.get("format") != 1:
-        raise BadFile(f"{path} has format {index.get('format')}; this version reads 1")
+    index: Mapping[str, Any] = read_json(path, {"format": int, "parts": list, "sets": list})
+    if index["format"] != 1:
+        raise BadFile(f"{path} has format {index['format']}; this version reads 1")
+    if not all(isinstance(name, str) for name in index["parts"]):
+        raise BadFile(f"`parts` in {path} must be names of files")
+    texts = dict.fromkeys(Source.__dataclass_fields__, str)
+    for one in index["sets"]:
+        check_fields(f"a set in {path}", one, {**texts, "drawings": int, "held_out": int})
     return index
 
 

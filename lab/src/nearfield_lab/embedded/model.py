@@ -28,6 +28,7 @@ Model = TypeVar("Model", bound="TinyFlux")
 Config = TypeVar("Config")
 
 _GROUP = 64  # weights that share a scale
+_MOST = 2**16  # of any count or width in a configuration
 SCALE = ":scale"
 
 
@@ -219,16 +220,22 @@ def stored_config(path: Path, kind: type[Config], facts: Mapping[str, Any]) -> C
     kinds = {each: type(value) for each, value in asdict(known).items() if each in given}
     check_fields(path, given, kinds)
     try:
-        return kind(**{name: given[name] for name in kinds})
+        config = kind(**{name: given[name] for name in kinds})
     except (TypeError, ValueError) as error:
         raise BadFile(f"{path} must hold a configuration of a model: {error}") from None
+    for name in asdict(known):
+        value = getattr(config, name)
+        if type(value) is int and not 0 <= value <= _MOST:
+            raise BadFile(f"`{name}` in {path} must be from 0 to {_MOST:,}; got {value}")
+    return config
 
 
 def put_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise BadFile(f"{path} does not hold the weights its configuration asks for: {error}") from None
+        words = " ".join(str(error).split())
+        raise BadFile(f"{path} does not hold the weights its configuration asks for: {words}") from None
 
 
 def reconfigured(model: Model, **changes: Any) -> Model:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nearfield._checks import check_int, wrong_value
-from nearfield._files import check_fields, parsed_json
+from nearfield._files import check_fields, parsed_json, replace_file
 from nearfield_lab.storage import BadFile, read_tensors, write_tensors
 
 CHECKPOINT, PREVIOUS, LOG = "checkpoint.safetensors", "checkpoint-previous.safetensors", "log.jsonl"
@@ -380,7 +380,8 @@ class Loop:
                 check_fields(path, known, {"step": int, "seconds": float})
                 if known["step"] <= self.step:
                     kept.append(known)
-        path.write_text("".join(json.dumps(known) + "\n" for known in kept), encoding="utf-8")
+        text = "".join(json.dumps(known) + "\n" for known in kept)
+        replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
         self._speed.seconds = kept[-1]["seconds"] if kept else 0.0
 
 
