@@ -247,7 +247,12 @@ def attention(
         biases = [part.key_bias is not None for part in call[1]]
         learned = [has_bias and wish for has_bias, wish in zip(biases, wanted[3::3], strict=True)]
         found = backward(Attended(grad_out, grad_lse), Attended(out, lse), learned, *call)
-        every = (found.query, *(x for part in found.parts for x in part))
+        # Some implementations give the gradient of every bias; the shapes below promise only those that are learned.
+        of_parts = (
+            (key, value, bias if wish else None)
+            for (key, value, bias), wish in zip(found.parts, learned, strict=True)
+        )
+        every = (found.query, *(x for part in of_parts for x in part))
         return tuple(lse.new_empty(0) if x is None else x for x in every)  # outputs share no memory
 
     def gradient_shapes(
