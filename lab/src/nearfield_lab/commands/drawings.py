@@ -113,7 +113,7 @@ def _add_train(parts: Any) -> None:
     add_integer(further, "seed", 0, "of weights, order and noise; of each run another", least=0)
     add_integer(further, "samples", 64, "pictures on a sample sheet", least=0, most=256)
     add_integer(further, "limit", None, "use this many drawings, evenly spaced")
-    add_integer(further, "workers", os.cpu_count() or 1, "processes that render")
+    add_integer(further, "workers", None, "processes that render (default: cores)")
     add_number(further, "learning-rate", 4e-4, "after warming up", is_above=True)
     add_integer(further, "warm-up", 200, "steps until the full learning rate", least=0)
     add_integer(further, "cool-down", 0, "last steps, over which the learning rate falls to zero", least=0)
@@ -281,7 +281,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 drawings,
                 arguments.data,
                 arguments.size,
-                workers=arguments.workers,
+                workers=arguments.workers or os.cpu_count() or 1,
                 device=device,
                 on_progress=lambda done, total, words: bar.show(done, words, total),
             )
