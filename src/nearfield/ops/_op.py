@@ -2,7 +2,7 @@
 
 - Nothing traces or differentiates the call (eager inference): the function itself is called.
 - Autograd alone observes it (eager training): the call is a node of autograd's graph around the same function.
-- Anything else observes it (torch.compile, export, transforms of torch.func, dispatch modes): it is the registered
+- Anything else observes it (torch.compile, export, `torch.func.vmap`, dispatch modes): it is the registered
   operator `nearfield::<name>`, which is opaque to tracers and has the same gradient.
 
 An operator takes tensors and numbers alone. A call of plans and parts therefore declares how it is flattened into
