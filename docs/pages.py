@@ -27,7 +27,7 @@ ROOT_PAGES = {
 } | {name: name for name in ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")}
 NOTES = "benchmarks/notes"
 SITE_NAMES = {source: name for name, source in ROOT_PAGES.items()}
-SHOWN = ("examples/*.py", "examples/*.ipynb", "LICENSE")
+SHOWN = ("examples/*.py", "examples/*.ipynb", "tests/newcomers/*.py", "LICENSE")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 GROUP = re.compile(r"^## (\w+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| \[([^]]+)\]\(([^)]+\.md)\)", re.MULTILINE)

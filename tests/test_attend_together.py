@@ -13,7 +13,7 @@ from nearfield import attend as attend_function
 from nearfield import planning
 from nearfield._types import Positions
 from nearfield.ops import KeyValuePart, attend_parts, attend_pooled, find_boxes
-from nearfield.ops.attention import cpu, operators
+from nearfield.ops.attention import operators
 from nearfield.ops.attention.api import checked_parts
 from nearfield.ops.pool_select import api as pyramid
 from nearfield.plan.plan import BLOCKS, Plan
@@ -594,17 +594,6 @@ def test_an_exported_graph_can_be_differentiated() -> None:
     wanted = torch.autograd.grad(_out_of(parts)(*others).square().sum(), others)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_parts_are_not_read_again_to_be_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where that took half as long again as the rest of the training step."""
-    query, parts = call(torch.device("cpu"))
-    query.requires_grad_()
-    out = attend_parts(query, parts, impl="grouped").out
-    for name in ("attend_forward", "attend_parts_forward"):
-        monkeypatch.setattr(cpu, name, None)
-    out.sum().backward()
-    assert query.grad is not None
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

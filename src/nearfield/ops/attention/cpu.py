@@ -14,16 +14,15 @@ The backward walks the same groups in the same order, so its sums are bit-equal 
 Inside a group the shapes are query `[g, r, n, D]` and key `[g, 1, m, D]`: the r query heads of one key head share it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearfield._types import Attended, Gradients, Positions
-from nearfield.ops.attention.parts import KeyValuePart, PartGradients
+from nearfield.ops.attention.parts import KeyValuePart, PartGradients, differentiate_in_turn
 from nearfield.ops.lists.runs import as_runs, runs_of_rows
 from nearfield.plan import Plan, Runs
 
@@ -87,29 +86,24 @@ def attend_backward(
     pooling: object = None,
 ) -> PartGradients:
     del learned, pooling  # every bias gets its gradient, and means theirs
-    # The log of nothing has no gradient; merging two of them by lse gives NaN, which must not spread.
-    nothing = attended.lse == -torch.inf
-    grad_lse = grads.lse.masked_fill(nothing, 0)
-    known = _Known(grads.out, nothing, grad_lse)
-    if len(parts) > 1:
-        product = torch.linalg.vecdot(_wide(grads.out), _wide(attended.out))
-        known = known._replace(lse=attended.lse, delta=product - grad_lse)
-    of_query, *others = (_backward_of_part(known, query, part, scale) for part in parts)
-    grad_query = of_query.query
-    for found in others:
-        grad_query = grad_query + found.query
-    return PartGradients(grad_query, [found[1:] for found in (of_query, *others)])
+    return differentiate_in_turn(grads, query, parts, attended, scale, attend_forward, _backward_of_part)
 
 
-def _backward_of_part(known: "_Known", query: Tensor, part: KeyValuePart, scale: float) -> Gradients:
+def _backward_of_part(
+    grads: Attended, query: Tensor, part: KeyValuePart, attended: Attended, scale: float
+) -> Gradients:
+    grad_out, grad_lse = grads
     key, value, _, key_bias, _ = part
-    dtype = known.grad_lse.dtype
+    lse = attended.lse
+    # The log of nothing has no gradient; merging two of them by lse gives NaN, which must not spread.
+    nothing = lse == -torch.inf
+    known = _Known(grad_out, nothing, grad_lse.masked_fill(nothing, 0))
     grad_query = torch.zeros_like(query)
-    grad_key, grad_value = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (key, value))
-    grad_bias = None if key_bias is None else known.grad_lse.new_zeros(key_bias.shape)
+    grad_key, grad_value = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))
+    grad_bias = None if key_bias is None else lse.new_zeros(key_bias.shape)
     for group in _groups(query, part):
         taken = group.take(query, part)
-        gradients = _differentiate(taken, known.map(group.take_queries), scale)
+        gradients = _differentiate(taken, _Known(*map(group.take_queries, known)), scale)
         group.put(grad_query, gradients.query)
         group.add_to_keys(grad_key, gradients.key)
         group.add_to_keys(grad_value, gradients.value)
@@ -137,24 +131,11 @@ class _Part(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What the backward knows of each query.
-
-    Args:
-        grad_out, grad_lse: the gradients that reach it.
-        nothing: whether it read nothing.
-        lse, delta: where it read several parts: the `lse` of them all, and `grad_out . out - grad_lse`. With these the
-            gradients of one part do not depend on the others. None where one group holds all that it read.
-    """
+    """What the backward knows of each query: the gradients that reach it, and whether it read nothing."""
 
     grad_out: Tensor
     nothing: Tensor
     grad_lse: Tensor
-    lse: Tensor | None = None
-    delta: Tensor | None = None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "_Known":
-        lse, delta = (None if x is None else function(x) for x in (self.lse, self.delta))
-        return _Known(function(self.grad_out), function(self.nothing), function(self.grad_lse), lse, delta)
 
 
 class _SharedRows(NamedTuple):
@@ -505,7 +486,7 @@ def _differentiate(part: _Part, known: _Known, scale: float) -> Gradients:
                 part.key[some[0], 0],
                 part.value[some[0], 0],
                 None if mask is None else mask[some[0]] if len(mask) > 1 else mask,
-                known.map(itemgetter(some)),
+                _Known(*(x[some] for x in known)),
                 scale,
                 Gradients(
                     grad_query[some],
@@ -533,19 +514,14 @@ def _differentiate_piece(
     logits = folded_query @ key.mT
     if mask is not None:
         logits.view(*query.shape[:3], -1).add_(mask)
-    if known.lse is not None:
-        logits.sub_(known.lse.flatten(1, 2)[..., None])
-    # Not exp(logits - lse) where the weights are all here: a rounded lse would be wrong by the same factor for all.
-    weights = torch.softmax(logits, -1) if known.lse is None else logits.exp_()
+    # Not exp(logits - lse): a rounded lse would be wrong by the same factor for all keys of a query.
+    weights = torch.softmax(logits, -1)
     if mask is not None:
         weights.masked_fill_(known.nothing.flatten(1, 2)[..., None], 0)
     into.value.baddbmm_(weights.mT, grad_out)
+    # Nor the delta of the rounded output: the weights are all here.
     grad_weights = grad_out @ value.mT
-    if known.delta is None:
-        # Not the delta of the rounded output: the weights are all here.
-        delta = torch.linalg.vecdot(grad_weights, weights) - known.grad_lse.flatten(1, 2)
-    else:
-        delta = known.delta.flatten(1, 2)
+    delta = torch.linalg.vecdot(grad_weights, weights) - known.grad_lse.flatten(1, 2)
     grad_logits = grad_weights.sub_(delta[..., None]).mul_(weights)
     into.query.copy_((scale * (grad_logits @ key)).view(query.shape))
     into.key.baddbmm_(grad_logits.mT, folded_query)
