@@ -49,7 +49,7 @@ def apply(
         impl: passed on to `attend`.
         mesh: split the image tokens over the ranks of a mesh of one dimension. Every rank applies the same to the same
             model, calls it with the same inputs, and gets the whole result. By default the ranks that diffusers'
-            `enable_parallelism` was told, if it was called: its own split and attention are suspended until `remove`.
+            `enable_parallelism` was given, if it was called: its own split and attention are suspended until `remove`.
         lora: the name of an adapter that the model has loaded, and that was distilled for the method. It is off in
             dense steps, where it would only do harm. Or an object whose `switch(is_on)` does that, switched on.
 

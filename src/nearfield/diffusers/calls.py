@@ -54,7 +54,7 @@ class Calls:
         """Whether tokens are inside. Modules may be shared with another model, whose calls are not ours."""
         is_eager = not torch.compiler.is_compiling()
         if is_eager and self.is_recomputing and self._backward != _current_backward():
-            self._backward_left()  # it was not told, because that backward pass raised
+            self._backward_left()  # no hook ran, because that backward pass raised
         return self._is_active
 
     def called_outside(self, was_shared: bool) -> None:

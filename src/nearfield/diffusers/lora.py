@@ -59,7 +59,7 @@ class NamedLora:
     def switch(self, is_on: bool) -> None:
         if is_on:
             for layer, scale in self._resting:
-                # After Ctrl-C nobody was told that the call is over: it may have been scaled or deleted since.
+                # After Ctrl-C nobody knows that the call is over: it may have been scaled or deleted since.
                 if _scales(layer).get(self._name) == 0.0:
                     self._set(layer, scale)
             self._resting = []

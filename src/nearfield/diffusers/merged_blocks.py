@@ -141,7 +141,7 @@ class Merger:
         return None
 
     def install(self, layers: Sequence[ModuleLayer]) -> list[RemovableHandle]:
-        """Hooks for all merged blocks; the processors of their layers are told what was merged."""
+        """Hooks for all merged blocks; the processors of their layers learn what was merged."""
         handles: list[RemovableHandle] = []
 
         def put(module: nn.Module, before: Any, after: Any = None) -> None:
@@ -270,7 +270,7 @@ class _Hook:
     Around a block, what the block added is brought back; around a module, its result, which the block will add.
 
     Args:
-        layers: those in the module, whose processors of ours are told of the merged tokens.
+        layers: those in the module, whose processors learn of the merged tokens.
         is_whole: whether the module is the block.
     """
 

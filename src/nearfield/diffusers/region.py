@@ -117,7 +117,7 @@ class Region:
                 root.register_forward_pre_hook(self._root_entered, prepend=True),
                 root.register_forward_hook(self._root_left, always_call=True),
             ]
-        if self._remembers or is_stepwise:  # another scheduler may come, which needs to be told the timestep
+        if self._remembers or is_stepwise:  # another scheduler may come, which needs the timestep
             hook = root.register_forward_pre_hook(self._model_entered, with_kwargs=True, prepend=True)
             self._handles.append(hook)
         if self._remembers and self.part.module is root and hasattr(root, "cache_context"):
@@ -202,7 +202,7 @@ class Region:
         """Before any layer: those of a model that lie outside its parts may have a LoRA, too."""
         if torch.compiler.is_compiling():
             raise ValueError(SWITCHED_WHOLE)
-        self._switch_lora_off(False)  # where the last call ended by Ctrl-C, of which hooks are not told
+        self._switch_lora_off(False)  # where the last call ended by Ctrl-C, after which no hook runs
         self._switch_lora_off(self._is_dense_step())
 
     def _root_left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

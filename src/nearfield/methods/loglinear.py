@@ -113,7 +113,7 @@ class LogLinear(Method):
         return False
 
     def num_levels(self, num_queries: int, num_keys: int) -> int:
-        """Pooled levels for so many tokens; each has at least one of either."""
+        """Pooled levels for these numbers of tokens; each has at least one of either."""
         length = min(num_queries, num_keys)
         most = most_levels(length, self.block)
         if self.levels == "auto":

@@ -196,7 +196,7 @@ def _described(name: str, value: object) -> str:
 def _sums(name: str, weight: Tensor) -> Iterator[int]:
     """Sums over pieces of a tensor: its bits as integers, times a factor for each place."""
     if weight.is_meta:
-        hint = "Weights that accelerate has offloaded cannot be told apart."
+        hint = "Weights that accelerate has offloaded cannot be compared."
         wrong_value("model", "hold all its weights in memory", f"{name} on the meta device", hint)
     if weight.is_quantized:
         weight = weight.dequantize()

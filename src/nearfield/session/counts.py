@@ -39,7 +39,7 @@ class Pairs(NamedTuple):
         return (self.whole - self.there + self.read) / self.whole
 
     def kept_over(self, num_steps: int | None, method: Method) -> float | None:
-        """The same over so many steps, of which some are dense."""
+        """The same over a number of steps, of which some are dense."""
         if num_steps is None or self.kept is None:
             return self.kept
         dense = sum(method.num_dense_steps(num_steps)) / num_steps

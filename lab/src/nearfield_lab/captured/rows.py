@@ -49,7 +49,7 @@ def row_of(text: str) -> Row:
         text: a row in plain torch by its name; a function as `module:name`; or a method with fields as texts,
             `hilbert near=tile tiles=32|16|8`. Of values with `|` between them those count that read the most pairs
             within the share; `*` stands for the values on the method's own ladder. `blocks=128x64` asks for blocks of
-            so many queries and keys, as a GPU has them, in place of the device's own.
+            this many queries and keys, as a GPU has them, instead of the device's own.
     """
     from nearfield_lab.captured.plain import ROWS
 

@@ -164,7 +164,7 @@ class _Capturing(Method):
 
     @property
     def is_stateful(self) -> bool:
-        return self.has_steps  # so that layers are told the step
+        return self.has_steps  # so that layers know the step
 
     def layer(self, geometry: Geometry, index: int = 0, **_: Any) -> "_CapturingLayer":
         return _CapturingLayer(self, geometry, index)

@@ -5,7 +5,7 @@ every token reads the tile it is in, a long run. Tiles slide by a fraction of a 
 not exchange in one layer they exchange in the next. The text is read by all, and reads all. So does a small shared
 region of the image, where one is wanted (with `share="keys"` it reads only its tile).
 
-Beyond the paper: each block of queries reads what is nearest to it in the image, in the place of a tile, so that few
+Beyond the paper: each block of queries reads what is nearest to it in the image, instead of a tile, so that few
 neighbours are parted; and a far field, which reads all the rest in summary. With as many pairs both keep far more of
 the pictures (docs/results.md), so they are the default; `Hilbert(near="tile", shared="centre", far=None)` is the
 paper's method. Also grids of any size and of three sides, closed curves, shared regions spread over the image, and

@@ -18,7 +18,7 @@ from nearfield.layout import Geometry, Span, tiling
 from nearfield.methods.hilbert.layout import Pattern, layout_of
 
 _PIECES = 8
-"""Into so many boxes a row is taken apart."""
+"""The number of boxes that a row is divided into."""
 
 _MOST_DISTANCES = 2**22
 """Computed at a time."""

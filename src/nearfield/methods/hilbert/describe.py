@@ -32,7 +32,7 @@ def image_lines(
 
 
 def _shared_words(pattern: Pattern, grid: Grid | None, segment: Segment) -> str:
-    """`grid` is None where tokens are merged: nobody asked for so many."""
+    """`grid` is None where tokens are merged: nobody asked for that number."""
     if pattern.shared == "none":
         return "none"
     wanted = segment.num_shared if grid is None else pattern.shared_tokens or tiling.default_shared(grid)

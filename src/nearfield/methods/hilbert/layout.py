@@ -148,5 +148,5 @@ def _whole(geometry: Geometry) -> Geometry:
 
 
 def _block_within(most: float, but: int | None = None) -> int:
-    """The largest block of at most so many tokens; at least 16."""
+    """The largest block of at most this many tokens; at least 16."""
     return max(block for block in (16, 32, 64, 128) if block <= max(16, most) and block != but)

@@ -301,10 +301,10 @@ def _key_gradient_kernel(
     HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
     PACK: tl.constexpr, CHUNK: tl.constexpr, BIAS_GRADIENT: tl.constexpr, POOL: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK: after so many steps the next program of the row goes on, the last one to the end. Each leaves what it has
+    """CHUNK: after CHUNK steps the next program of the row goes on, the last one to the end. Each leaves what it has
     summed in its part of `partials`; a row that one program finishes is stored at once.
 
-    LEVELS: `mean_keys` and `mean_values` are gradients of so many levels of means, each of POOL below; keys get shares.
+    LEVELS: `mean_keys` and `mean_values` are gradients of LEVELS levels of means, each of POOL below; keys get shares.
     """
     batch_head, row, part = row_of_program(tl.program_id(0), order, num_rows, HAS_ORDER, PARTS)
     batch = (batch_head // num_key_heads).to(tl.int64)

@@ -212,7 +212,7 @@ def attend_pair(query: Tensor, near: KeyValuePart, far: KeyValuePart, scale: flo
     """
     Args:
         near: its rows, as many as are packed, are what a program owns.
-        far: its rows are so many queries, or multiples of them.
+        far: its rows hold as many queries as a program owns, or a multiple.
     """
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], device=query.device, dtype=torch.float32)

@@ -15,7 +15,7 @@ _OWN, _OTHERS = 32, 256
 
 @triton.jit
 def _half_octaves(offsets, flat, exists, stride_b, stride_h, num_heads, num_rows):
-    """The logarithm of a row's length, rounded: rows of similar length are not told apart."""
+    """The logarithm of a row's length, rounded: rows of similar length count as equal."""
     batch_head = flat // num_rows
     pointer = (
         offsets + batch_head // num_heads * stride_b + batch_head % num_heads * stride_h + flat % num_rows

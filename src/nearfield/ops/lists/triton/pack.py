@@ -84,7 +84,7 @@ def _pack_kernel(
 
 
 def has_room_for_bits(plan: Plan, pack: int) -> bool:
-    """Whether ids of the plan, and a bit for each of so many rows, fit into 32 bits."""
+    """Whether ids of the plan, and a bit for each of `pack` rows, fit into 32 bits."""
     return plan.num_columns << pack <= 2**31
 
 

@@ -35,7 +35,7 @@ def _select_kernel(
     DIM: tl.constexpr, PAD: tl.constexpr, HAS_PARENTS: tl.constexpr, KEEP_OWN: tl.constexpr, PRECISION: tl.constexpr,
     PACK: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
-    """PACK: so many queries' lists are merged, too, as `pack.py` would: here it is known who chose what."""
+    """PACK: the lists of PACK queries are merged, too, as `pack.py` would: here it is known who chose what."""
     program = tl.program_id(0)
     tile = program % tiles_per_group
     member = program // tiles_per_group % num_groups
